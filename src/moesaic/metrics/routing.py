@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -122,16 +123,11 @@ def counted(model: Model) -> Iterator[Counts]:
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
     counts.phases = [phase for _, phase in phased(model)]
-    handles = [
-        router.register_forward_hook(_counter(routing, counts))
-        for router, routing in by_layer.values()
-    ]
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(counts.look_at, None)
+        for router, routing in by_layer.values():
+            hooks.enter_context(router.register_forward_hook(_counter(routing, counts)))
         yield counts
-    finally:
-        counts.look_at(None)
-        for handle in handles:
-            handle.remove()
 
 
 def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
@@ -152,18 +148,13 @@ def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
 def trace(model: Model, input_ids: Tensor) -> dict[int, list[int]]:
     """By decoder layer, the first choice of each token of one text: for token colours."""
     chosen: dict[int, list[int]] = {}
-    handles = []
-    for i, (router, _) in routers(model).items():
-        handles.append(
-            router.register_forward_hook(
-                lambda _, args, out, i=i: chosen.__setitem__(i, _choice(out)[:, 0].tolist())
-            )
-        )
-    try:
-        with set_mode(model, "always"):
-            ids = input_ids.view(1, -1).to(model.device)
-            model(input_ids=ids, use_cache=False, **logits_alone(model.config))
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(i: int, router: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        chosen[i] = _choice(out)[:, 0].tolist()
+
+    with set_mode(model, "always"), ExitStack() as hooks:
+        for i, (router, _) in routers(model).items():
+            hooks.enter_context(router.register_forward_hook(partial(note, i)))
+        ids = input_ids.view(1, -1).to(model.device)
+        model(input_ids=ids, use_cache=False, **logits_alone(model.config))
     return chosen
