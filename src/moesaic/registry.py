@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
@@ -35,19 +35,18 @@ class Registry(Mapping[str, T], Generic[T]):
     @cached_property
     def _where(self) -> dict[str, str]:
         added = {e.name: e.value for e in entry_points(group=self.group)}
-        return {**added, **self._entries}
+        return {**self._entries, **added, **self._entries}  # in this order, ours as they are
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
-            self._loaded[name] = cast(T, imported(self._where[name]))
+            self._loaded[name] = cast(T, resolve_name(self._where[name]))
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._where
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._entries
-        yield from (name for name in self._where if name not in self._entries)
+        return iter(self._where)
 
     def __len__(self) -> int:
         return len(self._where)
@@ -72,13 +71,3 @@ class InWords(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._table)
-
-
-def imported(where: str) -> object:
-    """The object that ``"module:attribute"`` names.
-
-    >>> imported("math:pi")
-    3.141592653589793
-    """
-    module, _, attribute = where.partition(":")
-    return getattr(import_module(module), attribute)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from pkgutil import resolve_name
 
 from moesaic.config import ExportArgs
 from moesaic.foreign import JSON, at_home
-from moesaic.registry import imported
 
 FORMS = {
     "native": "moesaic.exports.native:export_native",
@@ -33,5 +32,5 @@ def export(
         MoesaicError: the form is unknown, or cannot hold the model.
     """
     args = ExportArgs(to=to, **options)  # type: ignore[arg-type]
-    form = cast("Callable[..., JSON]", imported(FORMS[args.to]))
+    form: Callable[..., JSON] = resolve_name(FORMS[args.to])
     return form(at_home(model), Path(out).expanduser(), args, overwrite)

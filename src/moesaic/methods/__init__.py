@@ -7,11 +7,12 @@ A method is a config (what can be asked for, what it says of itself; imports no 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from moesaic.config import MethodConfig, Verb
 from moesaic.errors import MoesaicError
-from moesaic.registry import Registry, imported
+from moesaic.registry import Registry
 
 if TYPE_CHECKING:
     from moesaic.arch.dense import Arch
@@ -64,6 +65,5 @@ def methods_of(verb: str) -> dict[str, type[MethodConfig]]:
 
 def implementation(config: MethodConfig) -> Method[MethodConfig, Arch]:
     """The :class:`~moesaic.methods.base.Method` that carries a config out; imports torch."""
-    method = imported(config.implementation)
-    assert callable(method)
-    return cast("Method[MethodConfig, Arch]", method(config))
+    method: type[Method[MethodConfig, Arch]] = resolve_name(config.implementation)
+    return method(config)
