@@ -6,6 +6,7 @@ Nothing here imports torch, so that a wrong request is answered at once.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Recipe:
     def to_yaml(self) -> str:
         """The recipe as text that :func:`parse_recipe` reads back to an equal recipe."""
         steps = [{step.verb: {"method": step.name, **asdict(step)}} for step in self.steps]
-        plain = _plain({**asdict(self), "steps": steps})
+        plain = json.loads(json.dumps({**asdict(self), "steps": steps}))  # lists for tuples
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
     def __post_init__(self) -> None:
@@ -81,13 +82,6 @@ class Recipe:
         """The names of all that is read: models, files, and text."""
         configs = (*self.steps, self.calibration, self.evaluation)
         return [self.model, *(name for config in configs for name in read_by(config))]
-
-
-def _plain(value: object) -> object:
-    """The same with lists for tuples."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 # --- checks --------------------------------------------------------------------------------------
