@@ -21,7 +21,7 @@ from moesaic import MoesaicError, pipeline
 from moesaic.arch.lookup import moe_arch
 from moesaic.cli import bars, entry, fitting, guide, measure, results, shared, verbs
 from moesaic.cli.options import Option, option
-from moesaic.config import Calibration, Evaluation, ExportArgs
+from moesaic.config import Calibration, Evaluation, ExportArgs, check_device
 from moesaic.fitting.config import FitConfig
 from moesaic.io import names, source
 from moesaic.io.caller import forward_replaced, leaves_untouched
@@ -131,6 +131,11 @@ def test_statistics_are_not_merged_into_themselves(command, tmp_path):
     code, _, err = command("observe", "tiny-moe", stats, "--merge", stats, "--overwrite")
     assert (code, "is read" in err) == (2, True)
     assert command("observe", "tiny-moe", tmp_path / "b", "--device", "nowhere")[0] == 2
+
+
+def test_a_device_whose_package_is_not_here_is_refused_by_name():
+    with pytest.raises(MoesaicError, match="device 'hpu' cannot be used here"):
+        check_device("hpu")
 
 
 def test_a_plan_is_not_pushed_to_nowhere(command, tmp_path):

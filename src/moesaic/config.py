@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from textwrap import fill, indent
 from types import NoneType, UnionType
@@ -28,7 +29,7 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError, meant
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, at_home, silent, suits
 from moesaic.ladder import Ladder, Shape
 
 if TYPE_CHECKING:
@@ -102,14 +103,10 @@ def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
     return "\n".join([inspect.cleandoc(doc or ""), *listed])
 
 
-_TYPES: dict[type, Values] = {}
-
-
+@cache
 def types_of(config: type) -> Values:
     """The types of a dataclass's fields; to read them takes a while, and they are asked often."""
-    if config not in _TYPES:
-        _TYPES[config] = get_type_hints(config)
-    return _TYPES[config]
+    return get_type_hints(config)
 
 
 def text_fields(config: type[DataclassInstance]) -> list[str]:
@@ -127,7 +124,7 @@ def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
     return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
 
 
-def check_options(config: Config) -> None:
+def check_options(config: DataclassInstance) -> None:
     """Refuse values of another type, none of an option's choices, or out of its range.
 
     Raises:
@@ -685,7 +682,7 @@ def check_device(name: str) -> str:
 
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise MoesaicError(
             f"device {name!r} cannot be used here: {str(error).splitlines()[0]:.100}"
         ) from None
