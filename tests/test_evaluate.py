@@ -151,6 +151,13 @@ def test_question_by_question_it_is_lm_eval(
         assert own[name] == pytest.approx(theirs[other])
 
 
+def test_a_question_may_hold_what_elsewhere_ends_a_line(tmp_path):
+    file = tmp_path / "one.jsonl"
+    row = {"question": "a\u2028b\x85?", "choices": ["c", "d"], "answer": 1}
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
+    assert read_questions(file) == [Question("a\u2028b\x85?", ("c", "d"), 1)]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
