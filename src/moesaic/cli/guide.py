@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -123,7 +123,7 @@ def guide(
     if not chosen:
         err_console.print(f"None loses as little as {goal.limit:.0%}; 1 loses least.")
         chosen = 1
-    session = Session(search, points, rounding, overwrite, resume)
+    session = Session(search, points, rounding, recipe.out, overwrite, resume)
     if ask:
         session.menu(chosen)
         return
@@ -373,16 +373,14 @@ def command_of(recipe: Recipe) -> str:
 def _flags(config: MethodConfig | Calibration) -> list[str]:
     """Options that are not as by default."""
     words: list[str] = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value == field.default and not about(field).required:
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if value == entry.default and not about(entry).required:
             continue
-        on, _, off = flag_of(field).partition("/")
-        if about(field).seldom:
-            words += [
-                "-o",
-                f"{field.name}={str(value).lower() if value in (True, False) else value}",
-            ]
+        on, _, off = flag_of(entry).partition("/")
+        if about(entry).seldom:
+            written = str(value).lower() if value in (True, False) else value
+            words += ["-o", f"{entry.name}={written}"]
         elif value is True or value is False:
             words.append(on if value else off or f"--no-{on.removeprefix('--')}")
         else:
@@ -393,22 +391,19 @@ def _flags(config: MethodConfig | Calibration) -> list[str]:
 # --- what to do with it --------------------------------------------------------------------------
 
 
+@dataclass
 class Session:
     """What came of a search, and what a user makes of it."""
 
-    def __init__(
-        self,
-        search: Search,
-        points: Sequence[Candidate],
-        rounding: Sequence[JSON],
-        overwrite: bool,
-        resume: bool,
-    ) -> None:
-        self.search, self.points, self.rounding = search, points, rounding
-        self.overwrite, self.resume = overwrite, resume
-        self.out = search.recipe.out
-        self.saved: dict[int, Path] = {}
-        """Folders of what was saved, by the point's number."""
+    search: Search
+    points: Sequence[Candidate]
+    rounding: Sequence[JSON]
+    out: str
+    """The folder that was asked for."""
+    overwrite: bool
+    resume: bool
+    saved: dict[int, Path] = field(default_factory=dict)
+    """Folders of what was saved, by the point's number."""
 
     def save(self, number: int, folder: Path) -> Record:
         """Make, measure and save a point; says the command that would do it again."""

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -39,34 +40,27 @@ ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
 
+@dataclass
 class Trials:
-    """Makes candidates and measures them.
+    """Makes candidates and measures them."""
 
-    Args:
-        recipe: model, device and type.
-        source: the model.
-        texts: by which is decided and chosen.
-        costs: sizes of recipes.
-        files: GGUF files, where candidates end in one.
-        work: a folder for what is finished.
-        track: shows progress.
-    """
+    recipe: Recipe
+    """Its model, device and type."""
+    source: Source
+    texts: Texts
+    """By which is decided and chosen."""
+    costs: Costs
+    files: Files | None
+    """Where candidates end in one."""
+    work: Path
+    """A folder for what is finished."""
+    track: Track
+    refused: dict[str, str] = field(default_factory=dict)
+    """What the model cannot have, with the reason."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        source: Source,
-        texts: Texts,
-        costs: Costs,
-        files: Files | None,
-        work: Path,
-        track: Track,
-    ) -> None:
-        self.recipe, self.source, self.texts, self.costs = recipe, source, texts, costs
-        self.files, self.work, self.track = files, work, track
-        self.dtype = parse_dtype(recipe.dtype)
-        self.refused: dict[str, str] = {}
-        """What the model cannot have, with the reason."""
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return parse_dtype(self.recipe.dtype)
 
     def measured(self, candidate: Candidate) -> Candidate:
         """A candidate with its figures, which are kept."""
