@@ -207,10 +207,10 @@ def shared_out(
             f"{processes} processes cannot share {len(batches)} calibration batches; give more "
             "text."
         )
-    numbers = list(range(number, len(batches), processes))
-    masks = [mask for i in numbers if (mask := batches[i].attention_mask) is not None]
-    ids = torch.cat([batches[i].input_ids for i in numbers])
-    return Tokens(ids, torch.cat(masks) if masks else None), numbers
+    own = batches[number::processes]
+    mask = None if tokens.attention_mask is None else torch.cat([batch.real for batch in own])
+    ids = torch.cat([batch.input_ids for batch in own])
+    return Tokens(ids, mask), list(range(number, len(batches), processes))
 
 
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
