@@ -233,12 +233,7 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
 def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
     """The whole text of a row: its own, a conversation, or prompt and answer.
 
-    Args:
-        row: a text, or columns.
-        tokenizer: of the model, whose template conversations are shown in.
-
-    Raises:
-        MoesaicError: its columns are not known.
+    Arguments and errors are those of :func:`asked`.
     """
     if isinstance(row, str):
         return row

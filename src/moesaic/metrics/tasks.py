@@ -146,13 +146,7 @@ def answers(
 ) -> list[Answer]:
     """A model's answers to the questions of a local file.
 
-    Args:
-        model: what to run.
-        tokenizer: its own.
-        task: with its questions.
-        limit: the first so many questions; None for all.
-        track: shows progress.
-        shared: several processes share the batches, and all of them call this.
+    The arguments are those of :func:`measure_tasks`, of one task.
     """
     questions = task.questions[:limit]
     pairs = [

@@ -345,14 +345,7 @@ class _Cell:
 
 
 class _Map:
-    """One map, and where its parts stand.
-
-    Args:
-        figure: what is drawn.
-        rows: those of this map, from the top.
-        row: height of a row.
-        cell: width of a column; 0 for what fits.
-    """
+    """One map of a figure, and where its parts stand; see :func:`maps`."""
 
     top, bar = 30.0, 62.0
     """Where rows begin, and the length of the longest bar."""
