@@ -51,6 +51,7 @@ from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.metrics.llamacpp import split_otherwise
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
@@ -136,6 +137,18 @@ def test_text_is_split_alike_without_a_file_of_sentencepiece(model_type, space_f
     split = engine.tokenize(text.encode(), add_bos=False)
     for one in (tokenizer, resolve(str(tmp_path / "model.gguf")).tokenizer):
         assert one(text, add_special_tokens=False).input_ids == split
+
+
+def test_a_vocabulary_that_llama_cpp_reads_otherwise_is_told(tmp_path, monkeypatch, caplog):
+    export("tiny-moe", tmp_path / "model.gguf", to="gguf", type="q8_0")
+    assert "other tokens" not in caplog.text
+    texts = shipped_texts("evaluation")[:4]
+    for name, others in (("tiny-moe", 0), ("smollm2", 4)):
+        split = split_otherwise(tmp_path / "model.gguf", resolve(name).tokenizer, texts)
+        assert split == others, name
+    monkeypatch.setattr("moesaic.exports.llamacpp.split_otherwise", lambda *_: 3)
+    export("tiny-moe", tmp_path / "model.gguf", to="gguf", type="q8_0", overwrite=True)
+    assert "llama.cpp splits 3 of 34 texts" in caplog.text
 
 
 def parity(file, source, ids):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from moesaic.arch.lookup import PLAIN, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.by_layer import LAYERS
 from moesaic.config import ExportArgs
+from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
@@ -39,12 +42,14 @@ from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_file, put_file, scratch_folder, whole_file
 from moesaic.io.prediction import predicts
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.llamacpp import library
+from moesaic.metrics.llamacpp import library, split_otherwise
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
 CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """Types that the converter writes; the others are the quantiser's."""
+SPLIT = 8
+"""Of the texts that ship, every eighth is split by llama.cpp, too."""
 NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 """No text for k-quants; windows of it, and their tokens."""
 
@@ -128,10 +133,24 @@ def export_gguf(
                 rounding.uniform(work, args.type)
             else:
                 rounding.mixed(work, rounding.best(args.among or TYPES, args.memory))
+        _check_vocabulary(work, source)
         counts = types_of(work)
         put_file(work, out, overwrite)
     size = out.stat().st_size
     return {**record, "out": str(out), "type": args.called, "bytes": size, "types": counts}
+
+
+def _check_vocabulary(file: Path, source: Source) -> None:
+    """Warn where llama.cpp, if it is here to be asked, splits text otherwise than transformers."""
+    texts = shipped_texts("calibration")[::SPLIT]
+    with suppress(MoesaicError):
+        if others := split_otherwise(file, source.tokenizer, texts):
+            logging.getLogger(__name__).warning(
+                "llama.cpp splits %d of %d texts into other tokens than transformers does: what it "
+                "writes will differ.",
+                others,
+                len(texts),
+            )
 
 
 class Rounding:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Tokenizer
 
 F32 = 0  # ggml's number of the type
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
@@ -116,6 +117,15 @@ class Engine:
         for _ in range(new_tokens):
             token = self._next([token])
         return prefilled - start, time.perf_counter() - prefilled
+
+
+def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
+    """How many of some texts llama.cpp splits into other tokens than a model's tokenizer does."""
+    engine = library().Llama(str(file), vocab_only=True, verbose=False)
+    split = [engine.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+    engine.close()
+    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return sum(ids != right for ids, right in zip(split, wanted, strict=True))
 
 
 def gguf_parameters(file: Path) -> tuple[int, int]:
