@@ -624,11 +624,8 @@ class MoEFFN:
             _, weights_TK, chosen_TK = self.router(x_TD)
             return self.experts(self.before(x_TD), chosen_TK, weights_TK)
         outputs: list[Tensor] = []
-        handle = self.arch.watch(self.block, outputs.append)
-        try:
+        with self.arch.watch(self.block, outputs.append):
             self.block(x_TD.unsqueeze(0), **self.handed)
-        finally:
-            handle.remove()
         return outputs[0].squeeze(0)
 
     @property
@@ -673,11 +670,8 @@ class MoEFFN:
                 allowed_TE = self._of_each(allowed_E, logits_TX)
                 return self.parts.written(out, *self.routing.restricted(logits_TX, allowed_TE))
 
-            handle = self.router.register_forward_hook(route)
-            try:
+            with self.router.register_forward_hook(route):
                 yield
-            finally:
-                handle.remove()
 
 
 def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:

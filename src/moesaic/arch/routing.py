@@ -84,35 +84,26 @@ class RouterParts:
         if self.table is not None:  # a router that skips says not all of its row
             table: Tensor = attrgetter(self.table.removeprefix(f"{self.router}."))(router)
             keys: list[Tensor] = []
-            handle = router.register_forward_pre_hook(
+            with router.register_forward_pre_hook(
                 lambda _, args, kwargs: keys.extend((*args[1:], *kwargs.values())), with_kwargs=True
-            )
-            try:
+            ):
                 yield lambda out: torch.cat(
                     [out[0].float(), table[keys.pop().flatten()].float()], -1
                 )
-            finally:
-                handle.remove()
             return
         if self.always:  # the router says only what the routed experts' logits are
             inputs: list[Tensor] = []
             weight = attrgetter(self.weight.removeprefix(f"{self.router}."))(router).float()
-            handle = router.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-            try:
+            with router.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
                 yield lambda _: F.linear(inputs.pop().flatten(0, -2).float(), weight)
-            finally:
-                handle.remove()
             return
         if not self.apart:
             yield lambda out: out[1 if self.inward else 0]
             return
         last: list[Tensor] = []
         projection = router.get_submodule(self.projection)
-        handle = projection.register_forward_hook(lambda _, args, out: last.append(out))
-        try:
+        with projection.register_forward_hook(lambda _, args, out: last.append(out)):
             yield lambda _: last.pop()
-        finally:
-            handle.remove()
 
     def read(self, router: nn.Module, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The logits (N, E), the chosen experts' weights and their numbers (N, K) of an output.

@@ -509,11 +509,8 @@ def _parameters_on_meta() -> Iterator[None]:
         return type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
-    try:
-        with _NoRoom():
-            yield
-    finally:
-        hook.remove()
+    with hook, _NoRoom():
+        yield
 
 
 def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:

@@ -114,9 +114,5 @@ def _watched(
 
         y.register_hook(back)
 
-    handles = (stream.arch.enter(ffn, entered.append), stream.arch.watch(ffn, after))
-    try:
+    with stream.arch.enter(ffn, entered.append), stream.arch.watch(ffn, after):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

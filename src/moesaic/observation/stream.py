@@ -541,12 +541,8 @@ class LayerStream(Generic[V_co]):
             if outputs is not None:
                 outputs.append(valid(y, next(leaving)))
 
-        handles = (self.arch.enter(ffn, before), self.arch.watch(ffn, after))
-        try:
+        with self.arch.enter(ffn, before), self.arch.watch(ffn, after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def entered(self, block: Block, inputs: Iterable[Tensor]) -> Iterator[Tensor]:
         """Batches of what entered a layer's FFN, which meanwhile is handed what goes with each.

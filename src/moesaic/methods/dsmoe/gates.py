@@ -31,7 +31,7 @@ Where the paper is silent or we depart from it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +82,10 @@ def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Ten
     def note(router: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         records[router] = (args[0], out)
 
-    handles = [router.register_forward_hook(note) for router in routers]
-    try:
+    with ExitStack() as hooks:
+        for router in routers:
+            hooks.enter_context(router.register_forward_hook(note))
         yield records
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class SparseObjective(Objective):
