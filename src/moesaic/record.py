@@ -49,8 +49,6 @@ class Series:
 
     name: str
     points: tuple[tuple[float, float], ...]
-    notes: tuple[str, ...] = ()
-    """Written beside the points."""
 
 
 @dataclass(frozen=True, kw_only=True)

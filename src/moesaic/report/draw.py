@@ -226,8 +226,6 @@ def _line(figure: Lines, series: Series, n: int, plane: Plane) -> list[str]:
             tip = escape(f"{name}{figure.x} {x:g}: {number(y, figure.form)}")
             dot = f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" class="dot {colour}">'
             out.append(f"{dot}<title>{tip}</title></circle>")
-    for (a, b), note in zip(places, series.notes, strict=False):
-        out.append(text(a, b - 8, note, "quiet", "middle"))
     return out
 
 
