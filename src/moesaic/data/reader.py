@@ -19,7 +19,7 @@ from importlib.resources import files
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from moesaic.data.rows import Row
 from moesaic.data.source import DOMAINS, SHIPPED, TextSource
@@ -98,10 +98,9 @@ class RowRange:
 class Rows(ABC):
     """Rows of one source."""
 
-    def __init__(self, taken: RowRange, at_hand: bool) -> None:
-        self.taken = taken
-        self.at_hand = at_hand
-        """All rows can be had at once, and are meant to be read whole."""
+    taken: RowRange
+    at_hand: ClassVar[bool]
+    """All rows can be had at once, and are meant to be read whole."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Row]:
@@ -115,12 +114,12 @@ class Rows(ABC):
 class IndexedRows(Rows):
     """Rows that can be read in any order."""
 
-    def __init__(
-        self, rows: Sequence[Row], taken: RowRange, at_hand: bool = True, where: str = ""
-    ) -> None:
-        super().__init__(taken, at_hand)
+    at_hand = True
+
+    def __init__(self, rows: Sequence[Row], taken: RowRange, where: str = "") -> None:
         stop = len(rows) if taken.stop is None else taken.stop
-        self._rows, self._range, self._where = rows, range(taken.start, stop), where
+        self.taken, self._rows, self._where = taken, rows, where or taken.source
+        self._range = range(taken.start, stop)
 
     def __iter__(self) -> Iterator[Row]:
         return self._read(self._range)
@@ -135,7 +134,7 @@ class IndexedRows(Rows):
         return iter(rng.sample(cut, len(cut)))
 
     def _read(self, order: Iterable[int]) -> Iterator[Row]:
-        with _readable(self._where or self.taken.source):
+        with _readable(self._where):
             for i in order:
                 yield self._rows[i]
 
@@ -149,9 +148,10 @@ class Streamed(Rows):
         first_shard: the rows count within its first shard.
     """
 
+    at_hand = False
+
     def __init__(self, data: IterableDataset, taken: RowRange, first_shard: bool) -> None:
-        super().__init__(taken, at_hand=False)
-        self._data, self._first = data, first_shard
+        self.taken, self._data, self._first = taken, data, first_shard
 
     def __iter__(self) -> Iterator[Row]:
         return chain.from_iterable(self._shards())
