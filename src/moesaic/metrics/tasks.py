@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Pair = tuple[list[int], list[int]]
 """The tokens of a context, which is not empty, and of its continuation."""
+Ids = tuple[int, ...]
 
 
 # --- log-likelihoods -----------------------------------------------------------------------------
@@ -45,15 +46,6 @@ def encoded(tokenizer: Tokenizer, before: str, after: str) -> Pair:
     ids = tokenizer(before + after, verbose=False)["input_ids"]
     head = tokenizer(text, verbose=False)["input_ids"]
     return ids[: len(head)], ids[len(head) :]
-
-
-@dataclass
-class _Row:
-    """One sequence to run, and the continuations that are read off it."""
-
-    ids: tuple[int, ...]
-    continuations: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Numbers of pairs, and their continuations, which end one token behind ``ids``."""
 
 
 @torch.no_grad()
@@ -75,24 +67,25 @@ def loglikelihoods(
         shared: several processes share the batches, and all of them call this.
     """
     longest = positions(model.shape.config) or 2048
-    rows: dict[tuple[int, ...], _Row] = {}
+    # by sequence to run: numbers of pairs, and their continuations, which end one token behind it
+    rows: dict[Ids, list[tuple[int, list[int]]]] = {}
     for i, (before, after) in enumerate(pairs):
         ids = tuple((before + after)[-(longest + 1) :][:-1])
-        rows.setdefault(ids, _Row(ids)).continuations.append((i, after[-longest:]))
-    groups = own_share(_groups(rows.values()), shared)
+        rows.setdefault(ids, []).append((i, after[-longest:]))
+    groups = own_share(_groups(rows), shared)
     scored: list[list[tuple[int, float, bool]]] = []
     # filled up behind their end, which no token before it sees
     batches = [
-        Tokens(pad_sequence([torch.tensor(row.ids) for row in group], batch_first=True))
+        Tokens(pad_sequence([torch.tensor(ids) for ids in group], batch_first=True))
         for group in groups
     ]
     passed = model.run(batches, track, label)
     for group, (logits, _) in zip(groups, passed.logits, strict=True):
         scored.append(
             [
-                _read(row, continuation, logits[r])
-                for r, row in enumerate(group)
-                for continuation in row.continuations
+                (i, *_read(logits[r, : len(ids)], after))
+                for r, ids in enumerate(group)
+                for i, after in rows[ids]
             ]
         )
     likely = {
@@ -101,26 +94,23 @@ def loglikelihoods(
     return [likely[i] for i in range(len(pairs))]
 
 
-def _groups(rows: Iterable[_Row]) -> list[list[_Row]]:
+def _groups(rows: Iterable[Ids]) -> list[list[Ids]]:
     """Rows of about the same length together, the longest first: memory is short at once or not."""
-    groups: list[list[_Row]] = []
-    for row in sorted(rows, key=lambda row: (-len(row.ids), row.ids)):
-        if groups and (len(groups[-1]) + 1) * len(groups[-1][0].ids) <= BATCH:
-            groups[-1].append(row)
+    groups: list[list[Ids]] = []
+    for ids in sorted(rows, key=lambda ids: (-len(ids), ids)):
+        if groups and (len(groups[-1]) + 1) * len(groups[-1][0]) <= BATCH:
+            groups[-1].append(ids)
         else:
-            groups.append([row])
+            groups.append([ids])
     return groups
 
 
-def _read(
-    row: _Row, continuation: tuple[int, list[int]], logits_LV: Tensor
-) -> tuple[int, float, bool]:
-    number, after = continuation
-    end = len(row.ids)
-    log_KV = logits_LV[end - len(after) : end].float().log_softmax(-1)
+def _read(logits_LV: Tensor, after: Sequence[int]) -> tuple[float, bool]:
+    """The log-likelihood of a continuation that ends one token behind, and whether it is greedy."""
+    log_KV = logits_LV[len(logits_LV) - len(after) :].float().log_softmax(-1)
     ids_K = torch.tensor(after, device=log_KV.device)
     value = log_KV.gather(1, ids_K[:, None]).double().sum().item()
-    return number, value, bool((log_KV.argmax(-1) == ids_K).all())
+    return value, bool((log_KV.argmax(-1) == ids_K).all())
 
 
 # --- questions of a file -------------------------------------------------------------------------
