@@ -519,7 +519,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     masked = any(part.attention_mask is not None for part in padded)
     mask = torch.cat([part.real for part in padded]) if masked else None
     origins = tuple(origin for part in parts for origin in part.origins)
-    names = [*map(_name_of, parts)]
+    names = [", ".join(o.taken.source or SHIPPED for o in part.origins) for part in parts]
     sources = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
     part_NL = torch.cat(
         [
@@ -528,11 +528,6 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
         ]
     )
     return Tokens(ids, mask, origins, sources, part_NL)
-
-
-def _name_of(part: Tokens) -> str:
-    """A part of a mix by its source."""
-    return ", ".join(origin.taken.source or SHIPPED for origin in part.origins)
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:

@@ -30,7 +30,8 @@ class Texts:
     def __init__(self, drawn: Calibration, source: Source, windows: int) -> None:
         self.source, self.windows = source, windows
         self._drawn: dict[int | None, Tokens] = {}
-        self.drawn = drawn if tokenised(drawn) else with_length(drawn)
+        length = drawn.length or MethodConfig.window  # one, whichever method looks at it
+        self.drawn = drawn if tokenised(drawn) else replace(drawn, length=length)
         """What calibrates, with its length and number."""
         self.drawn = self._with_number()
 
@@ -90,11 +91,6 @@ class Texts:
                 documents=drawn.documents,
             )
         return self._drawn[samples]
-
-
-def with_length(drawn: Calibration) -> Calibration:
-    """The same text in windows of one length, whichever method looks at it."""
-    return replace(drawn, length=drawn.length or MethodConfig.window)
 
 
 def tokenised(drawn: Calibration) -> bool:
