@@ -104,23 +104,17 @@ class Measurement:
                 "There is no room for a whole model in memory: continuations, speed, comparisons "
                 "and rounding are left out."
             )
-        result = self._scores["result"]
-        return {
+        files = {n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")}
+        routing = self._scores["result"].routing
+        measured: JSON = {
             "evaluation": self._circumstances(),
-            "files": {
-                **{n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")},
-                **self._sizes,
-            },
+            "files": {**files, **self._sizes},
             "scores": {name: score.as_json() for name, score in self._scores.items()},
-            "routing": {str(i): routing.as_json() for i, routing in result.routing.items()},
-            **(
-                {"generation": {"prompt": self.settings.prompt, **self._generation}}
-                if self._generation
-                else {}
-            ),
-            **self._more,
-            **(self._speed(speeds) if speeds else {}),
+            "routing": {str(i): layer.as_json() for i, layer in routing.items()},
         }
+        if self._generation:
+            measured["generation"] = {"prompt": self.settings.prompt, **self._generation}
+        return {**measured, **self._more, **(self._speed(speeds) if speeds else {})}
 
     def _of_loaded(self, names: list[str]) -> dict[str, Speed]:
         """Everything that takes models in memory, each loaded once; their speeds, if asked for."""
