@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -229,9 +230,12 @@ def _missing(site: Site[MoEFFN], parts: dict[int, _Part]) -> tuple[_Missing, flo
     allowed_E[[i for i in parts if i != SHARED]] = True
     missing, square = _Missing([], []), 0.0
     for b, (x_TD, target_TD) in enumerate(zip(site.inputs(), site.targets(), strict=True)):
-        y_TD = view.output(x_TD) if target_TD is None else target_TD
-        with view.restricted(allowed_E):
-            residual_TD = (y_TD - view.output(x_TD)).float()
+        with nullcontext() if allowed_E.all() else view.restricted(allowed_E):
+            kept_TD = view.output(x_TD)
+        y_TD = target_TD
+        if y_TD is None:  # what it is at once where all experts stay
+            y_TD = kept_TD if allowed_E.all() else view.output(x_TD)
+        residual_TD = (y_TD - kept_TD).float()
         for i, rows, h_NM in view.weighted(x_TD, allowed_E):
             parts[i].take(b, rows, h_NM, residual_TD)
         if SHARED in parts:
