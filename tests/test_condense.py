@@ -66,13 +66,12 @@ def searched(
     """Each layer's plan and analysis, without the choice of layers."""
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, tokens, view=arch.mixture)
-    search = ExpertSearch(CondenseConfig(count=1, **options), stream, arch)
-    found = {}
+    config, found = CondenseConfig(count=1, **options), {}
     with torch.no_grad():
         hidden, kwargs = stream.record()
         for block in stream.blocks(kwargs):
             if arch.is_moe(block.layer):
-                found[block.index] = search.decide(block, hidden)
+                found[block.index] = ExpertSearch(config, stream, arch, block, hidden).decide()
             block.run(hidden)
     return {i: f[0] for i, f in found.items()}, {i: f[1] for i, f in found.items()}
 

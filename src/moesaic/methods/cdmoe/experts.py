@@ -39,7 +39,6 @@ from torch import Tensor
 
 from moesaic.arch.mixture import MoEFFN
 from moesaic.distributed import mean_over_processes
-from moesaic.methods.cdmoe.divergence import DIVERGENCES
 from moesaic.methods.naee.criteria import random_scores
 
 BLOCK_BYTES = 64 << 20
@@ -74,13 +73,16 @@ class Outputs:
 
 
 def candidate_losses(
-    batches: Iterable[Outputs], chosen: list[int], g_E: Tensor, candidates: list[int], metric: str
+    batches: Iterable[Outputs],
+    chosen: list[int],
+    g_E: Tensor,
+    candidates: list[int],
+    divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Mean divergence from O_ref with each candidate added to the chosen experts (candidates,).
 
     An empty list of candidates scores the chosen experts alone (1,).
     """
-    divergence = DIVERGENCES["js" if metric == "ppl" else metric]
     total = torch.zeros(max(1, len(candidates)), dtype=torch.float64)
     tokens = 0
     for batch in batches:

@@ -16,14 +16,15 @@ Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's ow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
@@ -59,82 +60,91 @@ SURE = 3.0
 
 
 class ExpertSearch:
-    """Decides for one layer what it would be condensed to, and how much that would change it."""
+    """Decides what one layer would be condensed to, and how much that would change it.
 
-    def __init__(self, config: CondenseConfig, stream: LayerStream[MoEFFN], arch: MoEArch) -> None:
-        self.config = config
-        self.stream = stream
-        self.arch = arch
-        self.divergence = DIVERGENCES["js" if config.metric == "ppl" else config.metric]
+    Args:
+        config: the options.
+        stream: that the layer is of.
+        arch: its architecture.
+        block: the layer, open.
+        hidden: what enters it, one entry a batch.
+    """
 
-    def decide(self, block: Block, hidden: Spill) -> tuple[Replaced, JSON]:
-        """The layer's plan, and what it costs beside the other variants (Fig. 5).
-
-        Args:
-            block: the layer, open.
-            hidden: what enters it, one entry a batch.
-        """
-        view = self.arch.mixture(block.layer)
-        inputs, reference = Spill(1 << 30), Spill(1 << 30)
-        try:
-            with self.stream.collected(view.block, inputs, None, block.index):
-                self._collect_outputs(block, hidden, reference)
-            return self._decide(block, view, hidden, inputs, reference)
-        finally:
-            inputs.clear()
-            reference.clear()
-
-    def _collect_outputs(
-        self, block: Block, hidden: Spill, into: Spill, layer: nn.Module | None = None
+    def __init__(
+        self,
+        config: CondenseConfig,
+        stream: LayerStream[MoEFFN],
+        arch: MoEArch,
+        block: Block,
+        hidden: Spill,
     ) -> None:
-        """Append what the layer, or another in its place, makes of each batch (T, D)."""
-        outputs = block.outputs(hidden, layer)
-        for out, mask in zip(outputs, self.stream.masks(), strict=False):
-            into.append(valid(out, mask))
+        self.config, self.stream, self.arch = config, stream, arch
+        self.block, self.hidden, self.view = block, hidden, arch.mixture(block.layer)
+        self.divergence = DIVERGENCES["js" if config.metric == "ppl" else config.metric]
+        self.inputs, self.reference = Spill(1 << 30), Spill(1 << 30)
+        """By batch what enters the layer's block, and what the layer makes of it (T, D)."""
 
-    def _decide(
-        self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
-    ) -> tuple[Replaced, JSON]:
-        config = self.config
-        g_A, calls_E = self._gates(view, self.stream.entered(block, inputs))
+    def decide(self) -> tuple[Replaced, JSON]:
+        """The layer's plan, and what it costs beside the other variants (Fig. 5)."""
+        try:
+            with self.stream.collected(self.view.block, self.inputs, None, self.block.index):
+                for out_TD in self._outputs():
+                    self.reference.append(out_TD)
+            return self._decide()
+        finally:
+            self.inputs.clear()
+            self.reference.clear()
+
+    def _outputs(self, plan: Replaced | None = None) -> Iterator[Tensor]:
+        """What the layer makes of each batch (T, D), as it is or as a plan would have it."""
+        instead = nullcontext() if plan is None else applied(self.block.layer, self.arch, plan)
+        with instead as layer:
+            outputs = self.block.outputs(self.hidden, layer)
+            for out, mask in zip(outputs, self.stream.masks(), strict=False):
+                yield valid(out, mask)
+
+    def _decide(self) -> tuple[Replaced, JSON]:
+        config, view = self.config, self.view
+        g_A, calls_E = self._gates()
         g_E = g_A[: view.count]
-        shared, routed = self._shared(view, inputs, g_A[view.count :]), NONE_K
+        shared, routed = self._shared(g_A[view.count :]), NONE_K
         analysis: JSON = {"calls": calls_E.tolist()}
         if config.keep == "shared+routed":
             k = view.top_k if config.experts is None else config.experts
             if config.expert_search == "greedy":
-                order, losses = self._greedy(block, view, hidden, inputs, reference, shared, g_E, k)
+                order, losses = self._greedy(shared, g_E, k)
                 analysis["expert_losses"] = losses
             else:
-                scores = weight_scores(view, config.expert_search, block.index, config.seed)
+                scores = weight_scores(view, config.expert_search, self.block.index, config.seed)
                 analysis["scores"] = scores
                 order = ranked_experts(scores, g_E, k)
             routed = torch.tensor(order, dtype=torch.int64)
-        with_experts = _with_experts(shared, routed, g_E, view)
+        with_experts = self._with_experts(shared, routed, g_E)
         variants: dict[str, Replaced] = {"attention": NO_FFN}
-        if not hands_on(type(block.layer).forward):
+        if not hands_on(type(self.block.layer).forward):
             variants["nothing"] = DroppedLayer()
         if shared.shared and not view.apart(routed=False):
             variants["shared"] = shared
         variants[config.keep] = variants.get(config.keep, with_experts)
         analysis |= {
-            "divergence": {n: self._cost(block, v, hidden, reference) for n, v in variants.items()},
-            "cosine": self._importance(block, hidden, reference),
+            "divergence": {name: self._cost(plan) for name, plan in variants.items()},
+            "cosine": self._importance(),
         }
         return variants[config.keep], analysis
 
-    def _gates(self, view: MoEFFN, inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    def _gates(self) -> tuple[Tensor, Tensor]:
         """g of Eq. 2 over the tokens of all processes (A,), and how often each was chosen (E,)."""
+        view = self.view
         sums_2A = torch.zeros(2, view.weighed, dtype=torch.float64)
-        for x_TD in inputs:
+        for x_TD in self.stream.entered(self.block, self.inputs):
             w_TA = view.routing.every_weight(view.logits(x_TD.to(view.device)).float())
             sums_2A += torch.stack([w_TA.double().sum(0), (w_TA != 0).double().sum(0)]).cpu()
         sums_2A = torch.stack(gathered(sums_2A)).sum(0)
         return fixed_gates(sums_2A[0], sums_2A[1]), sums_2A[1, : view.count]
 
-    def _shared(self, view: MoEFFN, inputs: Spill, g_S: Tensor) -> CondensedLayer:
+    def _shared(self, g_S: Tensor) -> CondensedLayer:
         """The layer with its shared path alone; ``g_S`` are its experts' where they are weighed."""
-        width = view.shared_width
+        view, width = self.view, self.view.shared_width
         if not width:
             return NO_FFN
         scale: float | list[float] = g_S.tolist() if len(g_S) else 1.0
@@ -144,38 +154,36 @@ class ExpertSearch:
             if self.config.shared_gate == "mean":
                 gate = getattr(view.block, self.arch.shared_gate)
                 total = torch.zeros(1, dtype=torch.float64)
-                for x_TD in inputs:
+                for x_TD in self.inputs:
                     total += torch.sigmoid(gate(x_TD.to(view.device))).double().sum().cpu()
-                count = sum(len(x) for x in inputs)
+                count = sum(len(x) for x in self.inputs)
                 scale, gated = mean_over_processes(total, count).item(), 0
         return CondensedLayer(NONE_K, torch.empty(0), width, True, scale, gated)
 
-    def _greedy(
-        self,
-        block: Block,
-        view: MoEFFN,
-        hidden: Spill,
-        inputs: Spill,
-        reference: Spill,
-        shared: CondensedLayer,
-        g_E: Tensor,
-        k: int,
-    ) -> tuple[list[int], list[float]]:
+    def _with_experts(
+        self, shared: CondensedLayer, routed_K: Tensor, g_E: Tensor
+    ) -> CondensedLayer:
+        """The shared path with some routed experts at their fixed weights."""
+        gates_K, width = g_E[routed_K].float(), shared.width + len(routed_K) * self.view.width
+        return replace(shared, experts_K=routed_K, gates_K=gates_K, width=width)
+
+    def _greedy(self, shared: CondensedLayer, g_E: Tensor, k: int) -> tuple[list[int], list[float]]:
         """Alg. 1 over outputs that are computed once and kept, on disk where they are many."""
-        factor = self._factor(block, view, hidden, inputs, reference)
+        view, factor = self.view, self._factor()
         if factor is None:
 
             def run(chosen: list[int], left: list[int]) -> Tensor:
                 sets = [torch.tensor([*chosen, i]) for i in left]
-                plans = [_with_experts(shared, routed, g_E, view) for routed in sets]
-                return torch.tensor([self._cost(block, p, hidden, reference) for p in plans])
+                return torch.tensor(
+                    [self._cost(self._with_experts(shared, routed, g_E)) for routed in sets]
+                )
 
             return greedy_experts(run, g_E, k)
         start, experts = Spill(1 << 30), Spill(2 << 30)
         try:
-            with applied(block.layer, self.arch, shared) as layer:
-                self._collect_outputs(block, hidden, start, layer)
-            for x_TD in inputs:
+            for out_TD in self._outputs(shared):
+                start.append(out_TD)
+            for x_TD in self.inputs:
                 rows = max(1, CHUNK_BYTES // (view.count * x_TD.shape[1] * x_TD.element_size()))
                 parts = [
                     view.outputs(x, torch.ones(len(x), view.count, dtype=torch.bool))
@@ -184,25 +192,22 @@ class ExpertSearch:
                 experts.append(torch.cat(parts) * factor)
 
             def losses(chosen: list[int], left: list[int]) -> Tensor:
-                batches = map(Outputs, reference, start, experts)
-                return candidate_losses(batches, chosen, g_E, left, self.config.metric)
+                batches = map(Outputs, self.reference, start, experts)
+                return candidate_losses(batches, chosen, g_E, left, self.divergence)
 
             return greedy_experts(losses, g_E, k)
         finally:
             start.clear()
             experts.clear()
 
-    def _factor(
-        self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
-    ) -> float | None:
+    def _factor(self) -> float | None:
         """The factor by which the layer adds what its block makes to the residual stream.
 
         None where it does something else with it. Asked of the first batch.
         """
-        with applied(block.layer, self.arch, NO_FFN) as layer:
-            before_TD = valid(next(block.outputs(hidden, layer)), next(self.stream.masks()))
-        x_TD, o_TD = inputs[0].to(view.device), reference[0]
-        with self.stream.handing(block, 0):
+        view, before_TD = self.view, next(self._outputs(NO_FFN))
+        x_TD, o_TD = self.inputs[0].to(view.device), self.reference[0]
+        with self.stream.handing(self.block, 0):
             y_TD = view.output(x_TD).float()
         if self.arch.beside is not None and view.shared is not None:
             y_TD = y_TD + view.shared(x_TD)
@@ -217,37 +222,19 @@ class ExpertSearch:
             return None
         return 1.0 if abs(every[1] - 1) < 1e-3 else every[1].item()
 
-    def _cost(self, block: Block, plan: Replaced, hidden: Spill, reference: Spill) -> float:
+    def _cost(self, plan: Replaced) -> float:
         """Divergence of the layer's output from what it was."""
-        with applied(block.layer, self.arch, plan) as layer:
-            outputs = block.outputs(hidden, layer)
-            pairs = zip(reference, outputs, self.stream.masks(), strict=False)
-            divergences = [self.divergence(o, valid(out, mask)) for o, out, mask in pairs]
-        return _mean(divergences)
+        pairs = zip(self.reference, self._outputs(plan), strict=True)
+        return _mean([self.divergence(o_TD, out_TD) for o_TD, out_TD in pairs])
 
-    def _importance(self, block: Block, hidden: Spill, reference: Spill) -> dict[str, float]:
+    def _importance(self) -> dict[str, float]:
         """1 - cos of input and output, of the block with its residual and of the whole layer."""
-        with applied(block.layer, self.arch, NO_FFN) as layer:
-            residuals = list(zip(block.outputs(hidden, layer), self.stream.masks(), strict=False))
-        entering = zip(hidden, self.stream.masks(), strict=False)
+        entering = map(valid, self.hidden, self.stream.masks())
+        befores = {"attention": self._outputs(NO_FFN), "nothing": entering}
         return {
-            name: _mean(
-                [cosine(valid(x, m), o) for (x, m), o in zip(befores, reference, strict=True)]
-            )
-            for name, befores in (("attention", residuals), ("nothing", entering))
+            name: _mean([cosine(x, o) for x, o in zip(before, self.reference, strict=True)])
+            for name, before in befores.items()
         }
-
-
-def _with_experts(
-    shared: CondensedLayer, routed_K: Tensor, g_E: Tensor, view: MoEFFN
-) -> CondensedLayer:
-    """A layer's shared path with some routed experts at their fixed weights."""
-    return replace(
-        shared,
-        experts_K=routed_K,
-        gates_K=g_E[routed_K].float(),
-        width=shared.width + len(routed_K) * view.width,
-    )
 
 
 def _mean(parts: Sequence[Tensor]) -> float:

@@ -157,11 +157,10 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         missing = [i for i in candidates if ("experts", i) not in finished]
         if not missing:
             return
-        search = ExpertSearch(self.config, stream, job.arch)
         with torch.no_grad():
             for turn in job.track(stream.turns(missing), "Choosing experts", len(missing)):
-                layer, analysis = search.decide(turn.block, turn.states)
-                finished.add("experts", turn.block.index, layer, analysis)
+                search = ExpertSearch(self.config, stream, job.arch, turn.block, turn.states)
+                finished.add("experts", turn.block.index, *search.decide())
 
     def _in_order(
         self,
