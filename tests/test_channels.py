@@ -791,8 +791,8 @@ def test_carved_blocks_are_left_as_they_are():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"active": 0.0}, "active 0 is not a ratio"),
-        ({"active": 1.5}, "active 1.5 is not a ratio"),
+        ({"active": 0.0}, "active 0.0 must be above 0"),
+        ({"active": 1.5}, "active 1.5 must be at most 1"),
         ({"gradients": True, "shares": "greedy"}, "gradients give each projection its share"),
     ],
 )

@@ -398,7 +398,7 @@ def test_budget_counts_the_models_own_projections():
     ("options", "message"),
     [
         ({"active": 0.2}, "out of reach.*can go down to"),
-        ({"active": 1.5}, "not a ratio"),
+        ({"active": 1.5}, "active 1.5 must be at most 1"),
         ({"top_k": 4}, "below experts 4"),
         ({"layers": "9"}, "from 0 to 3"),
         ({"layers": "some"}, "none of all, last-half"),

@@ -253,7 +253,7 @@ def test_published_betas_are_taken_as_they_are(tokens):
         ({"rule": "top2"}, 4, "for two experts"),
         ({"calls": 3}, 2, "runs 2 experts now"),
         ({"calls": 0.5}, 2, "at least 1"),
-        ({"quantile": 1.5}, 2, "from 0 to 1"),
+        ({"quantile": 1.5}, 2, "at most 1"),
         ({"betas": (0.5, 0.5)}, 2, "2 numbers for 3 layers"),
         ({"betas": (0.5,), "calls": 1.5}, 2, "betas are given"),
         ({"calls": 1.5, "quantile": 0.3}, 2, "leave quantile out"),

@@ -8,6 +8,7 @@ answered at once.
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -57,6 +58,10 @@ class About:
     """The least value that is allowed."""
     maximum: float | None = None
     """The greatest value that is allowed."""
+    above: float | None = None
+    """All values that are allowed are above it."""
+    below: float | None = None
+    """All values that are allowed are below it."""
     beyond: str = ""
     """The addition to the paper's method that this option makes, in a few words; empty for the
     paper's own options."""
@@ -143,10 +148,14 @@ def check_options(config: DataclassInstance) -> None:
             )
         if not suits(value, hint):
             raise MoesaicError(f"{entry.name} must be {_in_words(hint)}; got {value!r:.60}.")
-        if info.minimum is not None and value < info.minimum:
-            raise MoesaicError(f"{entry.name} {value!r} must be at least {info.minimum:g}.")
-        if info.maximum is not None and value > info.maximum:
-            raise MoesaicError(f"{entry.name} {value!r} must be at most {info.maximum:.0f}.")
+        for holds, words, limit in (
+            (operator.ge, "at least", info.minimum),
+            (operator.le, "at most", info.maximum),
+            (operator.gt, "above", info.above),
+            (operator.lt, "below", info.below),
+        ):
+            if limit is not None and not holds(value, limit):
+                raise MoesaicError(f"{entry.name} {value!r} must be {words} {limit:.10g}.")
 
 
 WORDS: dict[object, str] = {

@@ -97,7 +97,7 @@ def split_for_target(
     Args:
         sizes: all layers.
         layers: those to carve.
-        active: the target.
+        active: the target, above 0, at most 1.
         experts: petals of a layer.
         top_k: petals that a token runs.
         multiple: what both sizes are a multiple of, the nearest that there is to the target; None
@@ -110,8 +110,6 @@ def split_for_target(
     >>> split_for_target(sizes, [0], 0.8, 24, 11, multiple=32)  # 409.6 neurons would idle
     {0: Split(backbone=768, petal=32, experts=24, top_k=11)}
     """
-    if not 0 < active <= 1:
-        raise MoesaicError(f"active {active:g} is not a ratio; it must be above 0, at most 1.")
     if not layers:
         raise MoesaicError("No layer is chosen to be carved.")
     if not 0 < top_k < experts:

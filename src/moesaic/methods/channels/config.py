@@ -44,6 +44,8 @@ class ChannelsConfig(MethodConfig):
         0.8,
         "Target active ratio: the share of the projections' parameters that a token reads at "
         "decoding, of those that it runs in MODEL.",
+        above=0,
+        maximum=1,
     )
     where: _Where = option(
         "all",
@@ -69,15 +71,6 @@ class ChannelsConfig(MethodConfig):
     )
 
     def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            MoesaicError: names the fields.
-        """
-        if not 0 < self.active <= 1:
-            raise MoesaicError(
-                f"active {self.active:g} is not a ratio; it must be above 0, at most 1."
-            )
         if self.gradients and self.shares != type(self).shares:
             raise MoesaicError(
                 f"shares={self.shares}: gradients give each projection its share. Leave shares "

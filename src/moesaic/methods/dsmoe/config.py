@@ -38,6 +38,8 @@ class DSMoEConfig(MethodConfig):
     active: float | None = option(
         None,
         "Target active ratio of the whole model, reached by moving lambda. Default: no target.",
+        above=0,
+        maximum=1,
     )
     experts: int = option(8, "Blocks of a layer.", minimum=1)
     layers: str | tuple[int, ...] = option(
@@ -49,7 +51,7 @@ class DSMoEConfig(MethodConfig):
         "(Eq. 20); or top-k (LLaMA-MoE).",
         seldom=True,
     )
-    tau: float = option(0.5, "Threshold of the gates.", seldom=True)
+    tau: float = option(0.5, "Threshold of the gates.", minimum=0, below=1, seldom=True)
     sparsity: float = option(
         1.0, "lambda: the weight of the sparsity loss.", minimum=0, seldom=True
     )
@@ -90,7 +92,9 @@ class DSMoEConfig(MethodConfig):
         minimum=0,
         seldom=True,
     )
-    warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
+    warmup: float = option(
+        0.1, "Share of the steps in which the rate rises.", minimum=0, below=1, seldom=True
+    )
     weight_decay: float = option(0.0, "AdamW's weight decay.", minimum=0, seldom=True)
     clip: float = option(
         1.0,
@@ -105,15 +109,5 @@ class DSMoEConfig(MethodConfig):
     seed: int = seed_option("Seed of the gates' start and of the order of the text.", seldom=True)
 
     def check(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            MoesaicError: names the field.
-        """
-        if self.active is not None and not 0 < self.active <= 1:
-            raise MoesaicError(f"active {self.active:g} is not a ratio above 0, at most 1.")
-        for name in ("tau", "warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise MoesaicError(f"{name} {getattr(self, name):g} must be from 0 to below 1.")
         if self.top_k is not None and not 0 < self.top_k <= self.experts:
             raise MoesaicError(f"top_k {self.top_k} is not from 1 to experts {self.experts}.")

@@ -59,7 +59,10 @@ class MoREConfig(MethodConfig):
     unit: ClassVar[str] = "petal"
 
     active: float = option(
-        0.8, "Target active ratio: the share of the projections' parameters that a token uses."
+        0.8,
+        "Target active ratio: the share of the projections' parameters that a token uses.",
+        above=0,
+        maximum=1,
     )
     experts: int = option(4, "Petals of a layer.")
     top_k: int = option(
@@ -81,6 +84,8 @@ class MoREConfig(MethodConfig):
         None,
         "rho_share: the backbone's share of the channels, from which the active ratio follows. "
         "Default: the share that meets active.",
+        above=0,
+        below=1,
         seldom=True,
     )
     multiple: int | None = option(
@@ -91,12 +96,18 @@ class MoREConfig(MethodConfig):
         seldom=True,
     )
     activation_ratio: float = option(
-        0.1, "The share of channels that count as activated by a token (Eq. 4).", seldom=True
+        0.1,
+        "The share of channels that count as activated by a token (Eq. 4).",
+        above=0,
+        maximum=1,
+        seldom=True,
     )
     alpha: float = option(
         0.5,
         "Exponent of an expert's size that its energy is divided by (Eq. 9); without effect while "
         "petals are balanced, and so of one size.",
+        minimum=0,
+        maximum=1,
         seldom=True,
     )
     balanced: bool = option(True, "Petals of equal size.", seldom=True)
@@ -134,32 +145,15 @@ class MoREConfig(MethodConfig):
         )
 
     def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            MoesaicError: names the fields.
-        """
-        if self.share is not None:
-            self._check_share(self.share)
+        if self.share is not None and self.active != type(self).active:
+            raise MoesaicError("The active ratio follows from share: give active or share.")
+        if self.share and (self.variant == "naive" or self.multiple or not self.top_k):
+            raise MoesaicError(
+                "share fixes the backbone: not with variant naive, multiple, or top_k 0."
+            )
         if self.multiple is not None and (self.variant == "naive" or not self.balanced):
             raise MoesaicError(
                 "multiple gives all petals one size: not with variant naive, or balanced=False."
-            )
-        if not 0 < self.activation_ratio <= 1:
-            raise MoesaicError(
-                f"activation_ratio {self.activation_ratio:g} must be above 0, at most 1."
-            )
-        if not 0 <= self.alpha <= 1:
-            raise MoesaicError(f"alpha {self.alpha:g} must be from 0 to 1.")
-
-    def _check_share(self, share: float) -> None:
-        if not 0 < share < 1:
-            raise MoesaicError(f"share {share:g} must be above 0 and below 1.")
-        if self.active != type(self).active:
-            raise MoesaicError("The active ratio follows from share: give active or share.")
-        if self.variant == "naive" or self.multiple or not self.top_k:
-            raise MoesaicError(
-                "share fixes the backbone: not with variant naive, multiple, or top_k 0."
             )
 
     @property

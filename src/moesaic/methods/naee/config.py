@@ -215,6 +215,7 @@ class SkipConfig(MethodConfig):
         0.5,
         "The quantile of the ratio of weights that beta is; 0.5 is the paper's median.",
         minimum=0,
+        maximum=1,
     )
     calls: float | None = option(
         None, "The mean number of experts that a token should run, instead.", minimum=1
@@ -231,8 +232,6 @@ class SkipConfig(MethodConfig):
     )
 
     def check(self) -> None:
-        if self.quantile > 1:
-            raise MoesaicError(f"quantile {self.quantile:g} must be from 0 to 1.")
         if self.betas and (self.calls is not None or self.quantile != SkipConfig.quantile):
             raise MoesaicError("betas are given: leave quantile and calls out.")
         if self.calls is not None and self.quantile != SkipConfig.quantile:

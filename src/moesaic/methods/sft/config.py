@@ -57,22 +57,17 @@ class TuneConfig(MethodConfig):
     batch: int = option(8, "Texts that a process takes at a time.", minimum=1)
     accumulate: int = option(1, "Batches before the weights move.", minimum=1, seldom=True)
     lr: float = option(1e-4, "The highest learning rate.", minimum=0)
-    warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
+    warmup: float = option(
+        0.1, "Share of the steps in which the rate rises.", minimum=0, below=1, seldom=True
+    )
     weight_decay: float = option(0.0, "AdamW's weight decay.", minimum=0, seldom=True)
     rank: int = option(8, "lora: the rank of the updates.", minimum=1)
     save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
     seed: int = seed_option()
 
     def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            MoesaicError: names the fields.
-        """
         if self.what == "routers" and not self.teacher:
             raise MoesaicError("what routers learns from the original model: name it as teacher.")
-        if not 0 <= self.warmup < 1:
-            raise MoesaicError(f"warmup {self.warmup:g} is a share of the steps, below 1.")
 
     @property
     def base_label(self) -> str:

@@ -42,6 +42,8 @@ class SlimConfig(MethodConfig):
         0.5,
         "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
         required=True,
+        above=0,
+        maximum=1,
     )
     score: str | None = option(
         None,
@@ -59,6 +61,8 @@ class SlimConfig(MethodConfig):
     shared: float | None = option(
         None,
         "The share of the shared path's neurons that stays. Default: all of them.",
+        above=0,
+        maximum=1,
         seldom=True,
     )
     multiple: int | None = option(
@@ -154,10 +158,6 @@ class SlimConfig(MethodConfig):
         return self.experts == "auto" or self.by_layer
 
     def check(self) -> None:
-        for name in ("keep", "shared"):
-            share = getattr(self, name)
-            if share is not None and not 0 < share <= 1:
-                raise MoesaicError(f"{name} {share:g} is no share: it must be above 0, at most 1.")
         if self.experts not in ("all", "auto") and not self.count:
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
         if self.allocate != "uniform" and self.experts != "all":

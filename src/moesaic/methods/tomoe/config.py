@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
-from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
 PUBLISHED: JSON = {
@@ -41,7 +40,10 @@ class ToMoEConfig(MethodConfig):
     bundles: ClassVar[dict[str, JSON]] = {"paper": PUBLISHED}
 
     active: float = option(
-        0.6, "Target active ratio: the share of the projections' parameters that a token uses."
+        0.6,
+        "Target active ratio: the share of the projections' parameters that a token uses.",
+        above=0,
+        maximum=1,
     )
     experts: int = option(8, "Experts of a layer.", minimum=1, maximum=64)
     attention: Literal["routed", "none"] = option(
@@ -65,7 +67,7 @@ class ToMoEConfig(MethodConfig):
         minimum=0,
         seldom=True,
     )
-    tau: float = option(0.4, "Temperature of the straight-through masks.", seldom=True)
+    tau: float = option(0.4, "Temperature of the straight-through masks.", above=0, seldom=True)
     bias: float = option(
         3.0, "b: with it every expert starts as the whole FFN (Eq. 15).", seldom=True
     )
@@ -111,14 +113,3 @@ class ToMoEConfig(MethodConfig):
     )
     save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
     seed: int = seed_option("Seed of the modules' start and of tosses.", seldom=True)
-
-    def check(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            MoesaicError: names the field.
-        """
-        if not 0 < self.active <= 1:
-            raise MoesaicError(f"active {self.active:g} is not a ratio above 0, at most 1.")
-        if self.tau <= 0:
-            raise MoesaicError(f"tau {self.tau:g} must be above 0.")
