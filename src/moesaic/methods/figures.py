@@ -59,6 +59,25 @@ def bars(
     return [figure] if filled else []
 
 
+def heat(
+    section: str,
+    title: str,
+    caption: str,
+    rows: Sequence[Row],
+    columns: Sequence[str] = (),
+    **more: Any,
+) -> list[Figure]:
+    """Rows of shades; nothing where there are none. Columns are numbered where they have no names.
+
+    ``more`` are further fields of :class:`~moesaic.record.Heat`.
+    """
+    if not rows:
+        return []
+    names = tuple(columns) or tuple(map(str, range(max(len(row.values) for row in rows))))
+    figure = {"section": section, "title": title, "caption": caption}
+    return [Heat(**figure, rows=tuple(rows), columns=names, **more)]
+
+
 # --- experts of mixtures -------------------------------------------------------------------------
 
 
@@ -82,10 +101,7 @@ def kept(
         lost: what the loss is, in words.
     """
     cut = [layer for layer in layers if "kept" in layer.shape and "before" in layer.shape]
-    if not cut:
-        return []
-    count = max(layer.shape["before"] for layer in cut)
-    rows = tuple(
+    rows = [
         Row(
             str(layer.index),
             calls(layer, layer.shape["before"]),
@@ -93,23 +109,14 @@ def kept(
             bar=finite(layer.analysis.get("relative_loss")),
         )
         for layer in cut
-    )
+    ]
     caption = ["Blue experts stay, crossed ones are gone."]
     caption += [SHADES] if any("calls" in layer.analysis for layer in cut) else []
     barred = any(row.bar is not None for row in rows)
     measure = lost or "what the layer loses by the measure that decided"
     caption += [f"Bars: {measure}."] if barred else []
-    return [
-        Heat(
-            section=section,
-            title="Experts by layer.",
-            caption=" ".join(caption),
-            rows=rows,
-            columns=tuple(map(str, range(count))),
-            side="relative loss" if barred else "",
-            of="of calls",
-        )
-    ]
+    side = "relative loss" if barred else ""
+    return heat(section, "Experts by layer.", " ".join(caption), rows, side=side, of="of calls")
 
 
 # --- what any method may bring -------------------------------------------------------------------

@@ -32,7 +32,7 @@ from moesaic.methods.refit import recover, settled
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
-from moesaic.record import Figure, Heat, LayerRecord, Row
+from moesaic.record import Figure, LayerRecord, Row
 
 Finish = Callable[[Sequence[int]], dict[int, LayerPlan]]
 """Makes the layers of a plan of the numbers of those that are condensed."""
@@ -277,22 +277,11 @@ def _taken(layers: list[LayerRecord], order: Sequence[int], section: str) -> lis
                 note=f"chosen {_ordinal(order.index(layer.index) + 1)}" if taken else "routes",
             )
         )
-    if not rows:
-        return []
     caption = "Outlined experts stay with fixed weights, crossed ones are gone."
     if len(order) > 1:
         caption += f" Layers in this order: {', '.join(map(str, order))}."
-    return [
-        Heat(
-            section=section,
-            title="Experts by layer.",
-            caption=f"{caption} {figures.SHADES}",
-            rows=tuple(rows),
-            columns=tuple(map(str, range(max(len(row.values) for row in rows)))),
-            side="what became of it",
-            of="of calls",
-        )
-    ]
+    caption, side = f"{caption} {figures.SHADES}", "what became of it"
+    return figures.heat(section, "Experts by layer.", caption, rows, side=side, of="of calls")
 
 
 def _ordinal(n: int) -> str:
@@ -322,22 +311,18 @@ def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
         finite = [v for v in values if v is not None]
         outlined = (columns.index(step["layer"]),)
         rows.append(Row(str(n), values, max(finite, default=0.0), outlined=outlined, note=note))
-    if not rows:
-        return []
-    return [
-        Heat(
-            section=section,
-            title="The order of choice.",
-            caption="A row a round, a column a layer: the lighter, the less the search counts it a "
-            "loss to take this layer next. The layer taken is outlined.",
-            rows=tuple(rows),
-            columns=tuple(map(str, columns)),
-            row="round",
-            column="layer",
-            side="loss of the layer taken",
-            form=".4g",
-        )
-    ]
+    return figures.heat(
+        section,
+        "The order of choice.",
+        "A row a round, a column a layer: the lighter, the less the search counts it a loss to "
+        "take this layer next. The layer taken is outlined.",
+        rows,
+        [*map(str, columns)],
+        row="round",
+        column="layer",
+        side="loss of the layer taken",
+        form=".4g",
+    )
 
 
 def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:

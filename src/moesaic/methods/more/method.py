@@ -46,7 +46,7 @@ from moesaic.nn.carved_ffn import NARROW
 from moesaic.observation.job import Job
 from moesaic.observation.layers import Cost
 from moesaic.observation.stream import Site
-from moesaic.record import Figure, Heat, LayerRecord, Row
+from moesaic.record import Figure, LayerRecord, Row
 
 
 class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
@@ -288,21 +288,20 @@ def _activated(layers: Sequence[LayerRecord]) -> list[Figure]:
     )
     title, form = "Channels never activated.", ".1f"
     drawn = figures.lines(section, title, curves, "percent", form=form, log=False, caption=caption)
-    rows = tuple(
+    rows = [
         Row(str(i), tuple(map(figures.finite, x["activation_mass"][1:])), 1.0)
         for i, x in analyses.items()
         if len(x.get("activation_mass") or ()) > 1
-    )
-    if not rows:
-        return drawn
-    count = max(len(row.values) for row in rows)
-    spectrum = Heat(
-        section=section,
-        title="Activation spectrum.",
-        caption="The share of a layer’s activation that its strongest channels have, summed up.",
-        rows=rows,
-        columns=tuple(f"{100 * k / count:.0f}\u00a0%" for k in range(1, count + 1)),
+    ]
+    count = max((len(row.values) for row in rows), default=0)
+    columns = [f"{100 * k / count:.0f}\u00a0%" for k in range(1, count + 1)]
+    spectrum = figures.heat(
+        section,
+        "Activation spectrum.",
+        "The share of a layer’s activation that its strongest channels have, summed up.",
+        rows,
+        columns,
         column="strongest channels",
         form=".0%",
     )
-    return [*drawn, spectrum]
+    return [*drawn, *spectrum]

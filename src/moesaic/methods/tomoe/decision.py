@@ -19,7 +19,7 @@ from moesaic.layers.overlapping import EMBED, OFFSET, PROJECT, SCALE, SHIFT, Ove
 from moesaic.methods import figures
 from moesaic.methods.budget import alignment
 from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
-from moesaic.record import Figure, Heat, LayerRecord, Row
+from moesaic.record import Figure, LayerRecord, Row
 
 
 @dataclass(frozen=True)
@@ -283,21 +283,12 @@ def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
 
 def _similar(layers: Sequence[LayerRecord], section: str) -> list[Figure]:
     """The share of neurons that every two experts of a layer have in common, a map a layer."""
-    rows = tuple(
+    rows = [
         Row(str(j), tuple(map(figures.finite, shares)), 1.0, panel=f"layer {layer.index}")
         for layer in layers
         for j, shares in enumerate(layer.analysis["similarity"])
-    )
-    if not rows:
-        return []
-    return [
-        Heat(
-            section=section,
-            title="Similarity of experts.",
-            caption="The share of neurons that two experts of a layer have in common: the darker, "
-            "the more.",
-            rows=rows,
-            columns=tuple(map(str, range(max(len(row.values) for row in rows)))),
-            row="expert",
-        )
     ]
+    caption = (
+        "The share of neurons that two experts of a layer have in common: the darker, the more."
+    )
+    return figures.heat(section, "Similarity of experts.", caption, rows, row="expert")
