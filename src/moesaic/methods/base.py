@@ -126,13 +126,19 @@ class Method(ABC, Generic[C, A]):
     def settle(self, job: Job[A]) -> Iterator[str]:
         """Decide the options that were left open, by the model: :attr:`config` has none after.
 
+        Layers are refitted by default, but for decisions from statistics.
+
         Yields:
             a sentence for each that is not what would lose least, and why.
 
         Raises:
             MoesaicError: an option was given that this model does not allow.
         """
-        yield from ()
+        config: Any = self.config
+        if "refit" in vars(config) and config.refit is None:
+            self.config = replace(config, refit=not job.args.calibration.stats)
+            if job.args.calibration.stats:
+                yield "Statistics hold no tokens to refit on: nothing is refitted."
 
     @abstractmethod
     def run(self, job: Job[A]) -> Decision:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from moesaic.arch.dense import FFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.base import A, C, Decision, Method, Outline
-from moesaic.methods.refit import recover, refit_name, settled
+from moesaic.methods.refit import recover, refit_name
 from moesaic.observation.branches import divergences
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.layers import (
@@ -150,13 +150,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         return True
 
     # --- the run ---------------------------------------------------------------------------------
-
-    def settle(self, job: Job[A]) -> Iterator[str]:
-        if "refit" in vars(self.config):
-            config: Any = self.config
-            refit, why_not = settled(job, config.refit)
-            self.config = replace(config, refit=refit)
-            yield from filter(None, [why_not])
 
     def _option(self, name: str) -> bool:
         """Whether an option that some configs have is on."""

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.layers.skipping import SkippingLayer
@@ -70,18 +69,6 @@ def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:
     open_groups = min(getattr(config, "topk_group", None) or groups, groups)
     least = max(top_k, groups * arch.per_group, -(-top_k // open_groups) * groups)
     return least + -least % groups
-
-
-def credited(config: MethodConfig, by: str) -> str:
-    """The end of a title's clause: a method, and what was done beyond it.
-
-    Args:
-        config: the method's options.
-        by: the word that leads to its name: ``by`` or ``with``.
-    """
-    if not config.beyond:
-        return f" {by} {config.base_label}"
-    return f", beyond {config.base_label} ({', '.join(config.beyond)})"
 
 
 def span(counts: Collection[int]) -> str:

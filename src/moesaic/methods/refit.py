@@ -21,17 +21,6 @@ from moesaic.plan import Plan
 from moesaic.surgery import applied
 
 
-def settled(job: Job[Arch], refit: bool | None) -> tuple[bool, str]:
-    """Whether layers are refitted: as asked for, and by default where nothing stands against it.
-
-    Returns:
-        that, and a sentence where the default is given up.
-    """
-    if refit is None and job.args.calibration.stats:
-        return False, "Statistics hold no tokens to refit on: nothing is refitted."
-    return refit is not False, ""
-
-
 @torch.no_grad()
 def recover(
     job: Job[Arch],

@@ -41,8 +41,18 @@ def carved(config: MethodConfig, active: float | None) -> str:
         config: the method's options.
         active: the share of its projections that a token uses; None where that is not known.
     """
-    target = "" if active is None else f" to {percent(active)} active"
+    comma = "," if config.beyond else ""
+    target = "" if active is None else f"{comma} to {percent(active)} active"
+    return f"carved{credited(config, 'with')}{target}"
+
+
+def credited(config: MethodConfig, by: str) -> str:
+    """The end of a title's clause: a method, and what was done beyond it.
+
+    Args:
+        config: the method's options.
+        by: the word that leads to its name: ``by`` or ``with``.
+    """
     if not config.beyond:
-        return f"carved with {config.base_label}{target}"
-    added = f"carved, beyond {config.base_label} ({', '.join(config.beyond)})"
-    return f"{added},{target}" if target else added
+        return f" {by} {config.base_label}"
+    return f", beyond {config.base_label} ({', '.join(config.beyond)})"

@@ -7,7 +7,7 @@ Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -27,8 +27,9 @@ from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.layer_search import RACED, ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.cdmoe.size import Footprint
-from moesaic.methods.mixtures import credited, listed, original, routed_layers, span
-from moesaic.methods.refit import recover, settled
+from moesaic.methods.mixtures import listed, original, routed_layers, span
+from moesaic.methods.refit import recover
+from moesaic.methods.words import credited
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
@@ -45,11 +46,6 @@ class Condenser(Method[CondenseConfig, MoEArch]):
 
     def find(self, config: Config) -> MoEArch:
         return original(config, "condense the original")
-
-    def settle(self, job: Job[MoEArch]) -> Iterator[str]:
-        refit, why_not = settled(job, self.config.refit)
-        self.config = replace(self.config, refit=refit)
-        yield from filter(None, [why_not])
 
     def outline(self, job: Job[MoEArch]) -> Outline:
         """The first layers that may be chosen, each with its first experts."""

@@ -154,7 +154,7 @@ def petals_of(
 # --- Prototypes: Eqs. 9 to 11 --------------------------------------------------------------------
 
 
-def memberships(backbone: Tensor, petals: list[Tensor], width: int) -> Tensor:
+def memberships(backbone: Tensor, petals: Sequence[Tensor], width: int) -> Tensor:
     """E_i = S_i and C_share as columns of zeros and ones (M, R)."""
     member_MR = torch.zeros(width, len(petals), device=backbone.device)
     member_MR[backbone] = 1
@@ -225,10 +225,8 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
     >>> petal_energies(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([5.0, 1.0, 2.0]), [one, two])
     tensor([[5., 5.]])
     """
-    member_MR = torch.zeros(len(norm_M), len(petals), device=h_TM.device)
-    for e, petal in enumerate(petals):
-        member_MR[petal, e] = 1
-    return ((h_TM.float() * norm_M).square() @ member_MR).sqrt()
+    member_MR = memberships(petals[0][:0], petals, len(norm_M))
+    return energies(h_TM.float() * norm_M, member_MR, alpha=0)
 
 
 def fit_router(site: Site[DenseFFN], petals: Sequence[Tensor]) -> Tensor:

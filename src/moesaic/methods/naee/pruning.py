@@ -37,7 +37,7 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods import figures, layered
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import LayerMethod
-from moesaic.methods.mixtures import credited, least_experts, original, routed_layers, span
+from moesaic.methods.mixtures import least_experts, original, routed_layers, span
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.search import (
@@ -50,6 +50,7 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
+from moesaic.methods.words import credited
 from moesaic.observation.experts import ExpertStats, routing_of, sample_share
 from moesaic.observation.job import Job
 from moesaic.observation.layers import Cost
