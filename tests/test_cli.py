@@ -281,7 +281,7 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "--variant", "best"], "-o variant: Input should be"),
     (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
-    (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
+    (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2.0 must be at most 1"),
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
     (["carve", "MODEL", "OUT", "--compare", "static"], "--compare static: WINA has no comparisons"),
     (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),

@@ -99,11 +99,7 @@ class PrunedLayer(LayerPlan):
         for stored, name in state.stored(*arch.starts):
             if expert_number(stored) in (None, 0, *self.kept):
                 inside = name.removeprefix(arch.inside)
-                yield from self._kept(arch, count, inside, stored, self.source(arch, state, stored))
-
-    def source(self, arch: MoEArch, state: State, stored: str) -> Tensor:
-        """A tensor of the block before experts are taken out."""
-        return state.read(stored)
+                yield from self._kept(arch, count, inside, stored, state.read(stored))
 
     def _kept(
         self, arch: MoEArch, count: int, name: str, stored: str, tensor: Tensor

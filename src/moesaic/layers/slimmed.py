@@ -28,7 +28,6 @@ from moesaic.layers.neurons import (
 )
 from moesaic.layers.pruned import DOWN, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
-from moesaic.layers.state import Rewritten
 from moesaic.nn.uneven import DOWN_ROWS, UP_ROWS, flat, make_uneven
 
 GATE_UP = "gate_up_proj"
@@ -216,12 +215,11 @@ class SlimmedLayer(PrunedLayer):
         return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=placed_DS), figures
 
 
-class Narrowed(Rewritten):
-    """A layer's tensors, the experts' as narrow as they will be."""
+class Narrowed:
+    """A layer's tensors, as a :class:`State`; the experts' as narrow as they will be."""
 
     def __init__(self, plan: SlimmedLayer, arch: MoEArch, state: State) -> None:
-        super().__init__(state)
-        self._plan, self._arch = plan, arch
+        self._plan, self._arch, self._state = plan, arch, state
         shared = () if arch.shared_at is None else (f"{arch.shared_at}.",)
         self._experts = f"{arch.inside}{arch.experts}."
         self._shared = shared[0] if shared else "\0"
@@ -232,16 +230,22 @@ class Narrowed(Rewritten):
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
         """Without the experts where they are stored in a form of their own."""
-        names = super().stored(*prefixes)
+        names = self._state.stored(*prefixes)
         return (p for p in names if not (self._plan.uneven and p[1].startswith(self._experts)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state
 
     def fused(self, leaf: str) -> Tensor:
         """A tensor of all experts, in memory's form, filled up to the widest."""
-        tensor = self[self._experts + leaf]
+        tensor = self._state[self._experts + leaf]
         return of_experts(self._arch, leaf, leaf, tensor, self._neurons_EW, self._plan.before)
 
     def read(self, stored: str) -> Tensor:
-        tensor, name = super().read(stored), self._names.get(stored, "")
+        tensor, name = self._state.read(stored), self._names.get(stored, "")
         if name.startswith(self._experts):
             leaf = name.removeprefix(self._experts)
             before = self._plan.before

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from moesaic.io.checkpoint import cast
 from moesaic.io.naming import Naming
-from moesaic.layers.base import State
 
 
 class LiveState:
@@ -81,26 +80,3 @@ def stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
     number = f".{prefix.rstrip('.').rpartition('.')[2]}."
     starts = {disk.partition(number)[0] + number for disk in names if number in disk}
     return starts.pop() if len(starts) == 1 else prefix
-
-
-class Rewritten:
-    """Another state's tensors; a subclass reads some of them as they will be.
-
-    Args:
-        state: that state.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
-        return self._state.stored(*prefixes)
-
-    def read(self, stored: str) -> Tensor:
-        return self._state.read(stored)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._state

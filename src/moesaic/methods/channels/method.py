@@ -80,11 +80,7 @@ class Channels(Method[ChannelsConfig, Arch]):
 
     @torch.no_grad()
     def run(self, job: Job[Arch]) -> Decision:
-        """Decide how many channels each projection reads; look at text only where that needs it.
-
-        Raises:
-            MoesaicError: the request cannot be met.
-        """
+        """Decide how many channels each projection reads; look at text only where that needs it."""
         config = self.config
         if job.args.compare:
             raise MoesaicError(f"compare={job.args.compare[0]}: {config.title} has no comparisons.")

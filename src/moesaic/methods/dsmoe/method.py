@@ -43,11 +43,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
     ratio = "projections"
 
     def run(self, job: Job[Arch]) -> Decision:
-        """Split the FFNs and train; comparisons train when they are asked for.
-
-        Raises:
-            MoesaicError: the request cannot be met.
-        """
+        """Split the FFNs and train; comparisons train when they are asked for."""
         config, args = self.config, job.args
         variants = {"": self, **self.compared(args.compare)}
         sizes = layer_sizes(job.shape, job.arch)

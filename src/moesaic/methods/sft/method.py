@@ -48,11 +48,7 @@ class Tuning(Method[TuneConfig, Arch]):
         return base_arch(config)
 
     def run(self, job: Job[Arch]) -> Decision:
-        """Choose what trains, and train it.
-
-        Raises:
-            MoesaicError: the request cannot be met.
-        """
+        """Choose what trains, and train it."""
         config, args = self.config, job.args
         if job.arch.model_type in HEADLESS and job.on_disk and job.original.beside:
             raise MoesaicError(

@@ -52,9 +52,6 @@ class ToMoE(DenseMethod[ToMoEConfig]):
 
         All of the calibration text is trained on; the windows drawn from it fix how many
         dimensions of a head are used.
-
-        Raises:
-            MoesaicError: the request cannot be met.
         """
         args = job.args
         self._check(job)
