@@ -31,8 +31,8 @@ from moesaic.nn.heads import HeadRouter
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (
-    LayerShape(hidden_size=6, width=10, heads=HEADS, ffn=180, attention=192),
-    LayerShape(hidden_size=6, width=20, heads=HEADS, ffn=360, attention=192),
+    LayerShape(hidden=6, width=10, heads=HEADS, ffn=180, attention=192),
+    LayerShape(hidden=6, width=20, heads=HEADS, ffn=360, attention=192),
 )
 MEDIAN = 0.36651292058166435  # -ln ln 2
 

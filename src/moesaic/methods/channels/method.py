@@ -29,7 +29,6 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
 from moesaic.config import chosen_layers
-from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.layers.channels import ChannelsLayer, column_norms
@@ -105,16 +104,14 @@ class Channels(Method[ChannelsConfig, Arch]):
         share = self.share(skipping, uses)
         layers = {}
         for i, parts in skipping.items():
-            factors = {
-                p.path: torch.zeros((uses[i].experts, p.inputs) if p.experts else p.inputs)
-                for p in parts
-            }
-            cuts = {p.path: top(p, share) for p in parts}
-            layers[i] = (
-                ChannelsLayer(cuts, "given", factors)
-                if config.gradients
-                else ChannelsLayer(cuts, config.score)
-            )
+            cuts, score, factors = {p.path: top(p, share) for p in parts}, config.score, {}
+            if config.gradients:
+                score = "given"
+                factors = {
+                    p.path: torch.zeros((uses[i].experts, p.inputs) if p.experts else p.inputs)
+                    for p in parts
+                }
+            layers[i] = ChannelsLayer(cuts, score, factors)
         passes = float(config.calibrates)
         if config.shares == "greedy" and not config.gradients:
             tried = config.steps * max(map(len, skipping.values()))
@@ -210,7 +207,8 @@ class Channels(Method[ChannelsConfig, Arch]):
         read whole.
         """
         if not all(("gradients", i) in finished for i in skipping):  # kept, to resume from
-            few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
+            windows = self.config.gradient_tokens // job.tokens.input_ids.shape[1]
+            few = job.tokens.rows(slice(max(1, windows)))
             stream = job.stream([*skipping], job.arch.ffn_of, few, tokens_per_batch=BACKWARD_BATCH)
             sizes = gradient_sizes(stream, skipping, job.track)
             for i, parts in skipping.items():
@@ -232,12 +230,11 @@ class Channels(Method[ChannelsConfig, Arch]):
             self.share(skipping, uses),
         )
         for i, parts in skipping.items():
-            cuts = {}
-            for p in parts:
-                path_scores = scores[i, p.path]
-                cuts[p.path] = cut_of(
-                    p, path_scores.share(thresholds[i, p.path]), path_scores, self.config.choice
-                )
+            shares = {p.path: scores[i, p.path].share(thresholds[i, p.path]) for p in parts}
+            cuts = {
+                p.path: cut_of(p, shares[p.path], scores[i, p.path], self.config.choice)
+                for p in parts
+            }
             yield i, ChannelsLayer(cuts, "given", factors[i])
 
     def _factor(self, layer: nn.Module, p: Projection, arch: Arch) -> Tensor | None:
@@ -363,10 +360,3 @@ def cut_of(p: Projection, share: float, scores: Scores, choice: str) -> Cut:
     if choice == "top-k":
         return top(p, share)
     return Cut(share, threshold=scores.threshold(share))
-
-
-def _first(tokens: Tokens, count: int) -> tuple[Tensor, Tensor | None]:
-    """The windows that hold the first ``count`` tokens, at least one."""
-    windows = max(1, count // tokens.input_ids.shape[1])
-    mask = tokens.attention_mask
-    return tokens.input_ids[:windows], None if mask is None else mask[:windows]

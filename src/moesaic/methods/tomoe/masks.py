@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Heads
+from moesaic.methods.budget import LayerSize
 from moesaic.methods.tomoe.config import ToMoEConfig
 
 EMBEDDING, INPUT, HIDDEN = 128, 32, 64
@@ -179,16 +180,10 @@ class _MHAModules(nn.Module):
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerShape(LayerSize):
     """The sizes of a decoder layer that the method asks for."""
 
-    hidden_size: int
-    width: int
-    heads: Heads
-    ffn: int
-    """Projection weights of the FFN."""
-    attention: int
-    """Projection weights of attention."""
+    heads: Heads = field(kw_only=True)
 
     @property
     def neuron(self) -> float:
@@ -214,11 +209,9 @@ class MaskingModules(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # a prediction starts where training does
             self.hypernetwork = Hypernetwork(2 * len(shapes), config.experts)
-            self.mlp = nn.ModuleList(
-                _MLPModules(s.hidden_size, s.width, config.experts) for s in shapes
-            )
+            self.mlp = nn.ModuleList(_MLPModules(s.hidden, s.width, config.experts) for s in shapes)
             self.mha = nn.ModuleList(
-                _MHAModules(s.hidden_size, s.heads.size + s.heads.free)
+                _MHAModules(s.hidden, s.heads.size + s.heads.free)
                 for s in shapes
                 if config.attention != "none"
             )

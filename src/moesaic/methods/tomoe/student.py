@@ -26,11 +26,8 @@ def layer_shapes(model: Model, arch: Arch) -> list[LayerShape]:
     Raises:
         MoesaicError: the model has no rotary positions.
     """
-    hidden_size = model.get_input_embeddings().weight.shape[1]
     return [
-        LayerShape(
-            hidden_size, size.width, arch.heads(layer, model.config), size.ffn, size.attention
-        )
+        LayerShape(**vars(size), heads=arch.heads(layer, model.config))
         for layer, size in zip(arch.layers(model), layer_sizes(model, arch), strict=True)
     ]
 
