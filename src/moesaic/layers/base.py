@@ -242,6 +242,8 @@ class LayerPlan(ABC):
     def refit(self, site: Site[Any], **options: bool) -> tuple[LayerPlan, JSON]:
         """The layer with weights solved for, so that its output is nearest to the original's.
 
+        ``site`` is the layer as it was, and its tokens.
+
         Returns:
             the new plan, and ``lost``, ``recovered`` and ``strength`` for the record.
 

@@ -197,9 +197,6 @@ class CarvedLayer(LayerPlan):
 
         Features are h~, the input of the down projection of what a token still runs, masked by the
         layer's own router.
-
-        Args:
-            site: the layer as it was, and its tokens.
         """
         order_M = self.order_M.to(site.view.device)
         down_DM, figures = refitted_down(site, order_M, self.running(site))

@@ -105,11 +105,7 @@ class NarrowedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
-        """A new down projection.
-
-        Args:
-            site: the layer as it was, and its tokens.
-        """
+        """A new down projection."""
         order_W = self.order_W.to(site.view.device)
         running = ((h_TM, h_TM[:, order_W]) for _, h_TM in site.activations())
         down_DW, figures = refitted_down(site, order_W, running)

@@ -190,13 +190,7 @@ def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: in
 
 
 def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give an MLP room for another number of neurons, in place: new parameters on meta.
-
-    Args:
-        module: the MLP.
-        names: its projections.
-        width: neurons.
-    """
+    """Give an MLP room for another number of neurons, in place: new parameters on meta."""
     before = getattr(module, names.down).weight.shape[1]
     for name in names.projections:
         axis = 1 if name == names.down else 0

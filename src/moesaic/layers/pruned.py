@@ -184,12 +184,7 @@ class PrunedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def neurons_of(self, place: int, width: int) -> Tensor:
-        """The neurons that the expert at a place keeps, int64.
-
-        Args:
-            place: its place.
-            width: neurons that experts had.
-        """
+        """The neurons, of ``width`` that there were, that the expert at a place keeps, int64."""
         return torch.arange(width)
 
     def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:

@@ -88,11 +88,7 @@ class Outline:
 
 
 class Method(ABC, Generic[C, A]):
-    """Decides what to make of a model.
-
-    Args:
-        config: its options.
-    """
+    """Decides what to make of a model, by the options of its config."""
 
     ratio: str = "stored"
     """What says most of its results; see :class:`moesaic.record.Step`."""

@@ -20,12 +20,8 @@ from moesaic.observation.job import Job
 
 
 def spent(config: MethodConfig, length: int) -> JSON:
-    """Fields of an :class:`~moesaic.methods.base.Outline`: all tokens, and those of a batch.
-
-    Args:
-        config: with a schedule of so many steps.
-        length: tokens of a text.
-    """
+    """Fields of an :class:`~moesaic.methods.base.Outline`: all tokens of a schedule of so many
+    steps, and those of a batch; ``length`` are the tokens of a text."""
     schedule = Schedule.of(config)
     batch = schedule.batch * length
     return {"tokens": (schedule.steps or 0) * schedule.accumulate * batch, "batch": batch}

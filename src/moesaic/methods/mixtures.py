@@ -17,12 +17,9 @@ from moesaic.surgery import headers_of
 def original(config: Config, instead: str) -> MoEArch:
     """The architecture of a mixture of experts that was not converted before.
 
-    Args:
-        config: the model's.
-        instead: the advice where it was converted.
-
     Raises:
-        MoesaicError: it was converted, or is no mixture of experts that is known.
+        MoesaicError: it was converted, with the advice what to do ``instead``; or it is no mixture
+            of experts that is known.
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} was reduced already; {instead}.")
@@ -31,9 +28,6 @@ def original(config: Config, instead: str) -> MoEArch:
 
 def unskipped(config: Config) -> MoEArch:
     """The architecture of a mixture of experts whose routers skip nothing.
-
-    Args:
-        config: the model's.
 
     Raises:
         MoesaicError: they do, or it is no mixture of experts that is known.
@@ -56,13 +50,7 @@ def routed_layers(job: Job[MoEArch]) -> list[int]:
 
 
 def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:
-    """The fewest experts that a router can do with: as many as a token runs, in its groups.
-
-    Args:
-        arch: the architecture.
-        top_k: experts that a token runs.
-        config: the model's.
-    """
+    """The fewest experts that a router can do with: as many as a token runs, in its groups."""
     groups = arch.group_count(config)
     if groups == 1:
         return top_k

@@ -35,24 +35,15 @@ def some(count: int, total: int) -> str:
 
 
 def carved(config: MethodConfig, active: float | None) -> str:
-    """The title's clause of a carved model.
-
-    Args:
-        config: the method's options.
-        active: the share of its projections that a token uses; None where that is not known.
-    """
+    """The title's clause of a carved model; ``active``, where it is known, is the share of its
+    projections that a token uses."""
     comma = "," if config.beyond else ""
     target = "" if active is None else f"{comma} to {percent(active)} active"
     return f"carved{credited(config, 'with')}{target}"
 
 
 def credited(config: MethodConfig, by: str) -> str:
-    """The end of a title's clause: a method, and what was done beyond it.
-
-    Args:
-        config: the method's options.
-        by: the word that leads to its name: ``by`` or ``with``.
-    """
+    """The end of a title's clause: ``by`` or ``with`` a method, and what was done beyond it."""
     if not config.beyond:
         return f" {by} {config.base_label}"
     return f", beyond {config.base_label} ({', '.join(config.beyond)})"

@@ -199,9 +199,7 @@ class ChannelExperts(nn.Module):
 def make_channels(layer: nn.Module, header: Values) -> None:
     """Let projections of a decoder layer skip channels, in place; new buffers are on meta.
 
-    Args:
-        layer: the decoder layer.
-        header: of a :class:`moesaic.layers.channels.ChannelsLayer`.
+    ``header`` is that of a :class:`moesaic.layers.channels.ChannelsLayer`.
     """
     phase = Phase.of(layer)
     for path, fields in header["projections"].items():

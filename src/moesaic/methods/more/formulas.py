@@ -230,15 +230,7 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
 
 
 def fit_router(site: Site[DenseFFN], petals: Sequence[Tensor]) -> Tensor:
-    """The router of a layer, by ridge regression.
-
-    Args:
-        site: the layer and its tokens.
-        petals: each petal's neurons.
-
-    Returns:
-        its weight (R, D), float32.
-    """
+    """The weight of a layer's router (R, D), float32, by ridge regression on its tokens."""
     norm_M = neuron_weights(site.view)
     ridge = Ridge(site.view.up_MD.shape[1], len(petals), site.view.device)
     for x_TD, h_TM in site.activations():

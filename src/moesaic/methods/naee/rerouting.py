@@ -41,18 +41,13 @@ class Law(Enum):
 
 
 @torch.no_grad()
-def law_of(routing: RoutingFunction, logits_SX: Tensor, seed: int = 0) -> Law | None:
+def law_of(routing: RoutingFunction, logits_SX: Tensor) -> Law | None:
     """The law that a router follows, by what it does with experts taken out at random.
 
-    Args:
-        routing: the router.
-        logits_SX: what it decided on for real tokens.
-        seed: of what is taken out. Logits are moved a little, so that none are equal.
-
-    Returns:
-        None where it follows neither.
+    Asked of what it decided on for real tokens, moved a little, so that no logits are equal. None
+    where it follows neither.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     step, count = max(1, len(logits_SX) // ASKED), routing.count
     logits_TX = logits_SX[::step].double().cpu()
     tokens, logits_TE = len(logits_TX), logits_TX[:, :count]

@@ -161,9 +161,6 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     def rule(self, top_k: int) -> str:
         """The rule of a layer: ``top2`` or ``tail``.
 
-        Args:
-            top_k: experts that a token runs.
-
         Raises:
             MoesaicError: the request cannot be met there.
         """

@@ -24,13 +24,8 @@ from moesaic.plan import Plan
 
 
 def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
-    """The factor of every neuron of a condensed layer (M,), float32.
-
-    Args:
-        layer: its plan.
-        shared: neurons of the shared path.
-        expert: neurons of a routed expert.
-    """
+    """The factor of every neuron of a condensed layer (M,), float32, by the widths of the shared
+    path and of a routed expert."""
     scales = torch.tensor(layer.shared_scale).flatten()
     scale = scales.repeat_interleave(shared // len(scales))[: shared if layer.shared else 0]
     g_K = layer.gates_K.float().repeat_interleave(expert)

@@ -34,11 +34,7 @@ class Learned:
     """Of calibration tokens."""
 
     def widths(self, threshold: float) -> tuple[int, int, int]:
-        """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3.
-
-        Args:
-            threshold: logits above it are on.
-        """
+        """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3."""
         heads, full = self.shape.heads, self.shape.width
         step = alignment(full, 1)
         widest = int((self.mlp_NM > threshold).sum(-1).max())
@@ -99,12 +95,7 @@ def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
 
 
 def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
-    """The lowest active ratio that there is: the narrowest experts, one dimension.
-
-    Args:
-        shapes: of all layers.
-        attention: the option.
-    """
+    """The lowest active ratio that there is: the narrowest experts, one dimension."""
     layers = {}
     for i, shape in enumerate(shapes):
         mlp_NM, heads = torch.zeros(1, shape.width), shape.heads

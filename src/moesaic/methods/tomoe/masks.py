@@ -196,12 +196,7 @@ class LayerShape(LayerSize):
 
 
 class MaskingModules(nn.Module):
-    """Theta of Eq. 10: all that trains, and the masks that it makes of a layer's input.
-
-    Args:
-        config: the options.
-        shapes: of the decoder layers.
-    """
+    """Theta of Eq. 10: all that trains, and the masks that it makes of a layer's input."""
 
     def __init__(self, config: ToMoEConfig, shapes: Sequence[LayerShape]) -> None:
         super().__init__()
