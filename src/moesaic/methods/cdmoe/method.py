@@ -7,7 +7,7 @@ Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -35,8 +35,43 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.record import Figure, LayerRecord, Row
 
-Finish = Callable[[Sequence[int]], dict[int, LayerPlan]]
-"""Makes the layers of a plan of the numbers of those that are condensed."""
+
+class Target:
+    """When a request is met, and what a plan of those that are condensed then holds.
+
+    Raises:
+        MoesaicError: not even all layers condensed meet it.
+    """
+
+    def __init__(
+        self, job: Job[MoEArch], config: CondenseConfig, plans: Mapping[int, Replaced]
+    ) -> None:
+        self.job, self.config, self.plans = job, config, plans
+        self.size = Footprint(job)
+        if not self.met([*plans]):
+            memory, active = self.size.applied(self.finish([*plans]))
+            raise MoesaicError(
+                f"The target is out of reach: with all {len(plans)} layers condensed the "
+                f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
+            )
+
+    def finish(self, chosen: Sequence[int]) -> dict[int, LayerPlan]:
+        """The layers of a plan, of the numbers of those that are condensed."""
+        some = {i: self.plans[i] for i in sorted(chosen)}
+        if self.config.padding and self.config.keep != "nothing":
+            condensed, job = cast("dict[int, CondensedLayer]", some), self.job
+            return {**padded(condensed, job.base, job.arch, job.original.config)}
+        return {**some}
+
+    def met(self, chosen: Sequence[int]) -> bool:
+        """Whether the layers chosen so far are enough."""
+        config = self.config
+        if config.count is not None:
+            return len(chosen) >= config.count
+        memory, active = self.size.applied(self.finish(chosen))
+        if config.memory is not None:
+            return memory <= config.memory
+        return config.active is not None and active <= config.active
 
 
 class Condenser(Method[CondenseConfig, MoEArch]):
@@ -52,48 +87,18 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config = self.config
         candidates = _candidates(job, config)
         plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
-        finish = self._finish(job, plans)
-        size = self._size(job, finish, candidates)
-        enough = _enough(config, finish, size)
-        count = next(n for n in range(len(candidates) + 1) if enough(candidates[:n]))
+        target = Target(job, config, plans)
+        count = next(n for n in range(len(candidates) + 1) if target.met(candidates[:n]))
         depth = len(job.base.widths)
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
-        others = {size.applied(finish([*first, i])) for i in rest} if count else set()
+        others = {target.size.applied(target.finish([*first, i])) for i in rest} if count else set()
         tried = sum(len(candidates) - n for n in range(count))  # each half a pass
         share = {"greedy": 1.0, "racing": RACED}.get(config.layer_search, 0.0)
         return Outline(
-            Plan(config.name, job.base, finish(candidates[:count]), asdict(config)),
+            Plan(config.name, job.base, target.finish(candidates[:count]), asdict(config)),
             exact=len(others) <= 1,
             passes=2.0 + 4 * len(candidates) / depth + share * tried / 2 + 2 * bool(config.refit),
         )
-
-    def _finish(self, job: Job[MoEArch], plans: Mapping[int, Replaced]) -> Finish:
-        """What makes the layers of a plan of the numbers of those that are condensed."""
-        config = self.config
-
-        def finish(chosen: Sequence[int]) -> dict[int, LayerPlan]:
-            some = {i: plans[i] for i in sorted(chosen)}
-            if config.padding and config.keep != "nothing":
-                condensed = cast("dict[int, CondensedLayer]", some)
-                return {**padded(condensed, job.base, job.arch, job.original.config)}
-            return {**some}
-
-        return finish
-
-    def _size(self, job: Job[MoEArch], finish: Finish, candidates: Sequence[int]) -> Footprint:
-        """The measure of results.
-
-        Raises:
-            MoesaicError: not even all candidates condensed meet the target.
-        """
-        size = Footprint(job)
-        if not _enough(self.config, finish, size)(candidates):
-            memory, active = size.applied(finish(candidates))
-            raise MoesaicError(
-                f"The target is out of reach: with all {len(candidates)} layers condensed the "
-                f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
-            )
-        return size
 
     def run(self, job: Job[MoEArch]) -> Decision:
         config, options = self.config, asdict(self.config)
@@ -103,22 +108,21 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         stream = job.stream(candidates, job.arch.mixture, job.share[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
-        finish = self._finish(job, plans)
-        size = self._size(job, finish, candidates)
-        enough = _enough(config, finish, size)
+        target = Target(job, config, plans)
         chosen: list[int] = []
         steps: list[JSON] = []
         order = self._in_order(job, stream, plans, finished)
-        while not enough(chosen):
+        while not target.met(chosen):
             i, losses = next(order)
             chosen.append(i)
             steps.append({"layer": i, "losses": {str(j): x for j, x in losses.items()}})
         order.close()
         counts = {name: _number(name, chosen) for name in job.args.compare}
-        layers = finish(chosen)
+        layers = target.finish(chosen)
         analyses: dict[int, JSON] = {i: dict(finished["experts", i][1]) for i in candidates}
         for place, i in enumerate(chosen):
             analyses[i]["order"] = place
+        size = target.size
         memory, active = size.applied(layers)
         summary = {
             "layers": chosen,
@@ -131,7 +135,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         def plan(some: dict[int, LayerPlan]) -> Plan:
             return Plan(config.name, job.base, some, options, fingerprint)
 
-        results = {name: plan(finish(chosen[:count])) for name, count in counts.items()}
+        results = {name: plan(target.finish(chosen[:count])) for name, count in counts.items()}
         results["result"] = plan(layers)
         if config.refit:
             results, refits = recover(job, results, finished)
@@ -420,22 +424,6 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> 
     if keep == "shared" and not view.shared_width and not force:
         return "it has no shared experts, so that nothing of a layer would stay"
     return view.apart(routed=keep == "shared+routed")
-
-
-def _enough(
-    config: CondenseConfig, finish: Finish, size: Footprint
-) -> Callable[[Sequence[int]], bool]:
-    """Whether the layers chosen so far meet the request."""
-
-    def enough(chosen: Sequence[int]) -> bool:
-        if config.count is not None:
-            return len(chosen) >= config.count
-        memory, active = size.applied(finish(chosen))
-        if config.memory is not None:
-            return memory <= config.memory
-        return config.active is not None and active <= config.active
-
-    return enough
 
 
 def _number(name: str, chosen: Sequence[int]) -> int:
