@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -137,10 +137,12 @@ def check_numbers(
         raise ValueError(f"there are {places} {what}, and places for {shape}")
 
 
+@dataclass(frozen=True)
 class LayerPlan(ABC):
     """What becomes of one decoder layer: a header, tensors, and how they are put to use.
 
-    Subclasses are frozen dataclasses. ``header`` and ``tensors`` together are the whole decision.
+    Subclasses are frozen dataclasses. ``header`` and ``tensors`` together are the whole decision:
+    by default all fields, those that are ``held`` as tensors, the others as plain JSON.
     """
 
     kind: ClassVar[str]
@@ -154,9 +156,9 @@ class LayerPlan(ABC):
         """What became of the layer's weights, one of :data:`moesaic.record.WEIGHTS`."""
         return "refitted" if "down" in self.tensors() else "own"
 
-    @abstractmethod
     def header(self) -> JSON:
         """``kind`` and the sizes of the new modules, as plain JSON."""
+        return {"kind": self.kind, **{name: getattr(self, name) for name in self._plain()}}
 
     def tensors(self) -> dict[str, Tensor]:
         """Index lists, routers and replaced weights, by name; ``down`` is one that was refitted."""
@@ -164,9 +166,14 @@ class LayerPlan(ABC):
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     @classmethod
-    @abstractmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
         """The plan of a header and tensors; the inverse of those two methods."""
+        return cls(**{name: header[name] for name in cls._plain()}, **cls.fields_of(tensors))
+
+    @classmethod
+    def _plain(cls) -> list[str]:
+        """The fields that are no tensors."""
+        return [field.name for field in fields(cls) if field.name not in cls.held.values()]
 
     @classmethod
     def fields_of(cls, tensors: Mapping[str, Tensor]) -> JSON:
@@ -282,17 +289,7 @@ class LayerPlan(ABC):
 
 @dataclass(frozen=True)
 class RoutingPlan(LayerPlan):
-    """A layer whose tensors all stay, and whose router alone decides otherwise.
-
-    The fields of a subclass are plain JSON, and its header.
-    """
-
-    def header(self) -> JSON:
-        return {"kind": self.kind, **asdict(self)}
-
-    @classmethod
-    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> RoutingPlan:
-        return cls(**{f.name: header[f.name] for f in fields(cls)})
+    """A layer whose tensors all stay, and whose router alone decides otherwise."""
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
         return ()

@@ -68,20 +68,6 @@ class CondensedLayer(LayerPlan):
         """The routed experts in the order they were chosen."""
         return self.experts_K.tolist()
 
-    def header(self) -> JSON:
-        return {
-            "kind": self.kind,
-            "width": self.width,
-            "shared": self.shared,
-            "shared_scale": self.shared_scale,
-            "gated": self.gated,
-        }
-
-    @classmethod
-    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CondensedLayer:
-        options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
-        return cls(**cls.fields_of(tensors), **options)
-
     def check(self, sizes: Sizes) -> None:
         check_numbers("experts", self.experts_K, sizes.experts)
         for name, value in (("neurons", self.width), ("gated neurons", self.gated)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,13 +35,6 @@ class DroppedLayer(LayerPlan):
     """Tokens pass as they are."""
 
     kind: ClassVar[str] = "dropped"
-
-    def header(self) -> JSON:
-        return {"kind": self.kind}
-
-    @classmethod
-    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> DroppedLayer:
-        return cls()
 
     def check(self, sizes: Sizes) -> None:
         """Nothing is chosen."""

@@ -80,10 +80,6 @@ class PrunedLayer(LayerPlan):
     def header(self) -> JSON:
         return {"kind": self.kind, "experts": self.kept_E.numel()}
 
-    @classmethod
-    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> PrunedLayer:
-        return cls(**cls.fields_of(tensors))
-
     def check(self, sizes: Sizes) -> None:
         check_numbers("experts", self.kept_E, sizes.experts, padding=True)
 

@@ -21,33 +21,22 @@ from moesaic.observation.layers import LayerStats
 from moesaic.observation.stream import Site
 
 
-def neurons_of(stats: LayerStats, seed: int) -> Neurons:
-    """The neurons of the routed experts (E, M)."""
+def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
+    """The neurons of the routed experts (E, M), or of the shared path, as one expert's (1, S)."""
     neurons, curvature, products = stats.neurons, stats.curvature, stats.products
     assert neurons is not None
-    return Neurons(
-        neurons.energy_EM,
-        neurons.reach_EM,
-        neurons.size_EM,
-        None if curvature is None else curvature.routed_EM,
-        seed,
-        None if products is None else products.gram_EMM,
-        None if products is None else products.down_EDM,
-    )
 
+    def of(routed: Tensor, path: Tensor) -> Tensor:
+        return path[None] if shared else routed
 
-def shared_neurons(stats: LayerStats, seed: int) -> Neurons:
-    """The neurons of the shared path, as one expert's (1, S)."""
-    neurons, curvature, products = stats.neurons, stats.curvature, stats.products
-    assert neurons is not None
     return Neurons(
-        neurons.shared_energy_S[None],
-        neurons.shared_reach_S[None],
-        neurons.shared_size_S[None],
-        None if curvature is None else curvature.shared_S[None],
+        of(neurons.energy_EM, neurons.shared_energy_S),
+        of(neurons.reach_EM, neurons.shared_reach_S),
+        of(neurons.size_EM, neurons.shared_size_S),
+        None if curvature is None else of(curvature.routed_EM, curvature.shared_S),
         seed,
-        None if products is None else products.shared_SS[None],
-        None if products is None else products.shared_DS[None],
+        None if products is None else of(products.gram_EMM, products.shared_SS),
+        None if products is None else of(products.down_EDM, products.shared_DS),
     )
 
 

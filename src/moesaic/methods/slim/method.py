@@ -50,7 +50,6 @@ from moesaic.methods.slim.choice import (
     narrowest,
     neurons_of,
     share_lost,
-    shared_neurons,
     uneven,
 )
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
@@ -393,7 +392,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         order_S: Tensor | None = None
         if size.room:
             score = SCORES["random"] if blind else chosen
-            beside = shared_neurons(stats, self._seed(layer) + 1)
+            beside = neurons_of(stats, self._seed(layer) + 1, shared=True)
             score_NS, reach_NS = (
                 x.view(size.shared_count, -1) for x in (score.score(beside), beside.reach)
             )
