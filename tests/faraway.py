@@ -1,7 +1,7 @@
 """A device of another kind for machines that have none: it refuses tensors that are elsewhere.
 
 Tensors on it say that they are on ``meta`` and compute on the CPU. An operation on them and on a
-tensor of the CPU raises, as CUDA does, but for numbers (0 dimensions) and indices.
+tensor of the CPU raises, as CUDA does, but for numbers (0 dimensions) and indices of the CPU.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ def carried_out(func: Any, args: Any, kwargs: Any) -> Any:
     checked = [args[0], *args[2:3]] if func in INDEXED else tensors
     here = [x for x in checked if not isinstance(x, Faraway) and x.dim() > 0 and not x.is_meta]
     there = [x for x in checked if isinstance(x, Faraway) and x.dim() > 0]
+    indices = args[1] if func in INDEXED else ()
+    if (
+        indices
+        and not isinstance(args[0], Faraway)
+        and any(isinstance(i, Faraway) for i in indices)
+    ):
+        raise Mixed(f"{func}: a tensor that is here takes no indices from far away")
     if here and there:
         raise Mixed(f"{func}: one tensor is far away, another of shape {tuple(here[0].shape)} not")
     wanted = kwargs.get("device")

@@ -179,7 +179,7 @@ class ChannelExperts(nn.Module):
         experts = each_with_its_tokens(expert_TK, weight_TK, self.down_proj.shape[0])
         for number, rows, weights_N1 in experts:
             real = self.phase.real
-            real = None if real is None else real.flatten()[rows]
+            real = None if real is None else real.to(rows.device).flatten()[rows]
             h_NM = self._apply_gate(self._one("gate_up_proj", x_TD[rows], number, real))
             part_ND = self._one("down_proj", h_NM, number, real) * weights_N1
             y_TD.index_add_(0, rows, part_ND.to(y_TD.dtype))
