@@ -10,25 +10,16 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from moesaic.config import MethodConfig, Verb
+from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
+from moesaic.methods.verbs import BUILT_IN
 from moesaic.registry import Registry
 
 if TYPE_CHECKING:
     from moesaic.arch.dense import Arch
     from moesaic.methods.base import Method
 
-VERBS: Registry[Verb] = Registry(
-    "moesaic.verbs",
-    {
-        "carve": "moesaic.methods.verbs:CARVE",
-        "prune": "moesaic.methods.verbs:PRUNE",
-        "slim": "moesaic.methods.verbs:SLIM",
-        "condense": "moesaic.methods.verbs:CONDENSE",
-        "skip": "moesaic.methods.verbs:SKIP",
-        "tune": "moesaic.methods.verbs:TUNE",
-    },
-)
+VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
 """The commands that make a model of a model, by name."""
 
 METHODS: Registry[type[MethodConfig]] = Registry(

@@ -16,7 +16,7 @@ softmax) have no such law, and their sets are scored one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import torch
@@ -95,11 +95,8 @@ class _Rows:
 
     def put(self, tokens_N: Tensor, rows: _Rows) -> _Rows:
         """These rows in place of those of some tokens."""
-        merged = {}
-        for name in self.__dataclass_fields__:
-            merged[name] = getattr(self, name).clone()
-            merged[name][tokens_N] = getattr(rows, name)
-        return _Rows(**merged)
+        pairs = ((getattr(self, f.name), getattr(rows, f.name)) for f in fields(self))
+        return _Rows(*(mine.index_copy(0, tokens_N, theirs) for mine, theirs in pairs))
 
 
 class Rerouting:
@@ -257,7 +254,7 @@ class Rerouting:
         moved = self._rows(touched_N, kept_E)
         rows = self._rescaled(rows, expert, comes)
         if size == k:
-            rows = _Rows(*(getattr(rows, name)[:, :1] for name in rows.__dataclass_fields__))
+            rows = _Rows(*(getattr(rows, f.name)[:, :1] for f in fields(rows)))
         return rows.put(touched_N, moved)
 
     def _touched(self, rows: _Rows, expert: int, comes: bool) -> Tensor:
