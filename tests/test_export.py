@@ -503,6 +503,8 @@ def test_limits_of_engines():
     assert "128 experts over 3" in lacking("glm4_moe", "sglang", ep=3)
     assert "gelu" in lacking("mixtral", "vllm", hidden_act="gelu")
     assert lacking("llama", "vllm", hidden_act="gelu") == ""
+    assert "do not alternate" in lacking("gpt_oss", "vllm", layer_types=["full_attention"] * 4)
+    assert lacking("gpt_oss", "vllm") == ""
     assert "1024" in lacking("mixtral", "llama.cpp", num_local_experts=1100)
     assert "frequency factors" in lacking("glm4_moe", "llama.cpp", rope_parameters=LLAMA3)
     assert lacking("granitemoeshared", "llama.cpp", rope_parameters=LLAMA3, **granite) == ""
@@ -543,19 +545,22 @@ def test_what_llamacpp_would_read_otherwise(message):
 
 CONVERTER = """
 import sys
+from pathlib import Path
 from gguf import GGUFWriter
 class ModelBase:
     @staticmethod
     def load_hparams(model_type): return {"model_type": model_type}
 class TextModel:
     def get_vocab_base_pre(self, tokenizer): return "known"
+    def _set_vocab_sentencepiece(self): raise FileNotFoundError("tokenizer.model")
+    def _set_vocab_gpt2(self): return "general"
 class LlamaModel:
     def set_vocab(self): return "a Llama's"
 class DeciModel:
     def set_vocab(self): return "SentencePiece"
-class Glm4MoeModel:
+class Glm4MoeModel(TextModel):
+    dir_model = Path("plain")
     def set_vocab(self): raise KeyError("[gMASK]")
-    def _set_vocab_gpt2(self): return "general"
 def main():
     folder, outfile, outtype = sys.argv[1], sys.argv[3], sys.argv[5]
     if "refuse" in str(folder): raise SystemExit("pre-tokenizer was not recognized")

@@ -60,7 +60,7 @@ def _decilm(config: Config) -> Iterator[str]:
 
 
 def _vllm(config: Config, ep: int) -> Iterator[str]:
-    """vllm-project/vllm: model_executor/models/{granitemoe,granitemoeshared,glm4_moe,mixtral}.py.
+    """vllm-project/vllm: model_executor/models/{granitemoe,granitemoeshared,glm4_moe,gpt_oss}.py.
 
     ``determine_expert_map`` (layers/fused_moe/layer.py) spreads a remainder of experts over the
     first ranks. ``topk_softmax`` (csrc/moe/topk_softmax_kernels.cu) has a fused kernel for powers
@@ -73,6 +73,8 @@ def _vllm(config: Config, ep: int) -> Iterator[str]:
         yield from _granite_attention(config)
         if config.attention_bias:
             yield "attention biases: its Granite builds the projections with bias=False"
+    if config.model_type == "gpt_oss":
+        yield from _alternating(config)
 
 
 def _irregular(layer_types: Sequence[str]) -> bool:
@@ -176,7 +178,8 @@ def _llamacpp_deepseek_v4(config: Config) -> Iterator[str]:
     yield "plain weights of DeepSeek-V4: its converter takes experts packed as they were released"
 
 
-def _llamacpp_gpt_oss(config: Config) -> Iterator[str]:
+def _alternating(config: Config) -> Iterator[str]:
+    """gpt-oss: every second layer looks at all tokens, whatever the config says."""
     sliding = [attention == "sliding_attention" for attention in config.layer_types]
     if sliding != [i % 2 == 0 for i in range(len(sliding))]:
         yield "attention types that do not alternate, sliding first"
@@ -198,7 +201,7 @@ _LLAMACPP: dict[str, Callable[[Config], Iterator[str]]] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _llamacpp_normed),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _llamacpp_deepseek),
     "deepseek_v4": _llamacpp_deepseek_v4,
-    "gpt_oss": _llamacpp_gpt_oss,
+    "gpt_oss": _alternating,
     "ernie4_5_moe": _llamacpp_ernie,
 }
 """What its classes of single architectures lack."""
