@@ -333,12 +333,16 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             stats = LayerStats(neurons=no_stats(view.count, view.width, shared))
         arch, config = case.job.arch, case.job.shape.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
-        blind = case.stats is None
-        score_EM = self._scored(stats, case.index, blind)
+        score = SCORES["random"] if case.stats is None else self.config.chosen
+        seed = self.config.seed * 10_007 + case.index
+        score_EM, shared = score.score(neurons_of(stats, seed)), None
+        if any(size.room for size in sizes):
+            beside = neurons_of(stats, seed + 1, shared=True)
+            shared = score.score(beside), beside.reach
         form = None if self.config.uneven else case.job.format  # which has no such experts
         decided: dict[Size, tuple[LayerPlan, JSON]] = {}
         for size in sizes:
-            layer, analysis = self.choose(stats, case.index, score_EM, size, groups, blind)
+            layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
             decided[size] = _in_groups(layer, form.columns if form else 0), analysis
         if self.config.measures and case.site is not None:
             shapes = [_shape(layer) for layer, _ in decided.values()]
@@ -347,55 +351,43 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 analysis["relative_loss"] = loss
         return decided
 
-    def _scored(self, stats: LayerStats, layer: int, blind: bool) -> Tensor:
-        """Each neuron's score (E, M)."""
-        score = SCORES["random"] if blind else self.config.chosen
-        return score.score(neurons_of(stats, self._seed(layer)))
-
-    def _seed(self, layer: int) -> int:
-        return self.config.seed * 10_007 + layer
-
     def choose(
         self,
+        case: Case[Arch],
         stats: LayerStats,
-        layer: int,
         score_EM: Tensor,
+        shared: tuple[Tensor, Tensor] | None,
         size: Size,
-        groups: int = 1,
-        blind: bool = False,
+        groups: int,
     ) -> tuple[LayerPlan, JSON]:
         """The neurons of a layer that stay.
 
         Args:
-            stats: what was observed of it.
-            layer: its number.
+            case: the layer.
+            stats: what was observed of it, or nothing of it.
             score_EM: of its neurons.
+            shared: scores and reach of the shared path's neurons (1, S), where any go.
             size: the experts that stay, and their width.
             groups: router groups, which lose equally many experts.
-            blind: at random, whatever the score is.
 
         Returns:
             the plan, and ``calls``, and of scores that look at tokens ``relative_loss``: the share
             of all squared scores that goes.
         """
-        config, chosen, neurons = self.config, self.config.chosen, stats.neurons
+        config, neurons = self.config, stats.neurons
         assert neurons is not None
         kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach_EM, groups)
         if config.uneven:
             neurons_NW = uneven(score_EM, size.neurons, neurons.reach_EM, config.multiple or 1)
         analysis: JSON = {}
-        if chosen.observes or blind:
+        if config.chosen.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
             analysis = {"relative_loss": lost, "calls": neurons.calls_E.tolist()}
         if size.dense:
             return narrowest(score_EM[0], size.width), analysis
         order_S: Tensor | None = None
-        if size.room:
-            score = SCORES["random"] if blind else chosen
-            beside = neurons_of(stats, self._seed(layer) + 1, shared=True)
-            score_NS, reach_NS = (
-                x.view(size.shared_count, -1) for x in (score.score(beside), beside.reach)
-            )
+        if size.room and shared is not None:
+            score_NS, reach_NS = (x.view(size.shared_count, -1) for x in shared)
             first_N1 = score_NS.shape[1] * torch.arange(size.shared_count)[:, None]
             order_NS = first_N1 + highest(score_NS, size.shared // size.shared_count, reach_NS)
             order_S = torch.cat([filled_up(o, size.room // size.shared_count) for o in order_NS])
