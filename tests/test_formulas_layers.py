@@ -318,11 +318,14 @@ def test_what_was_lost_and_what_came_back() -> None:
     assert recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
     assert recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)
     assert recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
-    balance = Balance(2, 3, torch.device("cpu"))
+    down = drawn(2, 3, seed=3)
+    balance = Balance(down)
     features, left, y = drawn(50, 3), drawn(50, 2, seed=1), drawn(50, 2, seed=2)
     balance.add(features[:30], left[:30], y[:30])
     balance.add(features[30:], left[30:], y[30:])
-    fit, found = balance.solve()
+    new, found = balance.solve()
+    fit = balance.ridge.solve()
+    torch.testing.assert_close(new, (down.double() + fit.weight_FO.T).to(down.dtype))
     assert found["lost"] == pytest.approx(((y - left).square().sum() / y.square().sum()).item())
     assert found["recovered"] == pytest.approx(1 - fit.unexplained)
     assert found["strength"] == (fit.strength if math.isfinite(fit.strength) else None)

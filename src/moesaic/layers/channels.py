@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -99,10 +99,9 @@ class ChannelsLayer(LayerPlan):
         read = {path: measured_share(layer, path) for path in header["projections"]}
         left, saved = 1.0, 0.0
         for path, share in read.items():
-            target: nn.Parameter | nn.Linear = attrgetter(path)(layer)
+            target: Any = attrgetter(path)(layer)
             routed = isinstance(target, nn.Parameter)
-            weight = target if isinstance(target, nn.Parameter) else target.weight
-            size = float(weight.numel())
+            size = float((target if routed else target.weight).numel())
             if path.startswith(attention):
                 left -= (1 - share) * size / use.attention
                 continue

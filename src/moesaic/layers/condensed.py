@@ -173,7 +173,7 @@ class CondensedLayer(LayerPlan):
         module = self.module(site.layer, view.arch)
         _, _, down = module.projections
         down_DM: Tensor = down.weight.detach()
-        balance = Balance(down_DM.shape[0], down_DM.shape[1], down_DM.device)
+        balance = Balance(down_DM)
         features: list[Tensor] = []
         down.register_forward_pre_hook(lambda _, args: features.append(args[0]))
         for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
@@ -182,9 +182,8 @@ class CondensedLayer(LayerPlan):
                 y_TD = y_TD + view.shared(x_TD)
             kept_TD = module.written(x_TD)
             balance.add(features.pop(), kept_TD, y_TD)
-        fit, figures = balance.solve()
-        new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype)
-        return replace(self, down_DM=new_DM.cpu()), figures
+        new_DM, figures = balance.solve()
+        return replace(self, down_DM=new_DM), figures
 
     def module(self, layer: nn.Module, arch: MoEArch) -> CondensedFFN:
         """The MLP that takes the place of a live layer's block; the layer stays as it is."""

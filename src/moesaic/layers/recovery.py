@@ -28,20 +28,19 @@ from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import Site
-from moesaic.layers.regression import HELD_OUT, Fit, Ridge
+from moesaic.layers.regression import HELD_OUT, Ridge
 
 
 class Balance:
     """A regression of what a layer's output misses, and how large that is.
 
     Args:
-        outputs: D.
-        features: F.
-        device: where sums are kept.
+        down_DF: the down projection that what explains it is added to.
     """
 
-    def __init__(self, outputs: int, features: int, device: torch.device) -> None:
-        self.ridge = Ridge(features, outputs, device)
+    def __init__(self, down_DF: Tensor) -> None:
+        self.down_DF = down_DF
+        self.ridge = Ridge(down_DF.shape[1], down_DF.shape[0], down_DF.device)
         self.square = 0.0
 
     def add(self, h_TF: Tensor, kept_TD: Tensor, y_TD: Tensor) -> None:
@@ -49,13 +48,14 @@ class Balance:
         self.ridge.add(h_TF.float(), (y_TD - kept_TD).float())
         self.square += y_TD.double().square().sum().item()
 
-    def solve(self) -> tuple[Fit, JSON]:
-        """The weights; and ``lost``, ``recovered`` and ``strength`` for the record."""
+    def solve(self) -> tuple[Tensor, JSON]:
+        """The new down projection (D, F), on the CPU; ``lost``, ``recovered`` and ``strength``."""
         fit = self.ridge.solve()
         missing = self.ridge.fit.square + self.ridge.held.square
         strength = fit.strength if math.isfinite(fit.strength) else None
         errors = recovered(missing, fit.unexplained * missing, self.square)
-        return fit, {**errors, "strength": strength}
+        new_DF = (self.down_DF.double() + fit.weight_FO.T).to(self.down_DF.dtype).cpu()
+        return new_DF, {**errors, "strength": strength}
 
 
 def recovered(before: float, after: float, square: float) -> JSON:
@@ -88,14 +88,11 @@ def refitted_down(
     """
     ffn = site.view
     down_DM = ffn.down_DM[:, order_M]
-    hidden_size, width = down_DM.shape
-    balance = Balance(hidden_size, width, ffn.device)
+    balance = Balance(down_DM)
     for (whole_TM, h_TM), target_TD in zip(running, site.targets(), strict=True):
         y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
         balance.add(h_TM, F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
-    fit, figures = balance.solve()
-    new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype).cpu()
-    return new_DM, figures
+    return balance.solve()
 
 
 SHARED = -1

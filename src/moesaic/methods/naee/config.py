@@ -152,11 +152,6 @@ class PruneConfig(MethodConfig):
     def base_label(self) -> str:
         return self.chosen.title
 
-    @property
-    def gram_bytes(self) -> int:
-        """Memory for one layer's Gram matrices; 0 where the criterion needs none."""
-        return self.gram_mb << 20 if self.chosen.gram else 0
-
     def experts_of(self, count: int, groups: int = 1) -> float:
         """How many of a layer's experts stay, whole groups where all layers keep as many."""
         if self.keep >= 1:

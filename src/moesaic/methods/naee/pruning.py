@@ -79,7 +79,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     @property
     def gram_bytes(self) -> int:
-        return self.config.gram_bytes
+        return self.config.gram_mb << 20 if self.config.chosen.gram else 0
 
     def check(self, job: Job[MoEArch]) -> None:
         if not self.config.progressive:

@@ -161,19 +161,16 @@ def decide(
             noise=masking.config.noise,
             **attention,
         )
+        shared_NN = similarity(experts_NW, layer.shape.width)
         analyses[i] = {
             "expert_widths": (layer.mlp_NM > threshold).sum(-1).tolist(),
             "union": experts_NW.unique().numel() / layer.shape.width,
-            "similarity": _rounded(similarity(experts_NW, layer.shape.width)),
+            "similarity": [[round(share, 4) for share in row] for row in shared_NN.tolist()],
             "qk": qk,
             "vo": vo,
             "head_dim": layer.shape.heads.size,
         }
     return plans, analyses
-
-
-def _rounded(x: Tensor) -> list[list[float]]:
-    return [[round(v, 4) for v in row] for row in x.tolist()]
 
 
 def _pruned(
