@@ -343,6 +343,12 @@ def test_what_cannot_be_is_refused(step: Any, said: str) -> None:
         estimate(recipe_of("tiny-moe", "out", step), FAST)
 
 
+def test_what_cannot_go_with_statistics_is_refused_beforehand() -> None:
+    recipe = recipe_of("tiny-moe", "out", ("prune", {"keep": 6, "progressive": True}))
+    with pytest.raises(MoesaicError, match="cannot decide from stats"):
+        estimate(replace(recipe, calibration=Calibration(stats="some.stats")), FAST)
+
+
 def test_dry_run_says_it_and_does_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     given = ["prune", "tiny-moe", str(out), "--keep", "6", "--dry-run", "--json"]

@@ -100,16 +100,8 @@ class Method(ABC, Generic[C, A]):
         self.config = config
 
     def compared(self: M, names: Iterable[str]) -> dict[str, M]:
-        """The same method by other options, by the comparison's name.
-
-        Raises:
-            MoesaicError: there is no such comparison.
-        """
-        methods = {}
-        for name in names:
-            self.config.compared(name)
-            methods[name] = type(self)(replace(self.config, **{self.varies: name}))
-        return methods
+        """The same method by other options, by the comparison's name."""
+        return {n: type(self)(replace(self.config, **{self.varies: n})) for n in names}
 
     @abstractmethod
     def find(self, config: Config) -> A:

@@ -127,13 +127,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """What was found of the whole model, as plain JSON."""
         return {}
 
-    def check(self, job: Job[A]) -> None:
-        """Refuse what cannot go together in one run.
-
-        Raises:
-            MoesaicError: says what.
-        """
-
     def passing_on(
         self, site: Site[FFN], layer: LayerPlan
     ) -> AbstractContextManager[nn.Module | None]:
@@ -163,7 +156,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         held_out = job.held_back() if rivals else None
         methods = {RESULT: self, **rivals, **self.compared(job.args.compare)}
         sizes = {name: method.sizes(job) for name, method in methods.items()}
-        self.check(job)
         needs = {name for method in methods.values() for name in method.needs}
         gram_bytes = max(method.gram_bytes for method in methods.values())
         observation = Observation(job, needs, gram_bytes)

@@ -427,7 +427,7 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> 
 
 
 def _number(name: str, chosen: Sequence[int]) -> int:
-    if not name.isdecimal() or int(name) > len(chosen):
+    if int(name) > len(chosen):
         raise MoesaicError(
             f"compare {name!r}: give a number of layers, at most the {len(chosen)} condensed."
         )

@@ -81,8 +81,6 @@ class Channels(Method[ChannelsConfig, Arch]):
     def run(self, job: Job[Arch]) -> Decision:
         """Decide how many channels each projection reads; look at text only where that needs it."""
         config = self.config
-        if job.args.compare:
-            raise MoesaicError(f"compare={job.args.compare[0]}: {config.title} has no comparisons.")
         uses = layer_uses(job.shape, job.arch)
         skipping = self.choose(job, uses)
         share = self.share(skipping, uses)

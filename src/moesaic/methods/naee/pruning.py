@@ -81,18 +81,14 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def gram_bytes(self) -> int:
         return self.config.gram_mb << 20 if self.config.chosen.gram else 0
 
-    def check(self, job: Job[MoEArch]) -> None:
-        if not self.config.progressive:
-            return
-        if job.args.calibration.stats:
+    def sizes(self, job: Job[MoEArch]) -> dict[int, list[int]]:
+        config, args = self.config, job.args
+        if config.progressive and args.calibration.stats:
             raise MoesaicError("progressive must see the model: it cannot decide from stats.")
-        if job.args.compare:
+        if config.progressive and args.compare:
             raise MoesaicError(
                 "progressive follows one criterion: nothing can be decided beside it."
             )
-
-    def sizes(self, job: Job[MoEArch]) -> dict[int, list[int]]:
-        config = self.config
         arch, model_config = job.arch, job.shape.config
         groups = arch.group_count(model_config)
         if config.padding and arch.never is None:

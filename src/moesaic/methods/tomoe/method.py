@@ -118,7 +118,6 @@ class ToMoE(DenseMethod[ToMoEConfig]):
                 f"{least:.3f}{kept}."
             )
         for name in job.args.compare:
-            self.config.compared(name)
             _baseline(name, self.config.active).choose(layer_sizes(job.shape, job.arch))
         return shapes
 
