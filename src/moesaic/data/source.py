@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -135,7 +136,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
         except ValueError:
             sources.append(TextSource())
     names = [str(source) for source in sources]
-    if "" in names or min(source.weight for source in sources) <= 0:
+    if "" in names or not all(0 < source.weight < math.inf for source in sources):
         raise MoesaicError(
             f"{spec!r} is not a mix such as code=3,prose=1: a source and its "
             "weight, above 0, for each part."
@@ -179,7 +180,7 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
             )
         weight = part.get("weight", 1.0)
         words = {k: v for k, v in part.items() if k != "weight"}
-        if not isinstance(weight, int | float) or weight <= 0:
+        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise MoesaicError(f"The weight of a source of text is above 0; got {weight!r:.40}.")
         if not all(isinstance(v, str) for v in words.values()):
             raise MoesaicError(f"The fields of a source of text are words; got {part!r:.80}.")

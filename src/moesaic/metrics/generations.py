@@ -151,8 +151,10 @@ def generate(
         chat: put the prompt as a user's turn into the tokenizer's chat template.
 
     Raises:
-        MoesaicError: the prompt is empty, or the tokenizer has no chat template.
+        MoesaicError: the prompt is empty or no text, or the tokenizer has no chat template.
     """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that are no UTF-8
+        raise MoesaicError(f"The prompt is no text in UTF-8: {prompt!a:.60}.")
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             raise MoesaicError("chat: this model has no chat template; leave it out.")
