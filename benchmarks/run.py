@@ -204,7 +204,7 @@ def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("description", help="a YAML file, of this folder where it is not here")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE")
     parser.add_argument("--only", nargs="*", help="rows whose names hold one of these")
     parser.add_argument("--work", type=Path, help="keeps what rows make, for --speed")
     parser.add_argument("--out", type=Path, help="default: the description's name, .json")
