@@ -6,7 +6,7 @@ Both go through the layer kinds' ``convert``, a pure function of tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,10 +60,16 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
             raise MoesaicError(f"The plan of layer {i} does not fit the model: {error}.") from error
 
 
-def _described(base: BaseShape) -> str:
-    def spread(values: tuple[int, ...]) -> str:
-        return "/".join(map(str, sorted(set(values))))
+def spread(values: Iterable[int]) -> str:
+    """Different numbers in words.
 
+    >>> spread([8, 6, 8])
+    '6/8'
+    """
+    return "/".join(map(str, sorted(set(values))))
+
+
+def _described(base: BaseShape) -> str:
     experts = f", {spread(base.experts)} experts" if base.experts else ""
     return (
         f"a {base.model_type} of {len(base.widths)} layers, hidden size {base.hidden_size}, "

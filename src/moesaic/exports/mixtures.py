@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from moesaic.layers.base import KINDS
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
-from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes
+from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes, spread
 
 ALIGNED = aligned(1)
 
@@ -119,7 +119,7 @@ class _Reduced:
         if set(counts.values()) != {count}:
             if self.arch.never is None:
                 raise MoesaicError(
-                    f"Its layers have {_spread(counts.values())} experts and would need {count}: "
+                    f"Its layers have {spread(counts.values())} experts and would need {count}: "
                     f"{self.arch.model_type} has no router that never chooses an expert. "
                     "Prune to one legal count."
                 )
@@ -143,7 +143,7 @@ class _Reduced:
             if mix is None:
                 raise MoesaicError(
                     f"{self.arch.model_type} cannot have just these dense layers: "
-                    f"{_spread(self.dense)}; condense other candidates."
+                    f"{spread(self.dense)}; condense other candidates."
                 )
             self._configure(mix)
 
@@ -168,7 +168,7 @@ class _Reduced:
                 return config
         raise MoesaicError(
             f"The class of {self.arch.model_type} has no layers of these sizes: "
-            f"{_spread(self.dense.values())} neurons where they are dense, and experts as they are."
+            f"{spread(self.dense.values())} neurons where they are dense, and experts as they are."
         )
 
     def _sizes(self, index: int) -> dict[str, tuple[int, ...]]:
@@ -204,10 +204,6 @@ class _Reduced:
 def widened(name: str, shape: tuple[int, ...], width: int, down: str) -> tuple[int, ...]:
     """The shape of a dense FFN's matrix as :class:`Fitting` fills it up."""
     return (shape[0], width) if name.endswith(f".{down}.weight") else (width, *shape[1:])
-
-
-def _spread(values: Iterable[int]) -> str:
-    return "/".join(map(str, sorted(set(values))))
 
 
 def shorten(config: Config, stay: Sequence[int]) -> None:

@@ -115,7 +115,7 @@ def write(source: Source, export: Export, folder: Path, untie: bool = False) -> 
         model = shape_of(source.config)
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = source.naming.read(f"{path_of(model, embedding)}.weight")
-        writer.add(f"{path_of(model, head)}.weight", tied.clone())
+        writer.add(f"{path_of(model, head)}.weight", tied)
     export.write(writer)
     if export.code is not None:
         shutil.copyfile(export.code, folder / f"{CODE}.py")

@@ -80,7 +80,7 @@ class Layer:
         ends = accumulate(self.petals or (0,), initial=self.backbone)
         real = [filled(self.ffn.neurons(*place), sizes.width) for place in pairwise(ends)]
         real = [replace(e, down_DM=e.down_DM * sizes.top_k) for e in real]
-        return real + [copied(real[0]) for _ in range(sizes.experts - len(real))]
+        return real + real[:1] * (sizes.experts - len(real))
 
     def router(self, sizes: Sizes, limit: float = math.inf) -> Tensor:
         """One row an expert (E, D), float32, scaled so that no logit is beyond ``limit``, nor
@@ -91,12 +91,6 @@ class Layer:
         router_ED = torch.cat([self.router_RD, self.router_RD[:1].expand(missing, -1)])
         limit = min(limit, math.inf if sizes.top_k == 1 else SMALL)
         return router_ED * _scale_of(router_ED, self.norm_D, limit)
-
-
-def copied(ffn: DenseFFN) -> DenseFFN:
-    """The same block in memory of its own: files refuse tensors that share theirs."""
-    tensors: JSON = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
-    return replace(ffn, **tensors)
 
 
 def filled(ffn: DenseFFN, width: int) -> DenseFFN:

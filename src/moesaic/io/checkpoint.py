@@ -405,23 +405,14 @@ class ShardWriter:
 
 def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Put further tensors into a checkpoint that is written, in a shard of their own."""
-    written = Checkpoint(folder)
-    files = sorted({stored.path for stored in written._stored.values()})
-    count = len(files) + 1
-    names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    shards = dict(zip(files, names, strict=False))
-    weight_map = {name: shards[stored.path] for name, stored in written._stored.items()}
-    for file, name in shards.items():
-        file.rename(folder / name)
-    writer = ShardWriter(folder, sys.maxsize)
+    written, writer = Checkpoint(folder)._stored, ShardWriter(folder, sys.maxsize)
+    for number, file in enumerate(sorted({stored.path for stored in written.values()})):
+        file.rename(writer._path(number))
+        writer._shards.append([name for name, stored in written.items() if stored.path == file])
+    writer._total = sum(stored.nbytes for stored in written.values())
     for name, tensor in tensors.items():
         writer.add(name, tensor)
-    writer._save(folder / names[-1])
-    size = sum(stored.nbytes for stored in written._stored.values())
-    size += sum(tensor.nbytes for tensor in tensors.values())
-    weight_map.update(dict.fromkeys(tensors, names[-1]))
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
+    writer.close()
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
