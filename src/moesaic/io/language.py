@@ -6,10 +6,14 @@ class that predicts tokens, and no architecture of its own to be told by.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -61,32 +65,10 @@ def _with_head(config_class: type, name: str) -> type:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(
-        self: Model,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **options: object,
-    ) -> CausalLMOutputWithPast:
-        options.pop("output_router_logits", None)
-        outputs = self.model(input_ids=input_ids, **options)
-        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, last])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=getattr(outputs, "past_key_values", None),
-            hidden_states=getattr(outputs, "hidden_states", None),
-            attentions=getattr(outputs, "attentions", None),
-        )
-
     namespace = {
         "__module__": base.__module__,
         "__init__": __init__,
-        "forward": forward,
+        "forward": LlamaForCausalLM.forward,  # which serves any base model and head
         "config_class": config_class,
         "base_model_prefix": "model",
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
