@@ -221,6 +221,14 @@ def test_what_prepares_images_goes_along_as_far_as_it_is_there(
         assert (out / name).read_bytes() == (base / name).read_bytes()
 
 
+def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
+    """Of all batches before the weights move."""
+    assert predicts_tokens("qwen3_vl_text")
+    model, ids = small_model("qwen3_vl_text"), torch.ones(1, 5, dtype=torch.int64)
+    mean, total = (model(ids, labels=ids, num_items_in_batch=n).loss.item() for n in (None, 1))
+    assert total == pytest.approx(4 * mean)
+
+
 def test_a_result_that_is_the_language_model_alone_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
