@@ -176,14 +176,14 @@ class _Reduced:
         layer = self.layers[index]
         if index in self.plans:
             layer = shaped(layer, self.arch, self.plans[index])
-        path = self.arch.ffn_path if index in self.narrow else None
-        down = self.arch.ffn.down
-        return {
-            name: widened(name, shape, self.width, down)
-            if path and name.startswith(path)
-            else shape
-            for name, shape in sizes(layer).items()
-        }
+        return {name: self.widened(index, name, shape) for name, shape in sizes(layer).items()}
+
+    def widened(self, index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a layer's tensor as :class:`Fitting` fills it up."""
+        if index not in self.narrow or not name.startswith(f"{self.arch.ffn_path}."):
+            return shape
+        down = name.endswith(f".{self.arch.ffn.down}.weight")
+        return (shape[0], self.width) if down else (self.width, *shape[1:])
 
     def write(self, writer: Writer) -> None:
         """Write the model, layers numbered anew and filled up."""
@@ -193,17 +193,10 @@ class _Reduced:
             for disk, name in naming.in_memory.items()
             if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
-        ffn, down = self.arch.ffn_path, self.arch.ffn.down
-        alone = LanguageAlone(writer) if self.source.beside else writer
-        fitting = Fitting(alone, starts, ffn, down, self.numbers, self.narrow, self.width)
+        fitting = Fitting(LanguageAlone(writer) if self.source.beside else writer, self, starts)
         stays = kept(model, along=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
         rewrite(naming, self.arch, plan, fitting, stays)
-
-
-def widened(name: str, shape: tuple[int, ...], width: int, down: str) -> tuple[int, ...]:
-    """The shape of a dense FFN's matrix as :class:`Fitting` fills it up."""
-    return (shape[0], width) if name.endswith(f".{down}.weight") else (width, *shape[1:])
 
 
 def shorten(config: Config, stay: Sequence[int]) -> None:
@@ -219,37 +212,23 @@ class Fitting:
 
     Args:
         writer: takes the tensors.
+        mixture: says what they become.
         starts: what stands before a layer's number in names on disk.
-        ffn: the path of a layer's FFN.
-        down: the name of its down projection.
-        numbers: the new number of each layer that stays.
-        narrow: the layers whose dense FFNs are filled up.
-        width: neurons they are filled up to.
     """
 
-    def __init__(
-        self,
-        writer: Writer,
-        starts: Collection[str],
-        ffn: str,
-        down: str,
-        numbers: Mapping[int, int],
-        narrow: Sequence[int],
-        width: int,
-    ) -> None:
-        self.writer, self.numbers = writer, numbers
-        self.narrow, self.width, self.ffn, self.down = narrow, width, f"{ffn}.", down
+    def __init__(self, writer: Writer, mixture: _Reduced, starts: Collection[str]) -> None:
+        self.writer, self.mixture = writer, mixture
         self.numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
     def add(self, name: str, tensor: Tensor) -> None:
         layer = self.numbered.match(name)
         if layer is not None:
             start, old, rest = layer[1], int(layer[2]), layer[3]
-            if old not in self.numbers:
+            if old not in self.mixture.numbers:
                 return
-            name = f"{start}{self.numbers[old]}.{rest}"
-            if old in self.narrow and rest.startswith(self.ffn):
-                new = widened(name, tuple(tensor.shape), self.width, self.down)
+            name = f"{start}{self.mixture.numbers[old]}.{rest}"
+            new = self.mixture.widened(old, rest, tuple(tensor.shape))
+            if new != tuple(tensor.shape):
                 missing = [n - was for was, n in zip(tensor.shape, new, strict=True)]
                 assert min(missing) >= 0, f"{name} would be cut"
                 tensor = F.pad(tensor, (0, missing[1], 0, missing[0]))
