@@ -671,7 +671,6 @@ class Machine:
             pass
         speeds = measured(device)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(file) as partial:
                 partial.write_text(json.dumps({"of": key, **speeds}), "utf-8")
         except OSError:

@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 def names_model(word: str) -> bool:
     """Whether a word can only be a model's name: that of one, a folder, a file or a hub id."""
-    shipped = word in SHIPPED or word in PACKAGED or word.endswith(".gguf")
+    shipped = word in NAMES or word.endswith(".gguf")
     hub = _hub_id(word) and not word.startswith("-")
     return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
 
@@ -48,7 +48,7 @@ def check_name(name: str) -> None:
         MoesaicError: there is no such folder or file, and it is no hub id either.
     """
     path = Path(name).expanduser()
-    if path.is_dir() or name in SHIPPED or name in PACKAGED:
+    if path.is_dir() or name in NAMES:
         return
     if path.suffix == ".gguf":
         if not path.is_file():

@@ -217,9 +217,7 @@ class StatsFile:
 
 def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
     """Keep one layer's statistics on disk; they are there whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = layer_file(folder, index)
-    with whole_file(file) as partial:
+    with whole_file(layer_file(folder, index)) as partial:
         save_file(stats.tensors(), partial, metadata=_metadata(header))
 
 

@@ -607,7 +607,7 @@ class LayerStream(Generic[V_co]):
         )
 
     @contextmanager
-    def _replaced(self, stand_in: Callable[[int, Tensor, JSON], Tensor]) -> Iterator[None]:
+    def _replaced(self, stand_in: StandIn) -> Iterator[None]:
         """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
         with ExitStack() as replaced:
             for index, layer in enumerate(self.arch.layers(self.model)):
