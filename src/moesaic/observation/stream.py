@@ -331,18 +331,21 @@ class LayerStream(Generic[V_co]):
             model = skeleton(config, working_type(config, dtype, str(device)))
         type_of = narrowed(model)
         naming = Naming(checkpoint, config.model_type, model.state_dict())
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = {}
+        if head.weight is embedding.weight:  # not of every class whose config says so
+            tied[f"{path_of(model, head)}.weight"] = f"{path_of(model, embedding)}.weight"
 
         @contextmanager
-        def opened(
-            module: nn.Module, prefix: str, skip: str = "\0", weight: str | None = None
-        ) -> Iterator[None]:
+        def opened(module: nn.Module, prefix: str, skip: str = "\0") -> Iterator[None]:
             state = {}
             for name in module.state_dict():
                 if not name.startswith(skip):
                     to = type_of(prefix + name)
-                    stored = weight if weight and name == "weight" else prefix + name
+                    stored = tied.get(prefix + name, prefix + name)
                     state[name] = naming.read(stored, partial(as_dtype, dtype=to)).to(device)
-            empty = {name: p for name, p in module.named_parameters() if name in state}
+            every = module.named_parameters(remove_duplicate=False)
+            empty = {name: p for name, p in every if name in state}
             module.load_state_dict(state, assign=True, strict=False)
             for name, buffer in module.named_buffers():
                 if not name.startswith(skip):
@@ -355,12 +358,6 @@ class LayerStream(Generic[V_co]):
                     setattr(module.get_submodule(owner), leaf, parameter)
                 give_back()  # or what is kept of each layer holds the room of all that it took
 
-        def opened_head() -> AbstractContextManager[None]:
-            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-            tied = getattr(config, "tie_word_embeddings", False)
-            weight = f"{path_of(model, embedding)}.weight" if tied else None
-            return opened(head, f"{path_of(model, head)}.", weight=weight)
-
         prefix, _, layers_name = arch.layers_path.rpartition(".")
         return cls(
             model,
@@ -371,7 +368,7 @@ class LayerStream(Generic[V_co]):
             open_rest=lambda: opened(
                 model.get_submodule(prefix), f"{prefix}.", skip=f"{layers_name}."
             ),
-            open_head=opened_head,
+            open_head=lambda: opened(model, "", skip=f"{prefix}."),
             open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
             **options,
         )
