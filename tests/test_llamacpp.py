@@ -179,7 +179,8 @@ def test_smollm2_says_the_same(target, carved, tokenizer, tmp_path):
 @pytest.mark.parametrize("target", ["granitemoeshared", "glm4_moe"])
 def test_several_petals_say_nearly_the_same(target, tokenizer, tmp_path):
     """llama.cpp chooses by probability: the order of petals must survive its rounding."""
-    config = MoREConfig(active=0.8, layers="all", experts=40, top_k=20, router="ridge", refit=True)
+    many = {"experts": 40, "top_k": 20, "router": "ridge", "prompts": "petals"}
+    config = MoREConfig(active=0.8, layers="all", refit=True, **many)
     carve("smollm2", config, samples=8, length=128).save(tmp_path / "carved")
     file = tmp_path / "model.gguf"
     record = export(str(tmp_path / "carved"), file, to="gguf", target=target)
