@@ -436,11 +436,14 @@ def test_tokens_beside_statistics_of_experts_are_all_in_every_process(monkeypatc
 
 
 def test_nobody_returns_from_observe_before_the_file_is_there(monkeypatch, tmp_path):
+    """Nor looks for finished layers before the first process has dropped what is left of others."""
     waited: list[bool] = []
+    left, options = tmp_path / "out.partial", {"calibration": many_tokens(), "overwrite": True}
+    left.mkdir()
     monkeypatch.setattr(files, "process", lambda: (1, 2))
-    monkeypatch.setattr(files, "wait_for_all", lambda: waited.append(True))
-    moesaic.observe(tiny_moe("mixtral"), tmp_path / "out", calibration=many_tokens(), gram_mb=0)
-    assert waited
+    monkeypatch.setattr(files, "wait_for_all", lambda: waited.append(left.exists()))
+    moesaic.observe(tiny_moe("mixtral"), tmp_path / "out", gram_mb=0, **options)
+    assert waited == [True, True]  # which is for the first process to do
 
 
 def test_an_unfinished_observation_is_in_the_way_until_it_is_dropped(tmp_path):

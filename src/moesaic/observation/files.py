@@ -93,7 +93,9 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
                 f"{folder} holds an unfinished run: continue it with resume=True, or start "
                 "anew with overwrite=True."
             )
-        discard(folder)
+        if process()[0] == 0:
+            discard(folder)
+    wait_for_all()  # nobody looks for finished layers in what is going away
     done = [i for i in layers if layer_file(folder, i).exists()]
     for i in done:
         differences = [*differing(StatsFile(layer_file(folder, i)).header, request)]
