@@ -34,6 +34,8 @@ from typing import Any
 
 UNMERGED = -1e6
 """The score of tokens that no merge makes, as single characters."""
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
 
 
 def main(request: str) -> None:
@@ -100,23 +102,53 @@ def spelled(plain: Callable[..., None]) -> Callable[..., None]:
         file = self.dir_model / "tokenizer.json"
         if (self.dir_model / "tokenizer.model").is_file() or not falls_back_to_bytes(file):
             return plain(self, *args)
-        self._set_vocab_llama_hf()
-        return self.gguf_writer.add_add_space_prefix(begins_with_space(file))
+        gguf, writer = importlib.import_module("gguf"), self.gguf_writer
+        size = self.find_hparam(["vocab_size_per_layer_input", "vocab_size"])
+        texts, order, kinds = zip(*entries(self, gguf, size), strict=True)
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(texts)
+        writer.add_token_scores(order)
+        writer.add_token_types(kinds)
+        gguf.SpecialVocab(self.dir_model, n_vocab=size).add_to_gguf(writer)
+        return writer.add_add_space_prefix(begins_with_space(file))
 
     return write
 
 
+def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
+    """Text, score and type of every token, one for each row of the embedding.
+
+    The converter's own way takes added tokens that have a place in the vocabulary, as those that
+    begin a turn, for ordinary text, and has as many tokens as the tokenizer.
+    """
+    vocab, kinds = gguf.LlamaHfVocab(model.dir_model), gguf.TokenType
+    found = [*vocab.all_tokens()][:size]
+    for number, token in vocab.tokenizer.added_tokens_decoder.items():
+        if number < len(found):
+            text, score, kind = found[number]
+            if token.special or model.does_token_look_special(token.content):
+                kind = kinds.CONTROL
+            else:  # llama.cpp looks for it in text as it is
+                text, kind = text.replace(SPACE.encode(), b" "), kinds.USER_DEFINED
+            found[number] = text, score, kind
+    unused = range(len(found), size)
+    return found + [(f"[PAD{number}]".encode(), UNMERGED, kinds.UNUSED) for number in unused]
+
+
 def falls_back_to_bytes(file: Path) -> bool:
     """A BPE over characters, as SentencePiece's are in ``tokenizer.json``."""
-    model = json.loads(file.read_text("utf-8"))["model"] if file.is_file() else {}
-    return model.get("type") == "BPE" and bool(model.get("byte_fallback"))
+    plain = json.loads(file.read_text("utf-8")) if file.is_file() else {"model": {}}
+    model, decoder = plain["model"], plain.get("decoder") or {}
+    characters = model.get("type") == "BPE" and bool(model.get("byte_fallback"))
+    return characters and decoder.get("type") == "Sequence"  # a byte-level one's is ByteLevel
 
 
 def begins_with_space(file: Path) -> bool:
     """Whether a space is put before a text."""
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
     first: str = tokenizer.encode("a", add_special_tokens=False).tokens[0]
-    return first.startswith("\u2581")
+    return first.startswith(SPACE)
 
 
 @cache
