@@ -608,13 +608,13 @@ def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
 
 def test_vocabularies_of_sentencepiece_have_a_token_a_row(tmp_path):
     """Added ones are none of the text's, whether or not the vocabulary has a place for them."""
-    words = ("<unk>", "<turn>", "\u2581\u2581", "\u2581", "a", "b", "ab", "\u2581ab")
+    words = ("<unk>", "<turn>", "\u2581\u2581", "\u2581", "a", "b", "ab", "\u2581ab", "<0x0A>")
     merges = [("a", "b"), ("\u2581", "ab")]
     vocabulary = {word: number for number, word in enumerate(words)}
     plain = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
     plain.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     plain.normalizer = normalizers.Replace(" ", "\u2581")
-    plain.add_special_tokens([AddedToken("<turn>", special=True)])
+    plain.add_special_tokens([AddedToken("<turn>", special=True), "<0x0A>"])
     plain.add_tokens([AddedToken("\u2581\u2581", normalized=False), "more"])
     PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>").save_pretrained(tmp_path)
     file, model = tmp_path / "tokenizer.json", Mock(dir_model=tmp_path)
@@ -623,15 +623,15 @@ def test_vocabularies_of_sentencepiece_have_a_token_a_row(tmp_path):
     assert not converter.begins_with_space(file)
     assert converter.scores(file) == {6: 0.0, 7: -1.0}
     text, control, own = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
-    kinds = [control, control, own, text, text, text, text, text, own]
-    for size in (8, 9, 11):  # a tokenizer may have more tokens than a model, or fewer
+    kinds = [control, control, own, *[text] * 5, gguf.TokenType.BYTE, own]
+    for size in (9, 10, 12):  # a tokenizer may have more tokens than a model, or fewer
         found = converter.entries(model, gguf, size)
         assert [kind for *_, kind in found] == [*kinds, *[gguf.TokenType.UNUSED] * 2][:size]
         assert [name for name, *_ in found[:4]] == [b"<unk>", b"<turn>", b"  ", "\u2581".encode()]
-    model.find_hparam.return_value = 11
+    model.find_hparam.return_value = 12
     converter.spelled(Mock())(model)
     ((written,), _) = model.gguf_writer.add_token_list.call_args
-    assert [*written[8:]] == [b"more", b"[PAD9]", b"[PAD10]"]
+    assert [*written[9:]] == [b"more", b"[PAD10]", b"[PAD11]"]
     plain.decoder = decoders.ByteLevel()
     plain.save(str(file))
     assert not converter.falls_back_to_bytes(file)

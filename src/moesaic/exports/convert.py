@@ -125,7 +125,7 @@ def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
     vocab, kinds = gguf.LlamaHfVocab(model.dir_model), gguf.TokenType
     found = [*vocab.all_tokens()][:size]
     for number, token in vocab.tokenizer.added_tokens_decoder.items():
-        if number < len(found):
+        if number < len(found) and found[number][-1] != kinds.BYTE:
             text, score, kind = found[number]
             if token.special or model.does_token_look_special(token.content):
                 kind = kinds.CONTROL
