@@ -333,7 +333,7 @@ class LayerStream(Generic[V_co]):
         naming = Naming(checkpoint, config.model_type, model.state_dict())
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = {}
-        if head.weight is embedding.weight:  # not of every class whose config says so
+        if head is not None and head.weight is embedding.weight:  # not wherever the config says so
             tied[f"{path_of(model, head)}.weight"] = f"{path_of(model, embedding)}.weight"
 
         @contextmanager

@@ -225,7 +225,7 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
     >>> petal_energies(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([5.0, 1.0, 2.0]), [one, two])
     tensor([[5., 5.]])
     """
-    member_MR = memberships(petals[0][:0], petals, len(norm_M))
+    member_MR = memberships(petals[0][:0].to(h_TM.device), petals, len(norm_M))
     return energies(h_TM.float() * norm_M, member_MR, alpha=0)
 
 
