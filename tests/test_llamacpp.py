@@ -146,6 +146,9 @@ def test_a_vocabulary_that_llama_cpp_reads_otherwise_is_told(tmp_path, monkeypat
     for name, others in (("tiny-moe", 0), ("smollm2", 4)):
         split = split_otherwise(tmp_path / "model.gguf", resolve(name).tokenizer, texts)
         assert split == others, name
+    (tmp_path / "odd.gguf").write_bytes(b"GGUF of another time")
+    with pytest.raises(MoesaicError, match="llama.cpp cannot load"):
+        split_otherwise(tmp_path / "odd.gguf", resolve("tiny-moe").tokenizer, texts)
     monkeypatch.setattr("moesaic.exports.llamacpp.split_otherwise", lambda *_: 3)
     export("tiny-moe", tmp_path / "model.gguf", to="gguf", type="q8_0", overwrite=True)
     assert "llama.cpp splits 3 of 34 texts" in caplog.text

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,19 @@ def library() -> ModuleType:
     return llama_cpp
 
 
+def _opened(file: Path, **options: Any) -> Any:
+    """A GGUF file in llama.cpp.
+
+    Raises:
+        MoesaicError: it cannot be loaded.
+    """
+    llama = library()
+    try:
+        return llama.Llama(str(file), verbose=False, **options)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise MoesaicError(f"llama.cpp cannot load {file}: {error}") from error
+
+
 class Engine:
     """One model, loaded. Use as a context, so that its memory is given back.
 
@@ -48,22 +62,17 @@ class Engine:
     """
 
     def __init__(self, file: Path, context: int, exact: bool = False) -> None:
-        llama = library()
         threads = torch.get_num_threads()
         kinds = {"type_k": F32, "type_v": F32} if exact else {}
-        try:
-            self._llama = llama.Llama(
-                str(file),
-                n_ctx=context,
-                n_batch=512,
-                n_threads=threads,
-                n_threads_batch=threads,
-                logits_all=exact,
-                verbose=False,
-                **kinds,
-            )
-        except (ValueError, RuntimeError, OSError) as error:
-            raise MoesaicError(f"llama.cpp cannot load {file}: {error}") from error
+        self._llama = _opened(
+            file,
+            n_ctx=context,
+            n_batch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            logits_all=exact,
+            **kinds,
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -120,8 +129,12 @@ class Engine:
 
 
 def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
-    """How many of some texts llama.cpp splits into other tokens than a model's tokenizer does."""
-    engine = library().Llama(str(file), vocab_only=True, verbose=False)
+    """How many of some texts llama.cpp splits into other tokens than a model's tokenizer does.
+
+    Raises:
+        MoesaicError: it cannot load the file.
+    """
+    engine = _opened(file, vocab_only=True)
     split = [engine.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
     engine.close()
     wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
