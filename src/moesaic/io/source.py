@@ -98,7 +98,7 @@ class Source:
         """Its weights, to be read one by one."""
         return opened(self.folder)
 
-    @property
+    @cached_property
     def naming(self) -> Naming:
         """The names of its tensors, on disk and in memory."""
         return Naming(self.checkpoint, self.config.model_type, shape_of(self.config).state_dict())
