@@ -123,23 +123,29 @@ def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
     begin a turn, for ordinary text, and has as many tokens as the tokenizer.
     """
     vocab, kinds = gguf.LlamaHfVocab(model.dir_model), gguf.TokenType
-    found = [*vocab.all_tokens()][:size]
-    for number, token in vocab.tokenizer.added_tokens_decoder.items():
-        if number < len(found) and found[number][-1] != kinds.BYTE:
-            text, score, kind = found[number]
-            if token.special or model.does_token_look_special(token.content):
+    tokens = [*vocab.all_tokens()][:size]
+    for number, added in vocab.tokenizer.added_tokens_decoder.items():
+        if number < len(tokens) and tokens[number][-1] != kinds.BYTE:
+            text, score, kind = tokens[number]
+            if added.special or model.does_token_look_special(added.content):
                 kind = kinds.CONTROL
             else:  # llama.cpp looks for it in text as it is
                 text, kind = text.replace(SPACE.encode(), b" "), kinds.USER_DEFINED
-            found[number] = text, score, kind
-    unused = range(len(found), size)
-    return found + [(f"[PAD{number}]".encode(), UNMERGED, kinds.UNUSED) for number in unused]
+            tokens[number] = text, score, kind
+    unused = range(len(tokens), size)
+    return tokens + [(f"[PAD{number}]".encode(), UNMERGED, kinds.UNUSED) for number in unused]
+
+
+def tokenizer_in(file: Path) -> dict[str, Any]:
+    """What a ``tokenizer.json`` says; nothing where there is none."""
+    plain: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return plain
 
 
 def falls_back_to_bytes(file: Path) -> bool:
     """A BPE over characters, as SentencePiece's are in ``tokenizer.json``."""
-    plain = json.loads(file.read_text("utf-8")) if file.is_file() else {"model": {}}
-    model, decoder = plain["model"], plain.get("decoder") or {}
+    plain = tokenizer_in(file)
+    model, decoder = plain.get("model") or {}, plain.get("decoder") or {}
     characters = model.get("type") == "BPE" and bool(model.get("byte_fallback"))
     return characters and decoder.get("type") == "Sequence"  # a byte-level one's is ByteLevel
 
@@ -154,7 +160,7 @@ def begins_with_space(file: Path) -> bool:
 @cache
 def scores(file: Path) -> dict[int, float]:
     """SentencePiece's scores of tokens that come of merges: the sooner, the higher."""
-    model = json.loads(file.read_text("utf-8"))["model"]
+    model = tokenizer_in(file)["model"]
     pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(pairs)])}
     return {model["vocab"][token]: -float(rank) for token, rank in ranks.items()}
@@ -162,7 +168,7 @@ def scores(file: Path) -> dict[int, float]:
 
 def splits_as_gpt2(file: Path) -> bool:
     """A byte-level BPE that splits by GPT-2's own expression, without a normaliser before it."""
-    plain = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    plain = tokenizer_in(file)
     split = plain.get("pre_tokenizer") or {}
     return (
         plain.get("normalizer") is None

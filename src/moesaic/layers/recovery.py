@@ -225,13 +225,14 @@ def _missing(site: Site[MoEFFN], parts: dict[int, _Part]) -> tuple[_Missing, flo
     view = site.view
     allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
     allowed_E[[i for i in parts if i != SHARED]] = True
+    whole = bool(allowed_E.all())
     missing, square = _Missing([], []), 0.0
     for b, (x_TD, target_TD) in enumerate(zip(site.inputs(), site.targets(), strict=True)):
-        with nullcontext() if allowed_E.all() else view.restricted(allowed_E):
+        with nullcontext() if whole else view.restricted(allowed_E):
             kept_TD = view.output(x_TD)
         y_TD = target_TD
-        if y_TD is None:  # what it is at once where all experts stay
-            y_TD = kept_TD if allowed_E.all() else view.output(x_TD)
+        if y_TD is None:
+            y_TD = kept_TD if whole else view.output(x_TD)
         residual_TD = (y_TD - kept_TD).float()
         for i, rows, h_NM in view.weighted(x_TD, allowed_E):
             parts[i].take(b, rows, h_NM, residual_TD)

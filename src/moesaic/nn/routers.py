@@ -37,6 +37,12 @@ class Router(nn.Module):
 
     ``tossed``: a linear function of x, and Gumbel noise: the softmax's probabilities (ToMoE,
     Eq. 14).
+
+    Args:
+        hidden_size: D.
+        experts: petals R.
+        top_k: petals a token runs.
+        routing: one of the above.
     """
 
     def __init__(self, hidden_size: int, experts: int, top_k: int, routing: str = "cosine") -> None:
