@@ -16,6 +16,8 @@ from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
+from moesaic.objectives import predicting
+from moesaic.observation.backward import labels_of
 from moesaic.observation.branches import branches, divergences
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import apply_layer
@@ -40,7 +42,9 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
         {1: shared, 2: DroppedLayer()},
         {},
     ]
-    found = divergences(LayerStream(model, arch, padded, view=arch.view), changes)
+    kl_CN = divergences(LayerStream(model, arch, padded, view=arch.view), changes)
+    assert kl_CN.shape == (len(changes), len(padded.input_ids))
+    found = kl_CN.mean(1).tolist()
     for change, kl in zip(changes, found, strict=True):
         changed = copy.deepcopy(model)
         for i, plan in sorted(change.items(), reverse=True):
@@ -48,6 +52,21 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
         wanted = qualities([Whole(changed), Whole(model)], padded)[0].kl
         assert kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
     assert len({round(kl, 6) for kl in found}) == len(found)
+
+
+def test_divergences_tell_windows_apart(padded: Tokens) -> None:
+    """Each window's is that of the window alone, weighed by its tokens."""
+    model = tiny_moe("mixtral", num_hidden_layers=2)
+    arch, changes = base_arch(model.config), [{0: narrower("mixtral", 8)}]
+    found = divergences(LayerStream(model, arch, padded, view=arch.view), changes)[0]
+    every = [padded.rows(slice(n, n + 1)) for n in range(len(padded.input_ids))]
+    alone = [
+        divergences(LayerStream(model, arch, w, view=arch.view), changes).item() for w in every
+    ]
+    counts = torch.stack([predicting(labels_of(window)).sum() for window in every]).double()
+    assert len({*counts.tolist()}) > 1
+    wanted = torch.tensor(alone) * counts / counts.mean()
+    torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-8)
 
 
 def test_what_is_alike_goes_together(tokens: Tokens) -> None:

@@ -125,9 +125,9 @@ def log_probabilities(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return logits_BLV[:, :-1][labels_BL[:, 1:] != IGNORED].float().log_softmax(-1)
 
 
-def divergence(p_TV: Tensor, q_TV: Tensor) -> Tensor:
-    """Sum over tokens of KL(p || q), of log-probabilities."""
-    return F.kl_div(q_TV, p_TV, reduction="sum", log_target=True)
+def divergence(p_TV: Tensor, q_TV: Tensor, reduction: str = "sum") -> Tensor:
+    """Sum over tokens of KL(p || q), of log-probabilities; with ``none`` each term of it (T, V)."""
+    return F.kl_div(q_TV, p_TV, reduction=reduction, log_target=True)
 
 
 def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class Live:
         with self.rounded(near or {}):
             stream = LayerStream(self.model, self.arch, self.windows, view=lambda layer: layer)
             changes = [self._change(groups[g], choices[c]) for g, c in inside]
-            losses = divergences(stream, changes, self.track, self._logits)
+            losses = divergences(stream, changes, self.track, self._logits).mean(1).tolist()
             for place, loss in zip(inside, losses, strict=True):
                 loss_GC[place] = loss
             for g, c in places:

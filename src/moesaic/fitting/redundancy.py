@@ -167,7 +167,8 @@ def divergences_of(
     """KL(original || changed) of each of several decisions on some windows, nats a token."""
     job: Job[Arch] = Job(args, base_arch)
     stream = job.stream((), lambda layer: layer, windows)
-    return dict(zip(plans, divergences(stream, [*plans.values()], track), strict=True))
+    losses = divergences(stream, [*plans.values()], track).mean(1).tolist()
+    return dict(zip(plans, losses, strict=True))
 
 
 def observed_redundancy(

@@ -23,7 +23,7 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
-from moesaic.observation.branches import divergences
+from moesaic.observation.branches import behind, divergences
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.layers import (
     Cost,
@@ -41,6 +41,8 @@ S = TypeVar("S")
 """What a layer may become, such as a number of experts."""
 RESULT = "result"
 """The name of what was asked for, beside its comparisons."""
+SURE = 2.0
+"""Standard errors by which a rival has to be behind."""
 Decided = Mapping[S, tuple[LayerPlan, JSON]]
 """By size a layer's plan, and what was seen on the way; of losses ``relative_loss``."""
 
@@ -111,8 +113,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         return {i: next(iter(of_layer)) for i, of_layer in losses.items()}
 
     def rivals(self) -> Mapping[str, LayerMethod[C, A, S]]:
-        """Plainer ways to spend the same budget, by name. Of all and its own the result is the one
-        that moves the model's output least, on windows that nothing was decided on."""
+        """Plainer ways to spend the same budget, by name. The result is its own only where all of
+        them move the model's output more, by :data:`SURE` standard errors, on windows that nothing
+        was decided on; else the one of them that moves it least."""
         return {}
 
     def tag(self, size: S) -> str:
@@ -190,11 +193,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         if held_out is not None:
             names = [RESULT, *rivals]
             stream = job.stream(list(sizes[RESULT]), job.arch.view, held_out)
-            kls = divergences(stream, [plans[name].layers for name in names], job.track)
-            by_name = dict(zip(names, kls, strict=True))
-            best = min(names, key=lambda name: by_name[name])
-            self.config = methods[best].config
-            compared = {"compared": by_name}
+            kl_CN = divergences(stream, [plans[name].layers for name in names], job.track)
+            kls = dict(zip(names, kl_CN.mean(1).tolist(), strict=True))
+            if not all(behind(rival_N, kl_CN[0], SURE) for rival_N in kl_CN[1:]):
+                best = min(rivals, key=lambda name: kls[name])
+                self.config = methods[best].config
+            compared = {"compared": kls, "kept": best}
         summary = {**methods[best].summary(job, losses[best]), **compared}
         others = {name: plans[name] for name in job.args.compare}
         return Decision(plans[best], analyses[best], others, summary)

@@ -17,7 +17,7 @@ from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.layers.base import LayerPlan
-from moesaic.objectives import divergence, log_probabilities
+from moesaic.objectives import divergence, log_probabilities, predicting
 from moesaic.observation.backward import labels_of
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.surgery import applied
@@ -82,7 +82,7 @@ def divergences(
     changes: Sequence[Change],
     track: Track = silent,
     original: Original | None = None,
-) -> list[float]:
+) -> torch.Tensor:
     """KL(original || changed) of the next token's distribution, in nats a token.
 
     Args:
@@ -90,10 +90,14 @@ def divergences(
         changes: as of :func:`branches`.
         track: shows progress.
         original: what is compared with, where the model is another one already.
+
+    Returns:
+        for each change and window (C, N), float64. Windows weigh as much as they have tokens: the
+        mean over windows is the mean over all tokens.
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
-    batches, sums, count = stream.batches, [0.0] * len(changes), 0
+    batches, sums_CN, tokens_N = stream.batches, [], []
     try:
         with stream.headed(logits=True) as finish:
             unchanged = (
@@ -104,11 +108,43 @@ def divergences(
             for n, (logits, batch) in enumerate(unchanged):
                 labels = labels_of(batch).to(logits.device)
                 p_TV = log_probabilities(logits, labels)
-                count += len(p_TV)
-                for change, final in enumerate(finals[len(first) :]):
-                    q_TV = log_probabilities(finish(batch, final[n]), labels)
-                    sums[change] += divergence(p_TV, q_TV).item()
-        return [total / max(1, count) for total in sums]
+                counts = predicting(labels).sum(1)
+                sums = [
+                    _by_window(p_TV, log_probabilities(finish(batch, final[n]), labels), counts)
+                    for final in finals[len(first) :]
+                ]
+                tokens_N.append(counts)
+                sums_CN.append(torch.stack(sums))
+        share = torch.cat(tokens_N).double().mean().clamp(min=1.0)
+        return torch.cat(sums_CN, 1) / share
     finally:
         for spill in finals:
             spill.clear()
+
+
+def _by_window(p_TV: torch.Tensor, q_TV: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:
+    """Sums of KL(p || q) over the tokens of each window (N,)."""
+    kl_T = divergence(p_TV, q_TV, "none").sum(-1).double()
+    return torch.stack([kl.sum() for kl in kl_T.split(counts_N.tolist())])
+
+
+def behind(losses_N: torch.Tensor, best_N: torch.Tensor, errors: float) -> bool:
+    """Whether one change loses more than another for good.
+
+    Args:
+        losses_N: of the one, by window.
+        best_N: of the other, on the same windows.
+        errors: standard errors of the mean difference that it is behind by; of a single window none
+            is known, and nothing is behind.
+
+    >>> best_N = torch.tensor([2.0, 3.0, 4.0])
+    >>> behind(best_N + 1, best_N, 2.0)
+    True
+    >>> behind(best_N.flip(0), best_N, 2.0), behind(best_N, best_N, 2.0)
+    (False, False)
+    """
+    difference_N = losses_N - best_N
+    if len(difference_N) < 2:
+        return False
+    error = difference_N.std() / len(difference_N) ** 0.5
+    return bool(difference_N.mean() > errors * error)

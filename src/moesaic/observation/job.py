@@ -155,7 +155,8 @@ class Job(Generic[A_co]):
         return self.tokenizer if needs_tokenizer(text) else None
 
     def held_back(self) -> Tokens:
-        """Windows to compare decisions on that nothing is decided on: one in :data:`HELD_BACK`.
+        """Windows to compare decisions on that nothing is decided on: one in :data:`HELD_BACK`, and
+        two where there are four.
 
         Where the text has more than was asked for they share nothing with :attr:`tokens`; else,
         and where the caller passed tokens, they are taken away from those; a single window serves
@@ -163,7 +164,7 @@ class Job(Generic[A_co]):
         """
         every = self.tokens
         count = len(every.input_ids)
-        few = max(1, count // HELD_BACK)
+        few = max(1, min(2, count // 2), count // HELD_BACK)
         others = self._other_windows(every, few)
         if others is not None:
             return others

@@ -43,7 +43,7 @@ from moesaic.methods.cdmoe.experts import (
     ranked_experts,
     weight_scores,
 )
-from moesaic.observation.branches import branches
+from moesaic.observation.branches import behind, branches
 from moesaic.observation.stream import Block, LayerStream, Spill, valid
 from moesaic.surgery import applied
 
@@ -366,8 +366,9 @@ class LayerSearch:
             for i, sums_2N in self.sums(chosen, running, leg).items():
                 collected[i].append(sums_2N)
             losses = {i: _mean_of(collected[i]) for i in running}
-            best = torch.cat(collected[min(running, key=lambda i: (losses[i], i))], 1)
-            running = [i for i in running if not behind(torch.cat(collected[i], 1), best)]
+            by_window = {i: _by_window(collected[i]) for i in running}
+            best_N = by_window[min(running, key=lambda i: (losses[i], i))]
+            running = [i for i in running if not behind(by_window[i], best_N, SURE)]
             if len(running) == 1:
                 break
         return losses
@@ -384,22 +385,10 @@ def _mean_of(parts: Sequence[Tensor]) -> float:
     return float(total / max(1.0, count))
 
 
-def behind(sums_2N: Tensor, best_2N: Tensor) -> bool:
-    """Whether a candidate loses more than the best one, by :data:`SURE` standard errors.
-
-    Args:
-        sums_2N: of the candidate, as of :meth:`LayerSearch.sums`.
-        best_2N: of the best one, on the same windows.
-
-    >>> best_2N = torch.tensor([[2.0, 3.0, 4.0], [1.0, 1.0, 1.0]])
-    >>> behind(best_2N + torch.tensor([[1.0], [0.0]]), best_2N)
-    True
-    >>> behind(best_2N.flip(1), best_2N), behind(best_2N, best_2N)
-    (False, False)
-    """
-    difference_N = (sums_2N[0] - best_2N[0]) / sums_2N[1].clamp(min=1)
-    error = difference_N.std() / len(difference_N) ** 0.5
-    return bool(difference_N.mean() > SURE * error)
+def _by_window(parts: Sequence[Tensor]) -> Tensor:
+    """The loss of each window (N,), of their sums and counts (2, N) each."""
+    sums_N, count_N = torch.cat([*parts], 1)
+    return sums_N / count_N.clamp(min=1)
 
 
 def window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:

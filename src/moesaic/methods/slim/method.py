@@ -485,8 +485,9 @@ def _compared(summary: Values) -> str:
     if not by_name:
         return ""
     equal, unequal = by_name[EQUAL], by_name[RESULT]
-    kept = "were kept" if equal <= unequal else "would lose more"
-    return f" Equal widths {kept}: KL {equal:.3g} beside {unequal:.3g} on windows held back."
+    kept = "would lose more" if summary["kept"] == RESULT else "were kept"
+    sure = ", which is no sure gain" if kept == "were kept" and unequal < equal else ""
+    return f" Equal widths {kept}: KL {equal:.3g} beside {unequal:.3g} on windows held back{sure}."
 
 
 def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
