@@ -27,6 +27,7 @@ from builders import (
     tiny_tokenizer,
 )
 from gguf import GGUFReader, GGUFWriter
+from released import deepseek_v4
 from safetensors.torch import load_file, save_file
 from shrunken import small_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -444,6 +445,24 @@ def test_a_nemotron_whose_layers_differ_has_the_same_logits(config, tmp_path):
     difference, greedy, wanted = parity(file, source, ids[0])
     assert difference < 1e-4
     assert greedy == wanted
+
+
+def test_a_released_deepseek_v4_is_pruned_as_packed_as_it_was(tmp_path):
+    """Experts stay in FP4; what is in FP8 becomes q8_0 there, as of the original."""
+    folder = deepseek_v4(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(folder)
+    config = PruneConfig(keep=6, score="aimer", refit=False)
+    verb("prune", str(folder), config).save(tmp_path / "out")
+    file, ids = (
+        tmp_path / "model.gguf",
+        torch.randint(3, 384, (32,), generator=torch.Generator().manual_seed(0)),
+    )
+    export(str(tmp_path / "out"), file, to="gguf")
+    kinds = {t.tensor_type.name for t in GGUFReader(file).tensors if "_exps" in t.name}
+    assert kinds == {"MXFP4"}
+    difference, *_ = parity(file, resolve(str(tmp_path / "out")), ids)
+    from_original, *_ = parity(file, resolve(str(folder)), ids)
+    assert difference < from_original / 3
 
 
 def counting(file, counts, out):

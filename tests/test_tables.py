@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import equal, loaded, logits, weights
 from contract import neighbours
+from released import deepseek_v4
 from safetensors.torch import save_file
 from shrunken import small_model
 from torch import Tensor
@@ -19,7 +20,6 @@ from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replaced
 from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
@@ -155,15 +155,10 @@ def test_published_names_are_read_and_written(published):
         assert len(last) == KEEP
 
 
-def test_what_is_packed_as_released_is_refused_by_name(published):
-    """Experts of four bits, and files for llama.cpp, whose converter takes no others."""
-    file = published / "published/config.json"
-    packed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = json.loads(file.read_text())
-    assert "packed" in limits(AutoConfig.from_pretrained(published / "published"))["llama.cpp"][0]
-    file.write_text(json.dumps(config | {"expert_dtype": "fp4", "quantization_config": packed}))
-    with pytest.raises(MoesaicError, match="experts in fp4"):
-        prune(str(published / "published"), PruneConfig(keep=KEEP), text=TEXT)
+def test_llamacpp_takes_only_what_is_packed_as_released(published, tmp_path):
+    config = AutoConfig.from_pretrained(published / "published")
+    assert "packed" in limits(config)["llama.cpp"][0]
+    assert not limits(AutoConfig.from_pretrained(deepseek_v4(tmp_path))).get("llama.cpp")
 
 
 @pytest.mark.parametrize(

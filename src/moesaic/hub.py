@@ -42,6 +42,7 @@ from moesaic.io.checkpoint import align, extend, shape_of
 from moesaic.io.language import HEADLESS, predicts_tokens
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
+from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.source import check_loaded, language_model
 from moesaic.io.trust import pretrained
 from moesaic.layers.base import KINDS
@@ -473,7 +474,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
             source_config = dict(source_config[PART])
         source_config.pop("transformers_version", None)
         if getattr(config, FORMAT, None) is None:
-            source_config.pop(FORMAT, None)
+            source_config = {k: v for k, v in source_config.items() if k not in QUANTIZATION}
         plain |= {k: v for k, v in source_config.items() if now.get(k) == before.get(k)}
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):

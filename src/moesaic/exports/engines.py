@@ -175,7 +175,8 @@ def _llamacpp_deepseek(config: Config) -> Iterator[str]:
 
 
 def _llamacpp_deepseek_v4(config: Config) -> Iterator[str]:
-    yield "plain weights of DeepSeek-V4: its converter takes experts packed as they were released"
+    if (quantization_of(config) or {}).get("expert_dtype") != "fp4":
+        yield "plain experts of DeepSeek-V4: its converter takes them packed, as released"
 
 
 def _alternating(config: Config) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Ways to store matrices in few bits: codes, and a scale for every block of them.
 
-FP8 with a scale for every block of a matrix (``weight_scale_inv``: DeepSeek-V3, Qwen3-FP8), MXFP4
-(``_blocks`` and ``_scales``: gpt-oss) by the OCP Microscaling specification 1.0, and
-compressed-tensors (``weight_packed`` or ``weight``, and ``weight_scale``: llm-compressor, Kimi-K2).
+FP8 with a scale for every block of a matrix (``weight_scale_inv``: DeepSeek-V3, Qwen3-FP8;
+``scale``: DeepSeek-V4), MXFP4 by the OCP Microscaling specification 1.0 (``_blocks`` and
+``_scales``: gpt-oss; ``weight`` and ``scale``: DeepSeek-V4's experts), and compressed-tensors
+(``weight_packed`` or ``weight``, and ``weight_scale``: llm-compressor, Kimi-K2).
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1; the fourth bit is the sign."""
 
 
+def stored_name(weight: str, end: str) -> str:
+    """The name of a weight's stored tensor; an end with a dot takes the place of the last part.
+
+    >>> stored_name("ffn.w1.weight", "_scale_inv"), stored_name("ffn.w1.weight", ".scale")
+    ('ffn.w1.weight_scale_inv', 'ffn.w1.scale')
+    """
+    return weight.rpartition(".")[0] + end if end.startswith(".") else weight + end
+
+
 class Format(ABC):
     """A way to store matrices in few bits.
 
@@ -41,7 +51,7 @@ class Format(ABC):
     whole: ClassVar[int] = 0
     """Matrices of one module are all in the format, or none: widths must be a multiple of this."""
     ends: ClassVar[tuple[str, ...]]
-    """Ends of the names of a weight's stored tensors, beyond its own name: of codes, of scales."""
+    """Ends of the names of a weight's stored tensors: of codes, of scales (:func:`stored_name`)."""
     plainly: ClassVar[str] = "modules_to_not_convert"
     """The key of a config that lists modules that are in no format."""
 
@@ -71,6 +81,10 @@ class Format(ABC):
         Raises:
             ValueError: the scales do not fit the codes.
         """
+
+    def of(self, kind: str) -> Format:
+        """The format of the weights whose codes are of a type, as safetensors calls it."""
+        return self
 
     def check(self, parts: Parts) -> None:
         """Refuse parts that do not fit.
@@ -127,32 +141,46 @@ class Format(ABC):
 
 
 class BlockScaled(Format):
-    """FP8 (E4M3) matrices (..., O, I), each block of which is multiplied by its scale."""
+    """FP8 (E4M3) matrices (..., O, I), each block of which is multiplied by its scale.
+
+    Experts may be in FP4 (``expert_dtype``), :class:`Halved`.
+    """
 
     method = "fp8"
     ends = ("", "_scale_inv")
+    beside: ClassVar[tuple[str, ...]] = ("", ".scale")
+    """The ends in DeepSeek-V4."""
 
     def __init__(self, config: JSON) -> None:
         super().__init__(config)
         if config.get("activation_scheme", "dynamic") != "dynamic":
             raise MoesaicError("FP8 with static activation scales is not read; dynamic is.")
-        if config.get("expert_dtype", "fp8") != "fp8":
-            raise MoesaicError(f"FP8 with experts in {config['expert_dtype']} is not read.")
+        experts = config.get("expert_dtype") or "fp8"
+        if experts not in ("fp8", "fp4"):
+            raise MoesaicError(f"FP8 with experts in {experts} is not read; in fp8 or fp4 it is.")
+        self.halves = experts == "fp4"
 
     @property
     def columns(self) -> int:
-        return int((self.config.get("weight_block_size") or (0, 0))[1])
+        return GROUP if self.halves else int((self.config.get("weight_block_size") or (0, 0))[1])
+
+    def of(self, kind: str) -> Format:
+        return Halved(self.config) if kind == "I8" else self
 
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-        scales = self.ends[1]
-        scaled = {n.removesuffix(scales) for n in types if n.endswith(scales)}
-        for name in [n for n, kind in types.items() if kind == "F8_E4M3" or n in scaled]:
-            if types[name] != "F8_E4M3":
-                raise ValueError(
-                    f"{name} has scales and is stored as {types[name]}, which is not read; "
-                    "F8_E4M3 is"
-                )
-            yield name, self.ends
+        read = ("F8_E4M3", "I8") if self.halves else ("F8_E4M3",)
+        scaled = {n.removesuffix(self.ends[1]) for n in types if n.endswith(self.ends[1])}
+        others = {
+            n for n in types if n.endswith(".weight") and stored_name(n, self.beside[1]) in types
+        }
+        for name, kind in types.items():
+            if kind == "F8_E4M3" or name in scaled or name in others:
+                if kind not in read:
+                    raise ValueError(
+                        f"{name} has scales and is stored as {kind}, which is not read; "
+                        f"{' and '.join(read)} are"
+                    )
+                yield name, self.beside if name in others else self.ends
         for name in sorted(scaled - {*types}):
             yield name, self.ends
 
@@ -162,7 +190,7 @@ class BlockScaled(Format):
         return int(rows), int(columns)
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        whole, scales = (shapes[end] for end in self.ends)
+        whole, scales = shapes.values()
         if len(whole) < 2:
             raise ValueError("it is no matrix")
         rows, columns = self.block(whole)
@@ -175,12 +203,12 @@ class BlockScaled(Format):
         return whole
 
     def values(self, parts: Parts) -> Tensor:
-        codes, scales = (parts[end] for end in self.ends)
+        codes, scales = parts.values()
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
         return codes.float() * _spread(_scales(scales), codes.shape, self.block(codes.shape))
 
     def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        codes, scales = (parts[end] for end in self.ends)
+        codes, scales = parts.values()
         if axis < -2 or scales.dim() < 2:
             return super().taken(parts, axis, order)
         block = [*self.block(codes.shape)]
@@ -193,20 +221,21 @@ class BlockScaled(Format):
         rows, columns = self.block(values.shape)
         if values.shape[-2] % rows or values.shape[-1] % columns:
             raise ValueError(f"blocks of {rows} x {columns} do not divide {_spoken(values.shape)}")
+        (code_end, _), (scale_end, like_scales) = like.items()
         blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
         most = blocks.abs().amax((-3, -1))
         scales = torch.where(most > 0, most / torch.finfo(FP8).max, torch.ones_like(most))
-        kind = like[self.ends[1]].dtype
+        kind = like_scales.dtype
         if kind in (torch.uint8, torch.float8_e8m0fnu) or self.config.get("scale_fmt") == "ue8m0":
             scales = scales.log2().ceil().exp2()
         codes = blocks / scales.unsqueeze(-1).unsqueeze(-3)
         most_fp8 = torch.finfo(FP8).max
         codes = codes.clamp(-most_fp8, most_fp8).to(FP8).view(values.shape)
         stored = (scales.log2() + EXPONENTS).to(kind) if kind == torch.uint8 else scales.to(kind)
-        return {self.ends[0]: codes, self.ends[1]: stored.view(_like(stored, like[self.ends[1]]))}
+        return {code_end: codes, scale_end: stored.view(_like(stored, like_scales))}
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        codes, scales = (parts[end] for end in self.ends)
+        (code_end, codes), (scale_end, scales) = parts.items()
         if axis < -2:
             scales = _rows(scales, axis, order)
         elif scales.dim() >= 2:
@@ -214,17 +243,56 @@ class BlockScaled(Format):
             if blocks is None:
                 return None
             scales = _rows(scales, axis, blocks)
-        return {self.ends[0]: _rows(codes, axis, order), self.ends[1]: scales}
+        return {code_end: _rows(codes, axis, order), scale_end: scales}
+
+
+GROUP = 32
+"""Values of MXFP4 that share a scale."""
+
+
+class Halved(BlockScaled):
+    """MXFP4 matrices (O, I): two codes a byte (O, I/2), a scale for 32 of a row (O, I/32)."""
+
+    def block(self, shape: Sequence[int]) -> tuple[int, int]:
+        return 1, GROUP
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        (code_end, codes), (scale_end, scales) = shapes.items()
+        return super().shape({code_end: (*codes[:-1], 2 * codes[-1]), scale_end: scales})
+
+    def values(self, parts: Parts) -> Tensor:
+        codes, scales = parts.values()
+        values = two_a_byte(codes.view(torch.uint8))
+        return values * _spread(_scales(scales), values.shape, (1, GROUP))
+
+    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
+        return Format.taken(self, parts, axis, order)
+
+    def parts(self, values: Tensor, like: Parts) -> Parts:
+        (code_end, _), (scale_end, like_scales) = like.items()
+        codes, powers = e2m1(values)
+        kind = like_scales.dtype
+        scales = (powers + EXPONENTS).to(torch.uint8) if kind == torch.uint8 else powers.exp2()
+        return {code_end: codes.flatten(-2).view(torch.int8), scale_end: scales.to(kind)}
+
+    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        if axis != -1:
+            return {end: _rows(part, axis, order) for end, part in parts.items()}
+        blocks = whole_blocks(order, GROUP)
+        if blocks is None:
+            return None
+        (code_end, codes), (scale_end, scales) = parts.items()
+        grouped = _rows(codes.unflatten(-1, (-1, GROUP // 2)), -2, blocks)
+        return {code_end: grouped.flatten(-2), scale_end: _rows(scales, -1, blocks)}
 
 
 class Microscaled(Format):
     """MXFP4 experts: values (E, I, O); codes (E, O, G, 16), two a byte, scales (E, O, G)."""
 
     method = "mxfp4"
-    group: ClassVar[int] = 32
-    whole = group
+    whole = GROUP
     ends = ("_blocks", "_scales")
-    columns = group
+    columns = GROUP
 
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         names = (n.removesuffix(end) for n in types for end in self.ends if n.endswith(end))
@@ -236,44 +304,67 @@ class Microscaled(Format):
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         codes, scales = (shapes[end] for end in self.ends)
-        if len(codes) != 4 or codes[-1] != self.group // 2 or codes[:-1] != scales:
+        if len(codes) != 4 or codes[-1] != GROUP // 2 or codes[:-1] != scales:
             raise ValueError(
                 f"blocks of {_spoken(codes)} do not fit scales of {_spoken(scales)}: 16 bytes each"
             )
-        return codes[0], codes[2] * self.group, codes[1]
+        return codes[0], codes[2] * GROUP, codes[1]
 
     def values(self, parts: Parts) -> Tensor:
         codes, scales = (parts[end] for end in self.ends)
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
-        both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
-        values = torch.ldexp(table[both], scales.int().unsqueeze(-1) - EXPONENTS)
+        values = torch.ldexp(two_a_byte(codes), scales.int().unsqueeze(-1) - EXPONENTS)
         return values.flatten(-2).transpose(1, 2).contiguous()
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
-        if values.shape[1] % self.group:
-            raise ValueError(f"blocks of {self.group} do not divide {_spoken(values.shape)}")
-        blocks = values.float().transpose(1, 2).unflatten(-1, (-1, self.group))
-        most = blocks.abs().amax(-1)
-        powers = torch.floor(torch.log2(most.clamp(min=torch.finfo(torch.float32).tiny)))
-        powers = (powers - 2).clamp(-EXPONENTS, EXPONENTS)  # the largest E2M1 is 1.5 times 2^2
-        magnitudes = torch.ldexp(blocks.abs(), -powers.int().unsqueeze(-1)).contiguous()
-        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(FP4)])
-        codes = torch.bucketize(magnitudes, middles.to(values.device))
-        # halfway between two, the one with an even code
-        low = torch.bucketize(magnitudes, middles.to(values.device), right=True)
-        codes = torch.where((codes != low) & (codes % 2 == 1), low, codes)
-        codes = (codes + 8 * (blocks < 0)).to(torch.uint8)
-        packed = codes[..., ::2] | codes[..., 1::2] << 4
-        return {self.ends[0]: packed, self.ends[1]: (powers + EXPONENTS).to(torch.uint8)}
+        codes, powers = e2m1(values.transpose(1, 2))
+        return {self.ends[0]: codes, self.ends[1]: (powers + EXPONENTS).to(torch.uint8)}
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         if axis == -2:
-            blocks = whole_blocks(order, self.group)
+            blocks = whole_blocks(order, GROUP)
             if blocks is None:
                 return None
             return {end: _rows(part, 2, blocks) for end, part in parts.items()}
         return {end: _rows(part, 0 if axis == -3 else 1, order) for end, part in parts.items()}
+
+
+def two_a_byte(codes: Tensor) -> Tensor:
+    """The values of E2M1 codes, two in a byte (..., N), the lower bits first (..., 2 N); float32.
+
+    >>> two_a_byte(torch.tensor([[0x21, 0xF7]], dtype=torch.uint8)).tolist()
+    [[0.5, 1.0, 6.0, -6.0]]
+    """
+    table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
+    return table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+
+
+def e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP4's codes of values.
+
+    Args:
+        values: (..., I), 32 neighbours share a scale.
+
+    Returns:
+        the codes, two a byte (..., I / 32, 16), and the scales' powers of two (..., I / 32).
+
+    Raises:
+        ValueError: blocks do not divide the values.
+    """
+    if values.shape[-1] % GROUP:
+        raise ValueError(f"blocks of {GROUP} do not divide {_spoken(values.shape)}")
+    blocks = values.float().unflatten(-1, (-1, GROUP))
+    most = blocks.abs().amax(-1)
+    powers = torch.floor(torch.log2(most.clamp(min=torch.finfo(torch.float32).tiny)))
+    powers = (powers - 2).clamp(-EXPONENTS, EXPONENTS)  # the largest E2M1 is 1.5 times 2^2
+    magnitudes = torch.ldexp(blocks.abs(), -powers.int().unsqueeze(-1)).contiguous()
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(FP4)])
+    codes = torch.bucketize(magnitudes, middles.to(values.device))
+    # halfway between two, the one with an even code
+    low = torch.bucketize(magnitudes, middles.to(values.device), right=True)
+    codes = torch.where((codes != low) & (codes % 2 == 1), low, codes)
+    codes = (codes + 8 * (blocks < 0)).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, powers
 
 
 class Compressed(Format):

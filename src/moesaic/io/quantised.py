@@ -19,12 +19,23 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Values
 from moesaic.io import gguf
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts
+from moesaic.io.formats import (
+    BlockScaled,
+    Compressed,
+    Format,
+    Microscaled,
+    Parts,
+    stored_name,
+)
 from moesaic.io.headers import mapping_of
 
 FORMATS: dict[str, type[Format]] = {
     kind.method: kind for kind in (BlockScaled, Microscaled, Compressed)
 }
+
+
+QUANTIZATION = {"quantization_config", "expert_dtype"}
+"""The keys of a config that say what weights are stored as; the latter is DeepSeek-V4's."""
 
 
 def format_of(config: JSON | None) -> Format | None:
@@ -211,12 +222,13 @@ class QuantisedCheckpoint(Checkpoint):
         """Modules of which something was written that is in no format."""
         stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
+        self._formats: dict[str, Format] = {}
         try:
             weights = list(format.weights({n: s.kind for n, s in self._stored.items()}))
         except ValueError as error:
             raise MoesaicError(f"{folder} cannot be read: {error}.") from error
         for weight, ends in weights:
-            stored = {end: weight + end for end in ends}
+            stored = {end: stored_name(weight, end) for end in ends}
             missing = [part for part in stored.values() if part not in self._stored]
             if missing:
                 raise MoesaicError(
@@ -228,6 +240,7 @@ class QuantisedCheckpoint(Checkpoint):
                     f"{folder} has {weight} twice: as it is, and as {', '.join(stored.values())}."
                 )
             self._parts[weight] = stored
+            self._formats[weight] = format.of(self._stored[stored[ends[0]]].kind)
             self.shape(weight)
         owned = {part: w for w, parts in self._parts.items() for part in parts.values()}
         self._names = list(dict.fromkeys(owned.get(name, name) for name in stored_names))
@@ -241,7 +254,7 @@ class QuantisedCheckpoint(Checkpoint):
             return super().tensor(name)
         parts = {end: super(QuantisedCheckpoint, self).tensor(p) for end, p in stored.items()}
         try:
-            return Packed.of(self.format, parts)
+            return Packed.of(self._formats[name], parts)
         except ValueError as error:
             raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
@@ -251,7 +264,7 @@ class QuantisedCheckpoint(Checkpoint):
             return super().shape(name)
         try:
             shapes = {end: tuple(self._stored[part].shape) for end, part in stored.items()}
-            return self.format.shape(shapes)
+            return self._formats[name].shape(shapes)
         except ValueError as error:
             raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
@@ -269,15 +282,15 @@ class QuantisedCheckpoint(Checkpoint):
         """
         if isinstance(tensor, Packed) and tensor.format is not None:
             for end, part in tensor.parts.items():
-                yield name + end, part
+                yield stored_name(name, end), part
             return
         tensor = tensor.as_subclass(Tensor)
         stored = self._parts.get(name)
         if stored is not None:
             like = {end: super(QuantisedCheckpoint, self).tensor(p) for end, p in stored.items()}
             try:
-                for end, part in self.format.parts(tensor, like).items():
-                    yield name + end, part
+                for end, part in self._formats[name].parts(tensor, like).items():
+                    yield stored_name(name, end), part
                 return
             except ValueError as error:
                 if self.format.whole:
@@ -325,7 +338,10 @@ def opened(folder: Path) -> Checkpoint:
         return gguf.opened(folder)
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
-    format = format_of(config.get("quantization_config"))
+    quantization: JSON = config.get("quantization_config") or {}
+    if quantization and "expert_dtype" in config:
+        quantization = {"expert_dtype": config["expert_dtype"], **quantization}
+    format = format_of(quantization)
     if format is None:
         return Checkpoint(folder)
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -344,6 +360,7 @@ def settle(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return
     if not kept:
-        del config.quantization_config
+        for name in QUANTIZATION & vars(config).keys():
+            delattr(config, name)
     elif checkpoint.plain:
         config.quantization_config = checkpoint.format.leaving(checkpoint.plain)
