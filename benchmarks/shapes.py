@@ -4,6 +4,7 @@
     python benchmarks/shapes.py DIR qwen1.5-moe-a2.7b --values random      28 GB of bfloat16
     python benchmarks/shapes.py DIR glm-4.5-air --values holes    200 GB that take no room
     python benchmarks/shapes.py DIR llama-2048 --values random             a small dense model
+    python benchmarks/shapes.py DIR layers-4 layers-8 --values random     small mixtures
 
 Shapes are written by hand as the published configs have them; parameters counted from them are
 those of the models' cards. ``random`` repeats a pool of normal values, ``holes`` are zeros that the
@@ -62,6 +63,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
     | {"num_nextn_predict_layers": 0, "q_lora_rank": 1536, "kv_lora_rank": 512}
     | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+
+
+def mixture(layers: int = 4, experts: int = 16, width: int = 128) -> dict[str, Any]:
+    """A small mixture, of which one size is another."""
+    of_experts = {"num_experts": experts, "num_experts_per_tok": 4, "moe_intermediate_size": width}
+    return shapes("qwen3_moe", 256, layers, 4, 2, 4096, head_dim=64, **of_experts)
+
+
+SHAPES |= {
+    f"{size}-{value << doubled}": mixture(**{size: value << doubled})
+    for size, value in (("layers", 4), ("experts", 16), ("width", 128))
+    for doubled in range(4)
 }
 
 
