@@ -25,10 +25,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.models.auto.configuration_auto import (
-    CONFIG_MAPPING_NAMES,
-    model_type_to_module_name,
-)
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from moesaic.errors import MoesaicError
@@ -37,7 +33,6 @@ from moesaic.io.checkpoint import Checkpoint
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LANGUAGE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
-_WITHIN = re.compile(r"(?<=^model\.)language_model\.")
 _BASE, _HEAD = "model.", "lm_head."
 
 
@@ -64,20 +59,9 @@ def conversions(model_type: str) -> list[Step] | None:
     """transformers' own table for a model_type, or that of the whole that it is within."""
     steps = _own_conversions(model_type)
     if steps is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
-        module = model_type_to_module_name(model_type)
-        wholes = [t for t in CONFIG_MAPPING_NAMES if model_type_to_module_name(t) == module]
-        tables = [table for table in map(get_checkpoint_conversion_mapping, wholes) if table]
-        of_whole = tables[0] if len(tables) == 1 else []
-        steps = [_of_language(step) for step in of_whole if not _places(step)] or None
+        of_whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
+        steps = [copy.deepcopy(step) for step in of_whole if not _places(step)] or None
     return steps
-
-
-def _of_language(step: Step) -> Step:
-    """A conversion of a whole's tensors as one of its language model's."""
-    targets = [_WITHIN.sub("", target) for target in step.target_patterns]
-    if targets == step.target_patterns:
-        return copy.deepcopy(step)
-    return WeightRenaming(step.source_patterns, targets)
 
 
 def read_as(model_type: str, stored: str) -> str:
@@ -231,7 +215,6 @@ class Naming:
         tied = {name: names for names in shared.values() for name in names}
         for name, expected in model.state_dict().items():
             if name in self._parts:
-                self._check_apart(name)
                 shape = self.shape(name)
                 if shape != expected.shape:
                     raise MoesaicError(
@@ -247,18 +230,8 @@ class Naming:
             elif not any(other in self._parts for other in tied.get(name, ())):
                 raise MoesaicError(
                     f"{self.checkpoint.folder} has no tensor {name!r}. The checkpoint is damaged, "
-                    "or its config is another model's."
+                    "its config is another model's, or its names are none that are read."
                 )
-
-    def _check_apart(self, name: str) -> None:
-        """Refuse a tensor that lies in one with others."""
-        disk, pattern = self._parts[name][0]
-        inside = self._converters[pattern].target_patterns if pattern else ()
-        if len(inside) > 1:
-            raise MoesaicError(
-                f"{disk} in {self.checkpoint.folder} holds {' and '.join(inside)} in one, which is "
-                "not read."
-            )
 
     def _is_floating(self, name: str) -> bool:
         return all(self.checkpoint.is_floating(part) for part, _ in self._parts[name])
