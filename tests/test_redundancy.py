@@ -108,6 +108,8 @@ def test_a_search_leaves_out_what_cannot_win(
     assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}
     assert {"prune", "slim"} & hopeful == {left}
     assert lines == [found.summary]
+    near = [(f, 0.4) for f in known]  # where the other way has to take more than a half
+    assert looking._hopeful(near) == near
     others = [(f, 1.0) for f in known if f.quick(1.0)[0].verb not in (left, "condense", "skip")]
     assert others
     assert looking._hopeful(others) == others  # nothing else reaches the size

@@ -127,8 +127,9 @@ class FileSearch(Search):
 
     def _places(self, every: Sequence[Form]) -> list[list[Place]]:
         """Of each form the shares that meet the budget; the form first that may lose least."""
-        hopeful = self._hopeful([(form, form.shares[-1]) for form in every])
-        forms = [places for form, _ in hopeful if (places := [*self._within(form)])]
+        within = {form: places for form in every if (places := [*self._within(form)])}
+        hopeful = self._hopeful([(form, places[-1].share) for form, places in within.items()])
+        forms = [within[form] for form, _ in hopeful]
         steps = {step for places in forms for place in places for step in place.steps}
         losses = self.trials.alone(sorted(steps, key=repr))
         forms = [

@@ -24,7 +24,7 @@ from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, forms, guessed, largest
-from moesaic.fitting.redundancy import Redundancy, redundancy
+from moesaic.fitting.redundancy import HALF, Redundancy, redundancy
 from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
@@ -38,6 +38,8 @@ HALVINGS = 2
 """Sizes that are tried between the smallest that keeps a loss and the next."""
 ACTIVE = "active_parameters"
 BEST, FILES = "best.yaml", "files"
+OTHERS = {"prune": "slim", "slim": "prune"}
+"""The two ways to make a mixture smaller."""
 CLOSE = 1.25
 """A single step is refined where it loses at most so many times what the best one does: refits
 were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
@@ -113,10 +115,6 @@ class Search:
         result = redundancy(self.trials.args(stats=True), self.texts.both[1], self.track)
         if self.tell is not None:
             self.tell(result.summary)
-        for verb in filter(result.hopeless, ("prune", "slim")):
-            logging.getLogger(__name__).warning(
-                "%s is not tried: a quarter of it loses more than a half of the other way.", verb
-            )
         return result
 
     # --- the search ------------------------------------------------------------------------------
@@ -267,15 +265,27 @@ class Search:
         return [(form, share) for form, share in shares if share is not None]
 
     def _hopeful(self, sized: list[Sized]) -> list[Sized]:
-        """The forms that may come out best, by what they begin with; all where none may."""
+        """The forms that may come out best, by what they begin with; all where none may.
+
+        A verb is left out where a quarter of it loses more than a half of the other one, and this
+        meets the budget with no more than a half.
+        """
         redundancy = self.redundancy if sized else None
         if redundancy is None:
             return sized
-        return [
-            (form, share)
-            for form, share in sized
-            if not redundancy.hopeless(form.quick(share)[0].verb)
-        ] or sized
+        verbs = [form.quick(share)[0].verb for form, share in sized]
+        enough = {
+            verb
+            for verb, (form, share) in zip(verbs, sized, strict=True)
+            if form.single and share >= HALF
+        }
+        left_out = {v for v, other in OTHERS.items() if redundancy.hopeless(v) and other in enough}
+        for verb in sorted(left_out & {*verbs}):
+            logging.getLogger(__name__).warning(
+                "%s is not tried: a quarter of it loses more than a half of the other way.", verb
+            )
+        hopeful = [one for verb, one in zip(verbs, sized, strict=True) if verb not in left_out]
+        return hopeful or sized
 
     def _out_of_reach(self, every: Iterable[Form]) -> str:
         """A message that names the smallest sizes within reach."""
