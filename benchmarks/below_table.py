@@ -21,6 +21,8 @@ COLOURS = {FIT: "#0072b2", VERB: "#d55e00", LAYERS: "#009e73", PLAIN: "#7d858c"}
 Points = dict[tuple[str, str], list[tuple[float, ...]]]
 """By kind and name of a row the MB, KL and perplexity of its draws, and the KL of each source."""
 SOURCES = ("prose", "reference", "code")
+DRAWN = ("q6_k", "q5_k_m", "iq2_xs", "iq1_m", "prune to 3, iq1_s", "prune to 2, iq1_s")
+"""Rows of which only the picture tells."""
 
 
 def grouped(record: Mapping[str, Any]) -> dict[str, Points]:
@@ -46,6 +48,8 @@ def table(rows: Points) -> Iterator[str]:
     yield f"| | MB | KL | perplexity | KL of {'/'.join(SOURCES)} |"
     yield "|---|---:|---:|---:|---:|"
     for (kind, name), points in sorted(rows.items(), key=lambda row: -mean(p[0] for p in row[1])):
+        if name in DRAWN:
+            continue
         sizes, kls, perplexities, *of_sources = zip(*points, strict=True)
         words = {FIT: f"`fit {name}", LAYERS: "types by layer alone"}.get(kind, name)
         digits = 4 if mean(kls) < 0.01 else 3

@@ -334,7 +334,7 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    return scripts("slim_table", "frontier", "below_table", "beyond_table", "peers")
+    return scripts("slim_table", "frontier", "below_table", "beyond_table", "growth_table", "peers")
 
 
 def scripts(*names: str) -> list[Any]:
@@ -394,23 +394,25 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
 
 def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
     """README's and those of the pages: nothing in them is typed."""
-    slim_table, frontier, below, beyond, peers = benchmarks
+    slim_table, frontier, below, beyond, growth, peers = benchmarks
     record = json.loads(frontier.OUT.read_text("utf-8"))
     tables = {
         **slim_table.tables(),
         **below.tables(),
         **beyond.tables(),
+        **growth.tables(),
         "frontier": frontier.table(record),
         "peers": peers.table(json.loads((ROOT / "benchmarks/peers.json").read_text("utf-8"))),
     }
-    names = ("slim", "channels", "frontier", "beyond")
+    names = ("slim", "channels", "frontier", "beyond", "fit")
     files = ("README.md", *(f"docs/{name}.md" for name in names))
     pages = [(ROOT / file).read_text("utf-8") for file in files]
     asked = re.findall(r"<!-- figures of ([\w-]+):", "".join(pages))
     assert sorted(asked) == sorted(tables)
     for page in pages:
         assert slim_table.rewritten(page, tables) == page, "python benchmarks/*_table.py, --tables"
-        cell = re.search(r"\| (\d\d\.\d\d) ", page)
+        start = page.index("-->\n", page.index("<!-- figures of"))
+        cell = re.compile(r"\| [^|]*?(\d+)").search(page, start)
         assert cell is not None
         typed = page[: cell.start(1)] + "99.99" + page[cell.end(1) :]
         assert slim_table.rewritten(typed, tables) == page
