@@ -16,7 +16,7 @@ from slim_table import rewritten, stats
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-FIT, VERB, LAYERS, PLAIN = "`fit`", "one verb, iq1_s", "types by layer", "one type"
+FIT, VERB, LAYERS, PLAIN = "`fit`", "one verb, narrowest type", "types by layer", "one type"
 COLOURS = {FIT: "#0072b2", VERB: "#d55e00", LAYERS: "#009e73", PLAIN: "#7d858c"}
 Points = dict[tuple[str, str], list[tuple[float, ...]]]
 """By kind and name of a row the MB, KL and perplexity of its draws, and the KL of each source."""
