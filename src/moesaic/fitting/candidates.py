@@ -6,11 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 from moesaic.config import ExportArgs, MethodConfig
 from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
 from moesaic.foreign import JSON
 from moesaic.metrics.score import Score
+from moesaic.observation.branches import behind
 
+BY_WINDOW = "kl_N"
 ALIKE = 1.03
 """Sizes of which one is less than so many times the other are alike: what loses less counts."""
 
@@ -28,11 +32,15 @@ class Candidate:
     """``rough`` or ``refined``: with how much care it was made."""
     types: Mapping[str, str] | None = None
     """Of a file whose layers differ, by group of tensors."""
+    kl_N: tuple[float, ...] = ()
+    """``kl`` by window of the text that chooses."""
 
     def scored(self, score: JSON) -> Candidate:
         """With its figures; ``memory`` among them is what a file came to."""
         memory = score.get("memory", self.weight.memory)
-        return replace(self, score=score, weight=replace(self.weight, memory=memory))
+        told = {name: value for name, value in score.items() if name != BY_WINDOW}
+        weight = replace(self.weight, memory=memory)
+        return replace(self, score=told, weight=weight, kl_N=tuple(score[BY_WINDOW]))
 
     @property
     def converted(self) -> tuple[MethodConfig, ...]:
@@ -60,6 +68,25 @@ class Candidate:
     def loss(self) -> float:
         """The relative rise of perplexity, infinite before it is measured."""
         return float(self.score["loss"]) if self.score else math.inf
+
+
+def choice(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The candidate that loses least, or a plainer one that loses no more for good; None of none.
+
+    Plainer is what ordinary checkpoints hold, then what takes fewer steps, then one type for all.
+    The difference of two is paired by window: see :func:`moesaic.observation.branches.behind`.
+    """
+
+    def order(candidate: Candidate) -> tuple[bool, int, bool, float]:
+        mixed = candidate.types is not None
+        return not candidate.weight.native, len(candidate.steps), mixed, candidate.kl
+
+    plainest = sorted(candidates, key=order)
+    best = min(plainest, key=lambda c: c.kl, default=None)
+    if best is None or len(best.kl_N) < 2:
+        return best
+    best_N = torch.tensor(best.kl_N)
+    return next(c for c in plainest if not behind(torch.tensor(c.kl_N), best_N))
 
 
 def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:

@@ -20,7 +20,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, in_words
-from moesaic.fitting.candidates import Candidate, unbeaten
+from moesaic.fitting.candidates import Candidate, choice, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, forms, guessed, largest
@@ -169,7 +169,7 @@ class Search:
 
     def leave_best(self) -> None:
         """Write the recipe of the best candidate so far, for a search that ends before its end."""
-        best = min(self._tried.values(), key=lambda c: c.kl, default=None)
+        best = choice(self._tried.values())
         if best is None or not best.converted or not self.config.sized:
             return
         file = self.work / BEST
@@ -190,8 +190,7 @@ class Search:
         self._foretell(sized)
         sized = self._hopeful(sized)
         trials = self._worth_care(self._tried_quickly(sized, config), config)
-        candidates = [trial.candidate for trial in trials] + self._refined(trials, config)
-        return min(candidates, key=lambda c: c.kl, default=None)
+        return choice([trial.candidate for trial in trials] + self._refined(trials, config))
 
     def _smallest(self, every: Sequence[Form]) -> Candidate:
         """The smallest result whose loss is within ``max_loss``.

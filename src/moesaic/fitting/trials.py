@@ -17,7 +17,7 @@ from moesaic import __version__
 from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
-from moesaic.fitting.candidates import Candidate, figures
+from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.files import Files
 from moesaic.fitting.redundancy import WINDOWS, decided, divergences_of
 from moesaic.fitting.sizes import Costs, steps_as_json
@@ -71,7 +71,8 @@ class Trials:
         give_back()  # of the candidate before
         tokens = self.texts.both[1]
         with self._opened(candidate) as (run, memory):
-            score = figures(*scores([run, self._reference], tokens))
+            ours, theirs = scores([run, self._reference], tokens)
+            score = {**figures(ours, theirs), BY_WINDOW: ours.kl_N}
             if memory is not None:
                 score["memory"] = memory
         with whole_file(file) as partial:

@@ -41,8 +41,6 @@ S = TypeVar("S")
 """What a layer may become, such as a number of experts."""
 RESULT = "result"
 """The name of what was asked for, beside its comparisons."""
-SURE = 2.0
-"""Standard errors by which a rival has to be behind."""
 Decided = Mapping[S, tuple[LayerPlan, JSON]]
 """By size a layer's plan, and what was seen on the way; of losses ``relative_loss``."""
 
@@ -114,8 +112,8 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
     def rivals(self) -> Mapping[str, LayerMethod[C, A, S]]:
         """Plainer ways to spend the same budget, by name. The result is its own only where all of
-        them move the model's output more, by :data:`SURE` standard errors, on windows that nothing
-        was decided on; else the one of them that moves it least."""
+        them are :func:`~moesaic.observation.branches.behind` it at the model's output, on windows
+        that nothing was decided on; else the one of them that moves the output least."""
         return {}
 
     def tag(self, size: S) -> str:
@@ -195,7 +193,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             stream = job.stream(list(sizes[RESULT]), job.arch.view, held_out)
             kl_CN = divergences(stream, [plans[name].layers for name in names], job.track)
             kls = dict(zip(names, kl_CN.mean(1).tolist(), strict=True))
-            if not all(behind(rival_N, kl_CN[0], SURE) for rival_N in kl_CN[1:]):
+            if not all(behind(rival_N, kl_CN[0]) for rival_N in kl_CN[1:]):
                 best = min(rivals, key=lambda name: kls[name])
                 self.config = methods[best].config
             compared = {"compared": kls, "kept": best}

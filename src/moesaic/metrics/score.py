@@ -64,6 +64,8 @@ class Quality(Part):
     """By decoder layer; empty for a model whose layers do not route."""
     sources: dict[str, Part] = field(default_factory=dict)
     """By source of a mix, or by domain of rows that have one; empty for a single text."""
+    kl_N: tuple[float, ...] = field(default=(), repr=False)
+    """``kl`` by window; windows weigh as much as they have tokens, so that their mean is ``kl``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,7 @@ def qualities(
     passes = [ours.run(batches, track), *passes]
     losses = [_Losses() for _ in passes]
     sums: list[Tensor] = []
+    windows: list[Tensor] = []
     for parts in zip(*(passed.logits for passed in passes), strict=True):
         batch = parts[0][1]
         logits = [out for out, _ in parts]
@@ -196,7 +199,9 @@ def qualities(
         for added, out in zip(losses, logits, strict=True):
             added.add(out, batch)
         for theirs in logits[1:]:
-            sums.append(_compared(theirs, logits[0].to(theirs.device), batch))
+            figures, kl_N = _compared(theirs, logits[0].to(theirs.device), batch)
+            sums.append(figures)
+            windows.append(kl_N)
     quality, *compared = (
         added.quality(tokens, passed.routing, shared)
         for added, passed in zip(losses, passes, strict=True)
@@ -207,7 +212,10 @@ def qualities(
             name: _beside(part, sums_2)
             for (name, part), sums_2 in zip(quality.sources.items(), of_parts, strict=True)
         }
-        quality = _beside(replace(quality, sources=sources), total)
+        kl_N = torch.cat(all_shares(windows, shared))
+        share = max(1, quality.tokens) / len(kl_N)
+        by_window = tuple((kl_N / share).tolist())
+        quality = _beside(replace(quality, sources=sources, kl_N=by_window), total)
     return [
         replace(q, sources={name: part for name, part in q.sources.items() if part.tokens})
         for q in (quality, *compared)
@@ -290,9 +298,9 @@ def _by_part(batch: Tokens, values_TC: Tensor, chosen_NL: Tensor) -> Tensor:
     return sums_PC.index_add_(0, batch.part_NL[:, 1:][chosen_NL], values_TC)
 
 
-def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> Tensor:
+def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> tuple[Tensor, Tensor]:
     """Sums over the scored tokens of the divergence and of the agreement, of all and then of each
-    part of the text, float64 (1 + P, 2)."""
+    part of the text, float64 (1 + P, 2); and of the divergence alone by window (N,)."""
     total, figures = torch.zeros(2, dtype=torch.float64), []
     scored_NL = _scored(batch)
     for p_LV, q_LV, scored_L in zip(theirs, ours, scored_NL, strict=True):
@@ -302,7 +310,8 @@ def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> Tensor:
         figures_T2 = torch.stack([kl(p, q), agreed], -1)
         total += figures_T2.sum(0).cpu()
         figures.append(figures_T2.cpu())
-    return torch.cat([total[None], _by_part(batch, torch.cat(figures), scored_NL)])
+    kl_N = torch.stack([figures_T2[:, 0].sum() for figures_T2 in figures])
+    return torch.cat([total[None], _by_part(batch, torch.cat(figures), scored_NL)]), kl_N
 
 
 def kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:

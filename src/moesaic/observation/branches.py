@@ -28,6 +28,8 @@ Original = Callable[[Sequence[Tokens]], Iterator[tuple[torch.Tensor, Tokens]]]
 """What a model makes of batches of tokens: the logits (B, L, V) of each, and the tokens."""
 Change = Mapping[int, LayerPlan | StandIn]
 """Some layers of a model, by number, as they would be."""
+SURE = 2.0
+"""Standard errors of a mean difference by which the one choice is behind the other."""
 LIMIT = 4 << 30
 """Bytes of hidden states that all branches together keep in memory."""
 
@@ -128,7 +130,7 @@ def _by_window(p_TV: torch.Tensor, q_TV: torch.Tensor, counts_N: torch.Tensor) -
     return torch.stack([kl.sum() for kl in kl_T.split(counts_N.tolist())])
 
 
-def behind(losses_N: torch.Tensor, best_N: torch.Tensor, errors: float) -> bool:
+def behind(losses_N: torch.Tensor, best_N: torch.Tensor, errors: float = SURE) -> bool:
     """Whether one change loses more than another for good.
 
     Args:
@@ -138,9 +140,9 @@ def behind(losses_N: torch.Tensor, best_N: torch.Tensor, errors: float) -> bool:
             is known, and nothing is behind.
 
     >>> best_N = torch.tensor([2.0, 3.0, 4.0])
-    >>> behind(best_N + 1, best_N, 2.0)
+    >>> behind(best_N + 1, best_N)
     True
-    >>> behind(best_N.flip(0), best_N, 2.0), behind(best_N, best_N, 2.0)
+    >>> behind(best_N.flip(0), best_N), behind(best_N, best_N)
     (False, False)
     """
     difference_N = losses_N - best_N
