@@ -196,16 +196,19 @@ def test_kl_is_the_sum_over_the_vocabulary():
 def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded):
     runs = [Whole(resolve(str(f)).load()) for f in (other_folder, llama_folder)]
     found, original = scores(runs, padded)
-    total = agreed = count = 0
+    agreed = count = 0
+    divergences = []
     for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
         row = ids[mask][None]
         with torch.no_grad():
             q, p = (run.shape(row).logits[0, :-1].double().log_softmax(-1) for run in runs)
-        total += (p.exp() * (p - q)).sum().item()
+        divergences.append((p.exp() * (p - q)).sum().item())
         agreed += (p.argmax(-1) == q.argmax(-1)).sum().item()
         count += row.shape[1] - 1
     assert found.tokens == original.tokens == count
-    assert found.kl == pytest.approx(total / count, rel=1e-5)
+    assert found.kl == pytest.approx(sum(divergences) / count, rel=1e-5)
+    of_windows = [kl * len(divergences) / count for kl in divergences]
+    assert found.kl_N == pytest.approx(of_windows, rel=1e-5)
     assert found.top1_agreement == pytest.approx(agreed / count)
     assert found.perplexity == score(runs[0], padded).perplexity
     assert original.perplexity == score(runs[1], padded).perplexity

@@ -29,7 +29,7 @@ from moesaic.estimates import Built, Machine
 from moesaic.exports.mixed import Layout, Sensitivities, tensor_types
 from moesaic.exports.quantiser import Rounded
 from moesaic.fitting import run, search, trials
-from moesaic.fitting.candidates import Candidate, choice
+from moesaic.fitting.candidates import Candidate, plainest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.files import Files
@@ -663,9 +663,24 @@ def test_what_is_plainer_is_chosen_where_it_loses_no_more_for_good(
     one = candidate("one", 1, (1.1, *others), native=True)
     two = candidate("two", 2, (1.0, *(0.8 for _ in others)), native=True)
     odd = candidate("odd", 1, two.kl_N, native=False)
-    assert choice([odd, two, one]) == (one if expected == "one" else two)
-    assert choice([]) is None
+    assert plainest([odd, two, one]) == (one if expected == "one" else two)
+    assert plainest([]) is None
     assert one.as_json().keys().isdisjoint({"kl_N"})
+
+
+def test_what_is_plainer_keeps_the_loss(tmp_path: Path) -> None:
+    """Perplexity may rise further where KL differs by nothing."""
+
+    def candidate(steps: int, kl: float, loss: float) -> Candidate:
+        score = {"loss": loss, "kl": kl, "kl_N": (kl - 0.1, kl + 0.1)}
+        steps_of = (PruneConfig(keep=4),) * steps
+        return Candidate("", steps_of, Weight(1, 1, 1, native=True, exact=True)).scored(score)
+
+    one, two = candidate(1, 0.2, 0.3), candidate(2, 0.2, 0.1)
+    for limit, expected in ((None, one), (0.3, one), (0.2, two), (0.05, one)):
+        config = FitConfig(memory=9, max_loss=limit)
+        looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
+        assert looking._chosen([two, one]) == expected
 
 
 def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

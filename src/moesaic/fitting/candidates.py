@@ -15,6 +15,7 @@ from moesaic.metrics.score import Score
 from moesaic.observation.branches import behind
 
 BY_WINDOW = "kl_N"
+"""The key of ``kl`` by window."""
 ALIKE = 1.03
 """Sizes of which one is less than so many times the other are alike: what loses less counts."""
 
@@ -70,23 +71,25 @@ class Candidate:
         return float(self.score["loss"]) if self.score else math.inf
 
 
-def choice(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The candidate that loses least, or a plainer one that loses no more for good; None of none.
+def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The plainest candidate that loses no more for good than the best one; None of none.
 
-    Plainer is what ordinary checkpoints hold, then what takes fewer steps, then one type for all.
-    The difference of two is paired by window: see :func:`moesaic.observation.branches.behind`.
+    Plainer is what ordinary checkpoints hold, then what takes fewer steps, then one type for all,
+    then what loses less. The difference of two is paired by window: see
+    :func:`moesaic.observation.branches.behind`. Of a single window no error is known: there the
+    best one is it.
     """
 
     def order(candidate: Candidate) -> tuple[bool, int, bool, float]:
         mixed = candidate.types is not None
         return not candidate.weight.native, len(candidate.steps), mixed, candidate.kl
 
-    plainest = sorted(candidates, key=order)
-    best = min(plainest, key=lambda c: c.kl, default=None)
+    ordered = sorted(candidates, key=order)
+    best = min(ordered, key=lambda c: c.kl, default=None)
     if best is None or len(best.kl_N) < 2:
         return best
     best_N = torch.tensor(best.kl_N)
-    return next(c for c in plainest if not behind(torch.tensor(c.kl_N), best_N))
+    return next(c for c in ordered if not behind(torch.tensor(c.kl_N), best_N))
 
 
 def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:

@@ -16,7 +16,7 @@ from moesaic.config import ExportArgs, MethodConfig, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.exports.live import Types
 from moesaic.exports.mixed import Sensitivities
-from moesaic.fitting.candidates import Candidate, choice
+from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, ending, filed
@@ -88,7 +88,7 @@ class FileSearch(Search):
                 )
         for some in self.track(near, "Weights and bits", len(near)):
             candidates += self._moved(some)
-        chosen = choice(candidates)
+        chosen = self._chosen(candidates)
         return chosen and self._settled(chosen)
 
     def _least(self, every: Iterable[Form]) -> int:

@@ -20,7 +20,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, in_words
-from moesaic.fitting.candidates import Candidate, choice, unbeaten
+from moesaic.fitting.candidates import Candidate, plainest, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, forms, guessed, largest
@@ -169,7 +169,7 @@ class Search:
 
     def leave_best(self) -> None:
         """Write the recipe of the best candidate so far, for a search that ends before its end."""
-        best = choice(self._tried.values())
+        best = min(self._tried.values(), key=lambda c: c.kl, default=None)
         if best is None or not best.converted or not self.config.sized:
             return
         file = self.work / BEST
@@ -190,7 +190,13 @@ class Search:
         self._foretell(sized)
         sized = self._hopeful(sized)
         trials = self._worth_care(self._tried_quickly(sized, config), config)
-        return choice([trial.candidate for trial in trials] + self._refined(trials, config))
+        return self._chosen([t.candidate for t in trials] + self._refined(trials, config))
+
+    def _chosen(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The plainest of the best, among those within ``max_loss`` where there are any."""
+        limit = self.config.max_loss
+        within = [c for c in candidates if limit is None or c.loss <= limit]
+        return plainest(within or candidates)
 
     def _smallest(self, every: Sequence[Form]) -> Candidate:
         """The smallest result whose loss is within ``max_loss``.

@@ -213,7 +213,7 @@ def qualities(
             for (name, part), sums_2 in zip(quality.sources.items(), of_parts, strict=True)
         }
         kl_N = torch.cat(all_shares(windows, shared))
-        share = max(1, quality.tokens) / len(kl_N)
+        share = quality.tokens / len(kl_N)
         by_window = tuple((kl_N / share).tolist())
         quality = _beside(replace(quality, sources=sources, kl_N=by_window), total)
     return [
