@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,17 @@ def test_the_best_is_what_the_goal_asks_for(kind, limit, best):
         candidate(80, 0.3, 70, 0.2),
     ]
     assert Goal(kind, (FitConfig(memory=1),), limit).best(points) == best
+
+
+def test_of_what_fits_the_plainer_is_best_within_the_error():
+    both, one = candidate(90, 0.20), candidate(80, 0.21)
+    points = [
+        replace(both, steps=(SlimConfig(), SlimConfig()), kl_N=(0.10, 0.30)),
+        replace(one, kl_N=(0.20, 0.22)),
+    ]
+    goal = Goal(GOALS[0], (FitConfig(memory=1),), 95)
+    assert goal.best(points) == 2
+    assert goal.best([points[0], replace(points[1], kl_N=(0.11, 0.31))]) == 1
 
 
 def test_rounding_is_named_where_it_is_better():

@@ -64,12 +64,14 @@ class Goal:
 
     def best(self, points: Sequence[Candidate]) -> int:
         """The number of the point that meets the goal best, from 1; 0 where none does."""
-        numbered = list(enumerate(points, 1))
+        from moesaic.fitting.candidates import plainest
+
         if self.kind == GOALS[0]:
-            fit = [(c.kl, n) for n, c in numbered if c.weight.memory <= self.limit]
+            best = plainest(c for c in points if c.weight.memory <= self.limit)
         else:
-            fit = [(getattr(c.weight, self.size), n) for n, c in numbered if c.loss <= self.limit]
-        return min(fit, default=(0.0, 0))[1]
+            within = (c for c in points if c.loss <= self.limit)
+            best = min(within, key=lambda c: getattr(c.weight, self.size), default=None)
+        return 0 if best is None else points.index(best) + 1
 
 
 def guide(
