@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -470,27 +471,57 @@ def processes(*arguments: Any, count: int = 2) -> subprocess.Popen[bytes]:
     return python(*launch, *arguments, ACCELERATE_USE_CPU="true")
 
 
-def launch(*arguments: Any, count: int = 2) -> None:
-    """Run Python with these arguments in several CPU processes to their end, as a launcher does.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train", "transformers.trainer"])
 
-    A launcher of its own would import torch once more.
+
+def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
+    """Call a function in several CPU processes to its end, with what a launcher tells them.
+
+    They are forks of one process that has imported what takes long.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    running = [
-        python(*arguments, RANK=str(i), LOCAL_RANK=str(i), ACCELERATE_USE_CPU="true", **meet)
-        for i in range(count)
-    ]
-    while any(p.poll() is None for p in running) and not any(p.poll() for p in running):
-        time.sleep(0.05)
-    failed = [p for p in running if p.poll()]
-    for process in running:
-        if failed and process.poll() is None:  # it waits for one that is gone
-            process.kill()
-    errors = {p: p.communicate()[1].decode() for p in running}
-    assert not failed, errors[failed[0]]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    told |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(i) for i in range(count)]
+        running = [
+            SERVER.Process(
+                target=_called,
+                args=({**os.environ, **told, "RANK": str(i), "LOCAL_RANK": str(i)}, files[i]),
+                kwargs={"work": work, "arguments": arguments},
+            )
+            for i in range(count)
+        ]
+        for process in running:
+            process.start()
+        while any(p.exitcode is None for p in running) and not any(p.exitcode for p in running):
+            time.sleep(0.05)
+        failed = [i for i, p in enumerate(running) if p.exitcode]
+        for process in running:
+            if failed and process.exitcode is None:  # it waits for one that is gone
+                process.kill()
+            process.join()
+        assert not failed, files[failed[0]].read_text()
+
+
+def _called(
+    environment: dict[str, str], errors: Path, work: Callable[..., None], arguments: Sequence[Any]
+) -> None:
+    os.environ.update(environment)
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+def run_command(*arguments: Any) -> None:
+    """The command line with these arguments, in a process of its own."""
+    from moesaic import cli
+
+    sys.argv = ["moesaic", *map(str, arguments)]
+    cli.main()
 
 
 # --- carved modules ------------------------------------------------------------------------------

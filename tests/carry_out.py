@@ -1,7 +1,7 @@
 """Carries methods out in processes of their own, which may be told to die on the way.
 
-``python carry_out.py REQUESTS`` where REQUESTS is a JSON file with a list of mappings: ``key``,
-``config``, ``model`` (a folder), ``live`` (load it first), ``out``; ``key`` is of a method, or
+REQUESTS is a JSON file with a list of mappings: ``key``, ``config``, ``model`` (a folder), ``live``
+(load it first), ``out``; ``key`` is of a method, or
 ``observe``. With ``progress`` and ``kill`` each is carried out by a child that kills itself when it
 begins to keep its second layer or training checkpoint, and continued by another one that does the
 same. How they ended is written beside REQUESTS; they make no ``out``.
@@ -89,7 +89,3 @@ def main(file: Path) -> None:
                     os._exit(code)
             lives.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     file.with_name("ends.json").write_text(json.dumps(ends))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,20 +1,20 @@
 """The command line with FSDP2 on CPUs, which accelerate keeps to accelerators.
 
-``python sharded.py COMMAND...`` as one of several processes, with accelerate's variables set. With
-``DIE_AT`` each ends itself after that many steps.
+:func:`main` is called in one of several processes, with accelerate's variables set. With ``DIE_AT``
+each ends itself after that many steps.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
+from builders import run_command
 from transformers import TrainerCallback
 
-from moesaic import cli, train
+from moesaic import train
 
 
 class _Death(TrainerCallback):
@@ -37,9 +37,9 @@ class _Loop(train._Loop):
         assert any(p.to_local().numel() < p.numel() for p in parameters)
 
 
-if __name__ == "__main__":
+def main(*arguments: Any) -> None:
+    """See above."""
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
     train._Loop = _Loop  # type: ignore[misc]
-    sys.argv[0] = "moesaic"
-    cli.main()
+    run_command(*arguments)

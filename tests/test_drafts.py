@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ import moesaic
 from moesaic import CondenseConfig, LExIConfig, PruneConfig, SkipConfig, SlimConfig, TuneConfig
 from moesaic.api import verb
 from moesaic.data.text import Tokens
+from moesaic.distributed import join_processes, process
 from moesaic.errors import MoesaicError
 from moesaic.io.formats import BlockScaled
 from moesaic.io.source import resolve
@@ -160,19 +162,14 @@ def test_what_is_read_layer_by_layer_is_read_once(tokens, tmp_path, monkeypatch)
     assert len(passes) == 1
 
 
-SHARED = """
-import json, sys
-from safetensors.torch import load_file
-from moesaic.distributed import join_processes, process
-join_processes()
-import moesaic
-model, ids, out = sys.argv[1:]
-windows = moesaic.Tokens(**load_file(ids))
-found = [moesaic.evaluate(model, against=model, data=windows, mtp=True, stream=s).as_json()
-         for s in (False, True)]
-with open(f"{out}-{process()[0]}", "w") as file:
-    json.dump(found, file)
-"""
+def share(model: Path, windows: Tokens, out: Path) -> None:
+    """In one of several processes."""
+    join_processes()
+    found = [
+        evaluate(str(model), against=str(model), data=windows, mtp=True, stream=s).as_json()
+        for s in (False, True)
+    ]
+    Path(f"{out}-{process()[0]}").write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("windows", [50, 10], ids=["several batches", "fewer than processes"])
@@ -181,10 +178,9 @@ def test_processes_share_the_drafts(windows, tmp_path):
     generator = torch.Generator().manual_seed(0)
     ids_BL = torch.randint(1, 384, (windows, 48), generator=generator)
     mask_BL = torch.arange(48) < torch.randint(20, 49, (windows, 1), generator=generator)
-    save_file({"input_ids": ids_BL, "attention_mask": mask_BL}, tmp_path / "ids")
-    (tmp_path / "shared.py").write_text(SHARED)
-    launch(tmp_path / "shared.py", folder, tmp_path / "ids", tmp_path / "out")
-    alone = evaluate(str(folder), against=str(folder), data=Tokens(ids_BL, mask_BL), mtp=True)
+    tokens = Tokens(ids_BL, mask_BL)
+    launch(share, folder, tokens, tmp_path / "out")
+    alone = evaluate(str(folder), against=str(folder), data=tokens, mtp=True)
     assert alone.as_json()["mtp"]["tokens"] == int(mask_BL[:, 1:].sum())
     for number in range(2):
         found = json.loads((tmp_path / f"out-{number}").read_text())

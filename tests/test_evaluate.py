@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import moesaic
 from moesaic import MoesaicError
 from moesaic.data.questions import Question, context, read_questions, wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.distributed import join_processes, process
 from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
 from moesaic.metrics import measure as measuring
@@ -373,24 +375,19 @@ def test_a_perplexity_beyond_float_is_a_number_that_json_has():
     assert 1e300 < far < math.inf
 
 
-SHARED = """
-import sys, json
-from moesaic.distributed import join_processes, process
-join_processes()
-import moesaic
-model, against, tasks, out = sys.argv[1:]
-found = moesaic.evaluate(
-    model, against=against, length=48, max_tokens=3100, tasks=tasks, stream=True
-)
-with open(f"{out}-{process()[0]}", "w") as file:
-    json.dump([found.as_json(), [(r.tokens, r.counts) for r in found.routing.values()]], file)
-"""
+def share(model: str, against: str, tasks: str, out: Path) -> None:
+    """In one of several processes."""
+    join_processes()
+    found = moesaic.evaluate(
+        model, against=against, length=48, max_tokens=3100, tasks=tasks, stream=True
+    )
+    routing = [(r.tokens, r.counts) for r in found.routing.values()]
+    Path(f"{out}-{process()[0]}").write_text(json.dumps([found.as_json(), routing]))
 
 
 def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp_path):
-    (tmp_path / "shared.py").write_text(SHARED)
     given = [str(carved_folder), str(llama_folder), str(questions)]
-    launch(tmp_path / "shared.py", *given, tmp_path / "out")
+    launch(share, *given, tmp_path / "out")
     alone = moesaic.evaluate(given[0], against=given[1], length=48, max_tokens=3100, tasks=given[2])
     routing = [[r.tokens, r.counts] for r in alone.routing.values()]
     wanted = json.loads(json.dumps([alone.as_json(), routing]))
@@ -398,14 +395,10 @@ def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp
         assert json.loads((tmp_path / f"out-{number}").read_text()) == wanted
 
 
-RECIPE = """
-import sys
-from moesaic.distributed import join_processes
-join_processes()
-from moesaic.pipeline import run_recipe
-from moesaic.recipe import parse_recipe
-run_recipe(parse_recipe(open(sys.argv[1]).read()))
-"""
+def run_shared(recipe: str) -> None:
+    """In one of several processes."""
+    join_processes()
+    run_recipe(parse_recipe(recipe))
 
 
 def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp_path):
@@ -415,9 +408,7 @@ def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp
         "calibration: {samples: 200, length: 24}\n"
         "evaluation: {length: 48, max_tokens: 3100, rounds: 0, new_tokens: 2, tasks: FEW}\n"
     ).replace("FEW", str(questions))
-    (tmp_path / "recipe.yaml").write_text(asked.replace("OUT", "two"))
-    (tmp_path / "run.py").write_text(RECIPE)
-    launch(tmp_path / "run.py", tmp_path / "recipe.yaml")
+    launch(run_shared, asked.replace("OUT", "two"))
     run_recipe(parse_recipe(asked.replace("OUT", "one")))
     one, two = (
         json.loads((tmp_path / n / "moesaic/result.json").read_text()) for n in ("one", "two")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded
 import torch
-from builders import TESTS, launch, python, tiny_model, weights
+from builders import launch, python, tiny_model, weights
 from torch import nn
 
 from moesaic.plan import Plan
@@ -66,12 +67,12 @@ def test_two_parts_train_as_one_whole(
         for step in ends:
             monkeypatch.setenv("DIE_AT", str(step))
             with pytest.raises(AssertionError):
-                launch(TESTS / "sharded.py", *asked)
+                launch(sharded.main, *asked)
             monkeypatch.delenv("DIE_AT")
             kept = list((tmp_path / f"{out}.partial").rglob("trained.safetensors"))
             assert [file.parent.name for file in kept] == ["checkpoint-2"]
             asked.append("--resume")
-        launch(TESTS / "sharded.py", *asked)
+        launch(sharded.main, *asked)
         for ours, theirs in zip(losses(tmp_path / out), losses(tmp_path / "one"), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
         found, wanted = weights(tmp_path / out), weights(tmp_path / "one")

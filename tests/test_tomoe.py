@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, launch, processes, tiny_model
+from builders import VOCAB, launch, processes, run_command, tiny_model
 from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -434,7 +434,7 @@ def carving(llama_folder: Path, out: Path, steps: int, *more: str) -> list[Any]:
     """The command that two processes run."""
     options = [part for k, v in SCHEDULE.items() for part in ("-o", f"{k}={v}")]
     text = ["--calibration", "prose", "--samples", 4, "--no-eval", "--steps", steps]
-    command = ["-m", "moesaic.cli", "carve", llama_folder, out, "--method", "tomoe"]
+    command = ["carve", llama_folder, out, "--method", "tomoe"]
     return [*command, *text, *options, *more]
 
 
@@ -454,14 +454,14 @@ def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
 @pytest.mark.slow
 def test_two_processes_that_were_killed_go_on(llama_folder: Path, tmp_path: Path) -> None:
     out, training = tmp_path / "out", tmp_path / "out.partial" / "training"
-    running = processes(*carving(llama_folder, out, 60))
+    running = processes("-m", "moesaic.cli", *carving(llama_folder, out, 60))
     while not list(training.glob("checkpoint-*/trainer_state.json")) and running.poll() is None:
         time.sleep(0.01)
     running.terminate()  # the launcher kills what it started
     running.communicate()
     assert training.is_dir()
     assert not out.exists()
-    launch(*carving(llama_folder, out, 60, "--resume"))
+    launch(run_command, *carving(llama_folder, out, 60, "--resume"))
     check_as_one(llama_folder, out, 60)
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import carry_out
 import pytest
 import torch
-from builders import TESTS, equal, launch, loaded, logits, python, weights
+from builders import equal, launch, loaded, logits, weights
 from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, request_of, result_of
 from safetensors.torch import load_file
 
@@ -43,7 +44,6 @@ SHARED = [
 """What several processes make."""
 TEXT_DECIDES = ("carve.teal", "carve.tomoe", "skip.lexi")
 """Methods whose results' sizes follow from the text that they look at."""
-CARRY_OUT = TESTS / "carry_out.py"
 
 
 @cache
@@ -296,13 +296,11 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
     ]
     file = tmp_path / "requests.json"
     file.write_text(json.dumps(requests))
-    process = python(CARRY_OUT, file)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()
+    launch(carry_out.main, file, count=1)
     ends = json.loads((tmp_path / "ends.json").read_text())
     for key, (first, second) in ends.items():
-        assert first == -9, f"{key}: {errors.decode()}"
-        assert second in (-9, 0), f"{key}: {errors.decode()}"
+        assert first == -9, key
+        assert second in (-9, 0), key
     for request in requests:
         key, progress, out = request["key"], Path(request["progress"]), Path(request["out"])
         assert not out.exists()
@@ -331,7 +329,7 @@ def test_several_processes_are_one(mode, count, place, tmp_path):
     mixture, file = start_of("prune.naee", place), tmp_path / "requests.json"
     observing = {"key": "observe", "model": str(mixture), "live": mode == "memory"}
     file.write_text(json.dumps([*requests, {**observing, "out": str(tmp_path / "observed")}]))
-    launch(CARRY_OUT, file, count=count)
+    launch(carry_out.main, file, count=count)
     for n, (key, options) in enumerate(SHARED):
         found, trained = tmp_path / f"{key}{n}", learns(key)
         check_same(found, whole(key, mode, place, count if trained else 1, **options), not trained)
