@@ -69,6 +69,20 @@ def test_divergences_tell_windows_apart(padded: Tokens) -> None:
     torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-8)
 
 
+def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
+    """Those of a whole batch would take gigabytes of a vocabulary of today's size."""
+    model = tiny_moe("mixtral", num_hidden_layers=2)
+    arch, rows = base_arch(model.config), list[int]()
+
+    def made(_: Any, __: Any, out: torch.Tensor) -> None:
+        rows.append(len(out))
+
+    model.lm_head.register_forward_hook(made)
+    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    assert divergences(stream, [{0: narrower("mixtral", 8)}]).shape == (1, len(tokens.input_ids))
+    assert rows == [1] * 2 * len(tokens.input_ids)
+
+
 def test_what_is_alike_goes_together(tokens: Tokens) -> None:
     """The layers before a change, and those that changes share, run once for all."""
     model = tiny_moe("mixtral", num_hidden_layers=3)

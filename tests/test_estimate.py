@@ -407,6 +407,8 @@ def test_what_is_looked_at_beside_is_told_too(
     windows = WINDOWS * MethodConfig.window
     assert float(err.split()[0]) - alone == pytest.approx(5 * windows * pass_of_token)
     assert looking(Built(resolve("tiny-dense").config, None)) == []
+    (stage,) = looking(made)
+    assert stage.memory > 5 * 4 * made.vocabulary * MethodConfig.window  # logits of a window
 
     where: Any = {"device": "cpu", "dtype": None}
     for stream in (False, True):

@@ -7,7 +7,7 @@ layers before a change are run once for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,7 +17,7 @@ from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.layers.base import LayerPlan
-from moesaic.objectives import divergence, log_probabilities, predicting
+from moesaic.objectives import divergence, log_probabilities
 from moesaic.observation.backward import labels_of
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.surgery import applied
@@ -99,35 +99,34 @@ def divergences(
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
-    batches, sums_CN, tokens_N = stream.batches, [], []
+    batches = stream.batches
+    windows = [b.rows(slice(n, n + 1)) for b in batches for n in range(len(b.input_ids))]
+    sums_CN, tokens_N = list[torch.Tensor](), list[int]()
     try:
         with stream.headed(logits=True) as finish:
             unchanged = (
-                original(batches)
+                _rows(logits for logits, _ in original(batches))
                 if original
-                else zip(map(finish, batches, finals[0]), batches, strict=True)
+                else map(finish, windows, _rows(finals[0]))
             )
-            for n, (logits, batch) in enumerate(unchanged):
-                labels = labels_of(batch).to(logits.device)
+            changed = map(_rows, finals[len(first) :])
+            for window, logits, *states in zip(windows, unchanged, *changed, strict=True):
+                labels = labels_of(window).to(logits.device)
                 p_TV = log_probabilities(logits, labels)
-                counts = predicting(labels).sum(1)
-                sums = [
-                    _by_window(p_TV, log_probabilities(finish(batch, final[n]), labels), counts)
-                    for final in finals[len(first) :]
-                ]
-                tokens_N.append(counts)
+                makes = (log_probabilities(finish(window, last), labels) for last in states)
+                sums = [divergence(p_TV, q_TV, "none").sum(-1).double().sum() for q_TV in makes]
                 sums_CN.append(torch.stack(sums))
-        share = torch.cat(tokens_N).double().mean().clamp(min=1.0)
-        return torch.cat(sums_CN, 1) / share
+                tokens_N.append(len(p_TV))
+        share = torch.tensor(tokens_N).double().mean().clamp(min=1.0)
+        return torch.stack(sums_CN, 1) / share
     finally:
         for spill in finals:
             spill.clear()
 
 
-def _by_window(p_TV: torch.Tensor, q_TV: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:
-    """Sums of KL(p || q) over the tokens of each window (N,)."""
-    kl_T = divergence(p_TV, q_TV, "none").sum(-1).double()
-    return torch.stack([kl.sum() for kl in kl_T.split(counts_N.tolist())])
+def _rows(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The windows of batches, each a batch of its own: logits of all at once would be too large."""
+    return (window for batch in batches for window in batch.split(1))
 
 
 def behind(losses_N: torch.Tensor, best_N: torch.Tensor, errors: float = SURE) -> bool:
