@@ -21,7 +21,15 @@ COLOURS = {FIT: "#0072b2", VERB: "#d55e00", LAYERS: "#009e73", PLAIN: "#7d858c"}
 Points = dict[tuple[str, str], list[tuple[float, ...]]]
 """By kind and name of a row the MB, KL and perplexity of its draws, and the KL of each source."""
 SOURCES = ("prose", "reference", "code")
-DRAWN = ("q6_k", "q5_k_m", "iq2_xs", "iq1_m", "prune to 3, iq1_s", "prune to 2, iq1_s")
+DRAWN = (
+    "q6_k",
+    "q5_k_m",
+    "iq2_xs",
+    "iq1_m",
+    "prune to 3, iq1_s",
+    "prune to 2, iq1_s",
+    "slim to 1/3, iq1_s",
+)
 """Rows of which only the picture tells."""
 
 
@@ -61,10 +69,32 @@ def table(rows: Points) -> Iterator[str]:
 
 def tables() -> dict[str, str]:
     """By name."""
-    record = json.loads((HERE / "below.json").read_text("utf-8"))
-    return {
-        f"below-{model}": "\n".join(table(rows)) + "\n" for model, rows in grouped(record).items()
-    }
+    of_models = {f"below-{model}": table(rows) for model, rows in grouped(read("below")).items()}
+    written = {**of_models, "skills": skills(read("skills"))}
+    return {name: "\n".join(lines) + "\n" for name, lines in written.items()}
+
+
+def read(name: str) -> dict[str, Any]:
+    """A record of figures."""
+    result: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text("utf-8"))
+    return result
+
+
+def skills(record: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: KL of two more texts, accuracy in percent, the share that loops."""
+    yield "| SmolLM2 | MB | KL of WikiText-2/arithmetic | sums | questions | loops |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for name, row in record["results"].items():
+        kls = [row[text]["kl"] for text in ("second", "arithmetic") if text in row]
+        size = f"{row['file']['bytes'] / 1e6:.2f}" if "file" in row else ""
+        sums, questions = (
+            f"{100 * mean(task['acc_norm'] for task in row[tasks]['tasks'].values()):.0f}"
+            for tasks in ("sums", "held")
+        )
+        loops = f"{100 * row['held']['generations']['0']['looping']:.0f}"
+        two = "/".join(f"{kl:.4f}" if kl < 0.01 else f"{kl:.3f}" for kl in kls)
+        cells = name.split(" | ")[1], size, two, sums, questions, loops
+        yield f"| {' | '.join(cells)} |"
 
 
 def picture(record: Mapping[str, Any], file: Path) -> None:
@@ -101,8 +131,7 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
 def main() -> None:
     page = DOCS / "frontier.md"
     page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
-    record = json.loads((HERE / "below.json").read_text("utf-8"))
-    picture(record, DOCS / "images" / "below.svg")
+    picture(read("below"), DOCS / "images" / "below.svg")
 
 
 if __name__ == "__main__":
