@@ -244,7 +244,7 @@ def prepared(name: str, work: Path, windows: int, length: int) -> dict[str, str]
 
     source, base = resolve(name), work / name
     model = source.load(dtype=torch.float32)
-    shutil.copytree(source.folder, base)
+    shutil.copytree(source.folder, base, ignore=shutil.ignore_patterns("*.safetensors*"))
     model.save_pretrained(base)
     ids = calibration_tokens("", source.tokenizer, windows, length).input_ids
     with torch.no_grad():

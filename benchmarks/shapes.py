@@ -3,8 +3,10 @@
     python benchmarks/shapes.py DIR                    a config.json each: enough for dry runs
     python benchmarks/shapes.py DIR qwen1.5-moe-a2.7b --values random      28 GB of bfloat16
     python benchmarks/shapes.py DIR glm-4.5-air --values holes    200 GB that take no room
+    python benchmarks/shapes.py DIR glm-4.5-air --values holes --fp8    the half of it
     python benchmarks/shapes.py DIR llama-2048 --values random             a small dense model
     python benchmarks/shapes.py DIR layers-4 layers-8 --values random     small mixtures
+    python benchmarks/shapes.py DIR qwen3-moe-1b --values random    for peers.py --models
 
 Shapes are written by hand as the published configs have them; parameters counted from them are
 those of the models' cards. ``random`` repeats a pool of normal values, ``holes`` are zeros that the
@@ -27,6 +29,8 @@ from moesaic.foreign import Config
 from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.source import resolve
 
+BLOCK = 128
+"""Rows and columns that share a scale in FP8."""
 POOL = 1 << 24
 """Random values that all weights are cut from: to draw every one would take minutes."""
 
@@ -72,6 +76,11 @@ def mixture(layers: int = 4, experts: int = 16, width: int = 128) -> dict[str, A
     return shapes("qwen3_moe", 256, layers, 4, 2, 4096, head_dim=64, **of_experts)
 
 
+SHAPES["qwen3-moe-1b"] = shapes("qwen3_moe", 1024, 12, 16, 4, 4096, head_dim=64) | {
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+}
 SHAPES |= {
     f"{size}-{value << doubled}": mixture(**{size: value << doubled})
     for size, value in (("layers", 4), ("experts", 16), ("width", 128))
@@ -116,9 +125,15 @@ def write_holes(config: Config, folder: Path) -> None:
     """One file of zeros, of which only the header is stored."""
     header: dict[str, Any] = {}
     end = 0
+    fp8 = getattr(config, "quantization_config", None)
     for name, shape in tensors(config).items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        parts = {name: ("BF16", 2, shape)}
+        if fp8 and name.endswith("proj.weight"):
+            blocks = tuple(-(-n // BLOCK) for n in shape)
+            parts = {name: ("F8_E4M3", 1, shape), f"{name}_scale_inv": ("F32", 4, blocks)}
+        for part, (dtype, item, dims) in parts.items():
+            start, end = end, end + item * math.prod(dims)
+            header[part] = {"dtype": dtype, "shape": list(dims), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:
@@ -131,11 +146,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=[*SHAPES], metavar="NAME")
     parser.add_argument("--values", choices=("none", "random", "holes"), default="none")
+    parser.add_argument("--fp8", action="store_true", help="holes as DeepSeek-V3 has its weights")
     args = parser.parse_args(arguments)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     for name in args.names:
         folder = args.folder / name
         folder.mkdir(parents=True)
-        text = json.dumps({**SHAPES[name], "dtype": "bfloat16"}, indent=1)
+        settings = {**SHAPES[name], "dtype": "bfloat16"}
+        settings |= {"quantization_config": fp8} if args.fp8 else {}
+        text = json.dumps(settings, indent=1)
         (folder / "config.json").write_text(text, "utf-8")
         if args.values == "none":
             continue

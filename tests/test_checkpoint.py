@@ -56,6 +56,18 @@ def test_truncated_file(tmp_path):
         Checkpoint(tmp_path)
 
 
+def test_one_file_may_be_larger_than_memory(tmp_path):
+    """A file of holes, which takes no room."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rows = 2 * memory // 1024
+    header = {"w": {"dtype": "BF16", "shape": [rows, 512], "data_offsets": [0, rows * 1024]}}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + rows * 1024)
+    assert Checkpoint(tmp_path).shape("w") == (rows, 512)
+
+
 def test_missing_shard(tmp_path):
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -92,7 +92,9 @@ class Checkpoint:
         """Learn the file, the shape and the type of every tensor."""
         for file in self._shards():
             stored = stored_in(file)
-            with _reading(file), safe_open(file, framework="pt") as shard:
+            # torch's way would map the file to be written to, which the system may refuse to
+            # one that is larger than memory
+            with _reading(file), safe_open(file, framework="np") as shard:
                 self._stored |= {name: stored[name] for name in shard.keys()}
 
     def _shards(self) -> list[Path]:
