@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import tiny_moe
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import moesaic
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
@@ -735,6 +737,20 @@ def test_seconds_are_those_of_statistics_steps_and_measuring_counted_once(
     assert greedy / cosine == pytest.approx((2 + 4 + (6 + 5 + 4) / 2) / (2 + 4))
     # in races a third of that
     assert racing / cosine == pytest.approx((2 + 4 + (6 + 5 + 4) / 2 / 3) / (2 + 4))
+
+
+def test_what_was_condensed_before_may_be_slimmed_to_a_budget(
+    tokens: Tokens, tmp_path: Path
+) -> None:
+    """What observing it takes is not foretold; what slimming it takes is."""
+    config = CondenseConfig(count=1, keep="shared+routed", refit=False)
+    moesaic.condense(tiny_moe("mixtral"), config, text=tokens).save(tmp_path / "condensed")
+    folder = tmp_path / "headers"
+    folder.mkdir()
+    costs = Costs(recipe_of(tmp_path, str(tmp_path / "condensed")), folder, None, 64)
+    thin = SlimConfig(keep=0.5, score="energy", refit=False)
+    assert costs.decided(thin, 0)
+    assert costs.predicted([(thin,)])[0] > 0
 
 
 def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:

@@ -118,7 +118,8 @@ class Costs:
                     parts[_key(steps[:number])] = cost.making
                     parts[f"measured {_key(steps)}"] = cost.measuring
             if self.decided(steps[0], 0):
-                parts["statistics"] = self._observing
+                with suppress(MoesaicError):  # told as a prune, which converted models cannot have
+                    parts["statistics"] = self._observing
         stages = [stage for part in parts.values() for stage in part]
         machine = Machine.here(self.recipe.device)
         peak = max((stage.memory for stage in stages), default=0)
