@@ -27,7 +27,7 @@ from moesaic.metrics.score import qualities
 from moesaic.recipe import Recipe
 
 
-def looked_at(model: Any, tokens: Tokens, folder: Path) -> Redundancy:
+def looked_at(model: Any, tokens: Tokens, folder: Path) -> Any:
     file = folder / "model.stats"
     moesaic.observe(model, file, text=tokens)
     args = RunArgs(model, text=tokens, calibration=Calibration(stats=str(file)))
@@ -120,6 +120,15 @@ def test_what_is_not_known_is_not_hopeless() -> None:
     assert not found.hopeless("prune")
     assert not found.hopeless("slim")
     assert not found.hopeless("condense")
+
+
+def test_nothing_is_told_of_a_mixture_that_can_lose_nothing_more(
+    tokens: Tokens, tmp_path: Path
+) -> None:
+    """Experts that differ in width are neither pruned nor slimmed again."""
+    config = moesaic.SlimConfig(keep=0.5, score="energy", allocate="experts", refit=False)
+    model = moesaic.slim(mixture("plain"), config, text=tokens).model
+    assert looked_at(model, tokens, tmp_path) is None
 
 
 def test_observe_tells_where(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ class Redundancy:
         return {**asdict(self), **losses, "lies": self.lies}
 
 
-def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redundancy:
-    """Look where a mixture is redundant.
+def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redundancy | None:
+    """Look where a mixture is redundant; None where it can have neither way.
 
     Args:
         args: the model, and the file of its statistics.
@@ -142,6 +142,8 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
             with suppress(MoesaicError):  # the model cannot have it
                 if layers := decided(config, args):
                     plans[name, share] = layers
+    if not plans:
+        return None
     losses = divergences_of(plans, args, windows.rows(slice(WINDOWS)), track)
     dropped, narrowed = (
         {share: kl for (name, share), kl in losses.items() if name == way}
@@ -188,12 +190,15 @@ def observed_redundancy(
         dtype: that it is run in; None: as on disk.
 
     Raises:
-        MoesaicError: as of :func:`redundancy`; or the model has no tokenizer.
+        MoesaicError: as of :func:`redundancy`; or the model has no tokenizer, or neither way.
     """
     length = MethodConfig.window
     text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
     args = RunArgs.of(model, calibration=Calibration(stats=stats), device=device, dtype=dtype)
-    return redundancy(args, text, track)
+    found = redundancy(args, text, track)
+    if found is None:
+        raise MoesaicError(f"{model} can lose neither experts nor neurons of each.")
+    return found
 
 
 def looking(model: Built) -> list[Stage]:

@@ -109,11 +109,11 @@ class Search:
 
     @cached_property
     def redundancy(self) -> Redundancy | None:
-        """Where a mixture is redundant, which is told; None of dense models."""
+        """Where a mixture is redundant, which is told; None where nobody can tell."""
         if not isinstance(base_arch(self.source.config), MoEArch):
             return None
         result = redundancy(self.trials.args(stats=True), self.texts.both[1], self.track)
-        if self.tell is not None:
+        if result is not None and self.tell is not None:
             self.tell(result.summary)
         return result
 
