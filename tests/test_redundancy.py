@@ -94,7 +94,12 @@ def test_cosines_of_different_experts_alone() -> None:
 
 @pytest.mark.parametrize(("kind", "left"), [("copies", "prune"), ("idle", "slim")])
 def test_a_search_leaves_out_what_cannot_win(
-    kind: str, left: str, tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    left: str,
+    tokens: Tokens,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = looked_at(mixture(kind), tokens, tmp_path)
     monkeypatch.setattr(search, "redundancy", lambda *_: found)
@@ -108,6 +113,8 @@ def test_a_search_leaves_out_what_cannot_win(
     assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}
     assert {"prune", "slim"} & hopeful == {left}
     assert lines == [found.summary]
+    looking._hopeful([(f, 0.9) for f in known])  # of another budget: said once
+    assert len([r for r in caplog.records if "is not tried" in r.message]) == 1
     near = [(f, 0.4) for f in known]  # where the other way has to take more than a half
     assert looking._hopeful(near) == near
     others = [(f, 1.0) for f in known if f.quick(1.0)[0].verb not in (left, "condense", "skip")]

@@ -86,6 +86,8 @@ class Search:
         text = recipe.calibration.source
         self.files = Files(self.source, text, work / FILES, track) if config.types else None
         self._tried: dict[Steps, Candidate] = {}
+        self._left_out: set[str] = set()
+        """Verbs of which it was said that they are not tried."""
 
     @property
     def tried(self) -> list[Candidate]:
@@ -285,10 +287,11 @@ class Search:
             if form.single and share >= HALF
         }
         left_out = {v for v, other in OTHERS.items() if redundancy.hopeless(v) and other in enough}
-        for verb in sorted(left_out & {*verbs}):
+        for verb in sorted((left_out & {*verbs}) - self._left_out):
             logging.getLogger(__name__).warning(
                 "%s is not tried: a quarter of it loses more than a half of the other way.", verb
             )
+        self._left_out |= left_out & {*verbs}
         hopeful = [one for verb, one in zip(verbs, sized, strict=True) if verb not in left_out]
         return hopeful or sized
 
