@@ -543,6 +543,18 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert len(kept[0].steps) == 1
 
 
+def test_what_was_measured_without_its_windows_is_measured_again(tmp_path: Path) -> None:
+    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1, windows=4), tmp_path)
+    weight = Weight(1, 1, 1, native=True, exact=True)
+    candidate = Candidate("", (SlimConfig(keep=1.0, score="random"),), weight)
+    first = looking.trials.measured(candidate)
+    (file,) = tmp_path.glob("tried-*.json")
+    score = json.loads(file.read_text())
+    file.write_text(json.dumps({name: score[name] for name in score if name != "kl_N"}))
+    assert looking.trials.measured(candidate) == first
+    assert json.loads(file.read_text()) == score
+
+
 def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     recipe = recipe_of(tmp_path / "out")

@@ -67,7 +67,9 @@ class Trials:
         steps, types = steps_as_json(candidate.steps), candidate.types
         file = self.work / f"tried-{_key([steps, dict(types)] if types else steps)}.json"
         if file.is_file():
-            return candidate.scored(json.loads(file.read_text("utf-8")))
+            score = json.loads(file.read_text("utf-8"))
+            if BY_WINDOW in score:  # earlier states of this package kept the mean alone
+                return candidate.scored(score)
         give_back()  # of the candidate before
         tokens = self.texts.both[1]
         with self._opened(candidate) as (run, memory):
