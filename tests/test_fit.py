@@ -691,10 +691,13 @@ def test_what_is_plainer_keeps_the_loss(tmp_path: Path) -> None:
         return Candidate("", steps_of, Weight(1, 1, 1, native=True, exact=True)).scored(score)
 
     one, two = candidate(1, 0.2, 0.3), candidate(2, 0.2, 0.1)
-    for limit, expected in ((None, one), (0.3, one), (0.2, two), (0.05, one)):
+    for limit, expected in ((None, one), (0.3, one), (0.2, two), (0.05, two)):
         config = FitConfig(memory=9, max_loss=limit)
         looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
         assert looking._chosen([two, one]) == expected
+    looking._best = lambda *_: looking._chosen([two, one])  # type: ignore[method-assign]
+    with pytest.raises(MoesaicError, match="loses 0.1. A larger budget"):
+        looking.run()
 
 
 def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

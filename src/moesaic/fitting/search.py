@@ -195,10 +195,10 @@ class Search:
         return self._chosen([t.candidate for t in trials] + self._refined(trials, config))
 
     def _chosen(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The plainest of the best, among those within ``max_loss`` where there are any."""
+        """The plainest of the best within ``max_loss``; where none is, what comes nearest to it."""
         limit = self.config.max_loss
         within = [c for c in candidates if limit is None or c.loss <= limit]
-        return plainest(within or candidates)
+        return plainest(within) or min(candidates, key=lambda c: c.loss, default=None)
 
     def _smallest(self, every: Sequence[Form]) -> Candidate:
         """The smallest result whose loss is within ``max_loss``.
