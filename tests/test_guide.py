@@ -51,6 +51,14 @@ def test_of_all_candidates_those_stay_that_none_beats():
     assert unbeaten(alike, "memory") == alike[:1]
 
 
+def test_of_what_is_as_small_the_plainer_stays_within_the_error():
+    plain = replace(candidate(100, 0.21), kl_N=(0.20, 0.22))
+    weight = replace(plain.weight, native=False)
+    for kl_N, stays in (((0.10, 0.30), plain), ((0.19, 0.21), None)):
+        odd = replace(candidate(100, 0.20), weight=weight, kl_N=kl_N)
+        assert unbeaten([plain, odd], "memory") == [stays or odd]
+
+
 @pytest.mark.parametrize(
     ("kind", "limit", "best"),
     [(GOALS[0], 95, 2), (GOALS[0], 10, 0), (GOALS[1], 0.05, 2), (GOALS[2], 0.2, 3)],

@@ -17,7 +17,8 @@ from moesaic.observation.branches import behind
 BY_WINDOW = "kl_N"
 """The key of ``kl`` by window."""
 ALIKE = 1.03
-"""Sizes of which one is less than so many times the other are alike: what loses less counts."""
+"""Sizes of which one is less than so many times the other are alike: what loses less counts, or
+is plainer and loses no more for good."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,10 @@ def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
     """
     best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (getattr(c.weight, size), c.kl)):
-        if best and candidate.kl >= best[-1].kl:
-            continue
         if best and getattr(candidate.weight, size) < ALIKE * getattr(best[-1].weight, size):
-            best.pop()
-        best.append(candidate)
+            best[-1] = plainest([best[-1], candidate]) or candidate
+        elif not best or candidate.kl < best[-1].kl:
+            best.append(candidate)
     return best[::-1]
 
 
