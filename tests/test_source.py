@@ -1,5 +1,7 @@
 """Models by name: found, or refused with what would work."""
 
+import shutil
+
 import pytest
 import torch
 from builders import logits
@@ -23,6 +25,24 @@ def test_unknown_names_list_what_is_known(name):
 def test_folder_without_config(tmp_path):
     with pytest.raises(MoesaicError, match=r"no config\.json"):
         _ = resolve(str(tmp_path)).config
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "no config.json"), ("{", "config.json cannot be read")]
+)
+def test_a_folder_that_is_no_model_is_not_said_to_lack_a_tokenizer(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(MoesaicError, match=words):
+        _ = resolve(str(tmp_path)).tokenizer
+
+
+def test_a_tokenizer_that_is_made_up_for_the_architecture_is_none(moe_folder, tmp_path):
+    """Of some, transformers makes one without a vocabulary, to which every text is empty."""
+    bare = tmp_path / "bare"
+    shutil.copytree(moe_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
+    with pytest.raises(MoesaicError, match="no usable tokenizer: its vocabulary is in no file"):
+        _ = resolve(str(bare)).tokenizer
 
 
 def test_gguf_that_is_none(tmp_path, monkeypatch):

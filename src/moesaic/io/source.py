@@ -113,10 +113,13 @@ class Source:
         """Its tokenizer.
 
         Raises:
-            MoesaicError: there is none.
+            MoesaicError: there is none, or the folder is no model.
         """
+        _ = self.config  # which says what is wrong with the folder itself
         try:
             tokenizer: Tokenizer = pretrained(AutoTokenizer, self.folder)
+            if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+                raise ValueError("its vocabulary is in no file")  # made up for the architecture
         except Exception as error:  # tokenizers raises anything over a file that is odd
             reason = NEEDS_CODE if brings_code(self.folder) else " ".join(str(error).split())
             raise MoesaicError(f"{self.name} has no usable tokenizer: {reason:.300}") from error
