@@ -241,6 +241,11 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130, "Interrupted."),
         (MoesaicError("no such thing"), 2, "Error: no such thing"),
         (OSError(28, "No space left on device"), 2, "The disk is full"),
+        (
+            PermissionError(13, "Permission denied", "m/a"),
+            2,
+            "Error: m/a may not be read or written",
+        ),
         (KeyError("k"), 1, "This is a fault of moesaic"),
     ],
 )
