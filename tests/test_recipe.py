@@ -112,6 +112,7 @@ def test_overrides():
         ("model: [", "not valid YAML"),
         ("- 1", "must be a mapping"),
         ("model: a\nout: b", "steps must be a list"),
+        (TEXT.replace("model:", "# model:"), r"^model is missing\.$"),
         (TEXT + "color: red", r"color is not an option; known: model, out"),
         (
             TEXT + "calibration: {sample: 3}",

@@ -279,6 +279,8 @@ def checked(cls: type[D], data: object, where: str) -> D:
                 f"{place} is not an option{owner}; known: {', '.join(names)}."
                 f"{meant(first['loc'][-1], names)}"
             ) from None
+        if first["type"] == "missing":  # what is given is all the rest
+            raise MoesaicError(f"{place} is missing.") from None
         raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None
 
 
