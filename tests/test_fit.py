@@ -837,6 +837,7 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
     left = load_recipe(tmp_path / "out.search" / "best.yaml")
     assert (len(left.steps), left.calibration.samples) == (1, 4)
     assert f"loses least so far. Its recipe is in {tmp_path}" in caplog.text
+    assert "resume=" not in caplog.text, "the command line prints it as it is"
 
 
 def test_steps_are_told_without_their_defaults() -> None:

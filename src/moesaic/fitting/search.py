@@ -178,7 +178,7 @@ class Search:
         file.write_text(replace(self.recipe, steps=best.converted).to_yaml(), "utf-8")
         logging.getLogger(__name__).warning(
             "Of %d candidates %s loses least so far. Its recipe is in %s, for moesaic run; "
-            "resume=True continues the search.",
+            "resumed, the search goes on.",
             len(self._tried),
             best.form,
             file,
