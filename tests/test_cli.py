@@ -271,6 +271,7 @@ def test_condense_then_tune(command, moe_folder, tmp_path):
     code, out, err = command("tune", moe_folder, tmp_path / "none", "--train", "prose", *options)
     assert code == 2
     assert "no condensed layers" in err
+    assert "--what lora, --what routers or --what all" in err
     assert not (tmp_path / "none").exists()
 
 

@@ -48,7 +48,7 @@ def trainable(
             raise MoesaicError(
                 "This model has no condensed layers"
                 + (" with attention" if what == "attention" else "")
-                + "; condense it first."
+                + ": condense it first, or train others with what=lora, what=routers or what=all."
             )
         return parameters
     routers = {
