@@ -58,6 +58,16 @@ def test_missing_file(name):
         documents(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.txt", "é"), ("a.json", '[{"text": "é"}]'), ("a.jsonl", '{"text": "é"}')],
+)
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+    """Windows' programs put one before UTF-8."""
+    (tmp_path / name).write_text(content, "utf-8-sig")
+    assert documents(str(tmp_path / name)) == ["é"]
+
+
 def test_broken_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "whole"}\n\n{nope\n')
     with pytest.raises(MoesaicError, match=r"a\.jsonl cannot be read as \.jsonl: line 3: Expect"):

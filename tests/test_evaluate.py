@@ -183,6 +183,12 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
     assert '"choices"' in str(told.value), "it says what would work"
 
 
+def test_questions_may_begin_with_a_byte_order_mark(tmp_path, questions):
+    file = tmp_path / "bom.jsonl"
+    file.write_text(questions.read_text("utf-8"), "utf-8-sig")
+    assert read_questions(file) == read_questions(questions)
+
+
 # --- divergence ----------------------------------------------------------------------------------
 
 

@@ -140,7 +140,7 @@ def read_questions(file: Path) -> list[Question]:
         raise MoesaicError(f"tasks: no file at {file}.")
     questions = []
     try:
-        lines = file.read_text("utf-8").split("\n")  # JSON may hold other ends of lines
+        lines = file.read_text("utf-8-sig").split("\n")  # JSON may hold other ends of lines
     except UnicodeDecodeError as error:
         raise MoesaicError(f"tasks: {file} is not UTF-8 text: {error}.") from None
     for number, line in enumerate(lines, 1):

@@ -359,12 +359,12 @@ def _file_rows(path: Path) -> Sequence[Row]:
         if path.suffix == ".jsonl":
             return Lines(path)
         if path.suffix == ".json":
-            rows = json.loads(path.read_text("utf-8"))
+            rows = json.loads(path.read_text("utf-8-sig"))
             return rows if isinstance(rows, list) else [rows]
         if path.suffix == ".parquet":
             data: Sequence[Row] = _datasets().Dataset.from_parquet(str(path))
             return data
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
         if "\0" in text:
             raise ValueError("it holds NUL bytes")
         if not text.strip():
