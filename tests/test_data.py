@@ -80,6 +80,13 @@ def test_row_without_text(tmp_path):
         documents(str(tmp_path / "a.jsonl"))
 
 
+@pytest.mark.parametrize(("column", "value"), [("text", None), ("content", 3), ("messages", [])])
+def test_a_known_column_without_text_is_not_said_to_be_unknown(tmp_path, column, value):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, column: value}))
+    with pytest.raises(MoesaicError, match=f"A row has no text in its column {column}: "):
+        documents(str(tmp_path / "a.jsonl"))
+
+
 def test_windows_are_the_text_and_nothing_else(tokenizer):
     texts = ["Fellow citizens, it is done.", "And so on."]
     ids = windows(texts, tokenizer, 4)

@@ -203,7 +203,7 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
         tokenizer: of the model, whose template conversations are shown in.
 
     Raises:
-        MoesaicError: its columns are not known.
+        MoesaicError: its columns are not known, or hold no text.
     """
     if isinstance(row, str):
         return None
@@ -222,6 +222,9 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
                     ) from error
         if any(isinstance(row.get(name), str) for name in PLAIN):
             return None
+        for name in (*PLAIN, *TURNS):
+            if name in row:
+                raise MoesaicError(f"A row has no text in its column {name}: {dict(row)!r:.120}")
     formats = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
     columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     raise MoesaicError(
