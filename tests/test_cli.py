@@ -523,6 +523,19 @@ def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
 # --- failures ------------------------------------------------------------------------------------
 
 
+def test_what_stdout_cannot_write_costs_no_run_its_end(
+    command, llama_folder, tmp_path, monkeypatch
+):
+    """Windows writes to files in cp1252, which has no arrow."""
+    (tmp_path / "before → after").symlink_to(llama_folder)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "cp1252"))
+    code, _, err = command("inspect", tmp_path / "before → after")
+    sys.stdout.flush()
+    assert (code, err) == (0, "")
+    assert b"before ? after" in written.getvalue()
+
+
 def test_damaged_checkpoint(command, llama_folder, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -92,6 +93,12 @@ def quiet_libraries() -> None:
         module.disable_progress_bar()
 
 
+def spare_stdout() -> None:
+    """Put a question mark for what stdout's encoding lacks: a whole run may be behind the line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def remember_less() -> None:
     """Bound what is remembered of products' shapes, unless the user did."""
     for name, most in REMEMBERED.items():
@@ -101,6 +108,7 @@ def remember_less() -> None:
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
+    spare_stdout()
     remember_less()
     with explained():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
