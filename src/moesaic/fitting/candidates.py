@@ -103,7 +103,9 @@ def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
     best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (getattr(c.weight, size), c.kl)):
         if best and getattr(candidate.weight, size) < ALIKE * getattr(best[-1].weight, size):
-            best[-1] = plainest([best[-1], candidate]) or candidate
+            chosen = plainest([best[-1], candidate])
+            if chosen and (len(best) < 2 or chosen.kl < best[-2].kl):
+                best[-1] = chosen
         elif not best or candidate.kl < best[-1].kl:
             best.append(candidate)
     return best[::-1]

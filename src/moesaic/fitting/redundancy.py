@@ -195,10 +195,10 @@ def observed_redundancy(
     length = MethodConfig.window
     text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
     args = RunArgs.of(model, calibration=Calibration(stats=stats), device=device, dtype=dtype)
-    found = redundancy(args, text, track)
-    if found is None:
+    result = redundancy(args, text, track)
+    if result is None:
         raise MoesaicError(f"{model} can lose neither experts nor neurons of each.")
-    return found
+    return result
 
 
 def looking(model: Built) -> list[Stage]:
