@@ -6,7 +6,7 @@
     python benchmarks/shapes.py DIR glm-4.5-air --values holes --fp8    the half of it
     python benchmarks/shapes.py DIR llama-2048 --values random             a small dense model
     python benchmarks/shapes.py DIR layers-4 layers-8 --values random     small mixtures
-    python benchmarks/shapes.py DIR qwen3-moe-1b --values random    for peers.py --models
+    python benchmarks/shapes.py DIR qwen3-moe-1b --values random    what peers.py compares memory at
 
 Shapes are written by hand as the published configs have them; parameters counted from them are
 those of the models' cards. ``random`` repeats a pool of normal values, ``holes`` are zeros that the
