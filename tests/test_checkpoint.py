@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import torch
 from builders import equal, inside, tiny_model, weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.io import checkpoint
 from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, ShardWriter, check_finite, extend
+from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.source import resolve
 
@@ -284,3 +287,26 @@ def test_a_further_shard_joins_those_that_are_there(shard, tmp_path):
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     assert {*index["weight_map"].values()} == {f.name for f in tmp_path.glob("*.safetensors")}
     assert equal(dict(resolve(str(tmp_path)).load().state_dict()), before)
+
+
+def test_experts_are_read_into_their_place(tmp_path: Path) -> None:
+    """Of a layer that is many times its experts, no second copy lies beside it while it is read."""
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    naming = Naming(checkpoint, "qwen3_moe")
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def counted(tensor: Tensor) -> Tensor:
+        nonlocal most
+        copied = tensor.clone()
+        alive.append(weakref.ref(copied))
+        most = max(most, sum(other() is not None for other in alive))
+        return copied
+
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{name}"
+        assert torch.equal(naming.read(name, counted), model.state_dict()[name])
+    assert len(alive) == 3 * model.config.num_experts
+    assert most <= 3

@@ -19,6 +19,8 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -194,8 +196,14 @@ class Naming:
         parts = self._parts.get(name, [(name, None)])
         if parts[0][1] is None:
             return read(parts[0][0])
+        parts = sorted(parts, key=lambda p: dot_natural_key(p[0]))
         converter = copy.deepcopy(self._converters[parts[0][1]])
-        for part, pattern in sorted(parts, key=lambda p: dot_natural_key(p[0])):
+        if _stacks(converter):
+            matrices: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
+            for part, pattern in parts:
+                matrices[str(pattern)].append(part)
+            return _stacked([*zip(*matrices.values(), strict=True)], read)
+        for part, pattern in parts:
             converter.add_tensor(name, part, pattern, read(part))
         (tensor,) = converter.convert(name).values()
         return tensor[0] if isinstance(tensor, list) else tensor
@@ -246,6 +254,36 @@ class Naming:
             )
         except (RuntimeError, ValueError):
             return None
+
+
+def _stacks(converter: WeightConverter) -> bool:
+    """Whether it makes one tensor of experts, each of which joins the rows of its matrices."""
+    places = [
+        (type(operation), getattr(operation, "dim", None)) for operation in converter.operations
+    ]
+    return places in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) -> Tensor:
+    """Experts as one tensor (E, ...), each read into its place: there is no second copy of all.
+
+    Args:
+        experts: the names of each one's matrices, whose rows are joined.
+        read: a matrix by its name.
+
+    Raises:
+        ValueError: an expert is not of the shape of the first.
+    """
+    stacked = None
+    for place, names in enumerate(experts):
+        expert = torch.cat([read(name) for name in names])
+        if stacked is None:
+            stacked = expert.new_empty(len(experts), *expert.shape)
+        if expert.shape != stacked.shape[1:]:
+            raise ValueError(f"{names[0]} does not fit the experts before it")
+        stacked[place] = expert
+    assert stacked is not None
+    return stacked
 
 
 def _turns(converter: WeightConverter) -> bool:
