@@ -20,7 +20,7 @@ from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.formats import BlockScaled, Compressed, Halved, Microscaled, packed, unpacked
+from moesaic.io.formats import BlockScaled, Compressed, Halved, Microscaled, e4m3, packed, unpacked
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.pruned import PrunedLayer
@@ -138,6 +138,22 @@ def test_fp8_by_hand():
     form = BlockScaled({"weight_block_size": [1, 2]})
     parts = {"": codes, "_scale_inv": torch.tensor([[2.0, 0.5], [1.0, 10.0]])}
     assert form.values(parts).tolist() == [[2, -4, 224], [0.5, 4, 80]]
+
+
+def test_every_code_of_fp8_is_what_torch_reads():
+    codes = torch.arange(1 << 8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    torch.testing.assert_close(e4m3(codes), codes.float(), rtol=0, atol=0, equal_nan=True)
+    turned = codes.view(16, 16).T
+    torch.testing.assert_close(e4m3(turned), turned.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (200, 130), (3, 130, 200)])
+def test_blocks_that_are_cut_off_have_their_scale(shape):
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    wide = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    values = BlockScaled({"weight_block_size": [128, 128]}).values({"": codes, "_s": scales})
+    assert torch.equal(values, codes.float() * wide[..., : shape[-2], : shape[-1]])
 
 
 def test_values_are_transformers():
