@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import ClassVar
@@ -313,7 +313,7 @@ class Microscaled(Format):
     def values(self, parts: Parts) -> Tensor:
         codes, scales = (parts[end] for end in self.ends)
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        values = torch.ldexp(two_a_byte(codes), scales.int().unsqueeze(-1) - EXPONENTS)
+        values = two_a_byte(codes).mul_(_scales(scales).unsqueeze(-1))
         return values.flatten(-2).transpose(1, 2).contiguous()
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
@@ -336,7 +336,8 @@ def two_a_byte(codes: Tensor) -> Tensor:
     [[0.5, 1.0, 6.0, -6.0]]
     """
     table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
-    return table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)
+    return _by_pieces(lambda piece: pairs.index_select(0, piece.int()), codes, 2)
 
 
 def e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -675,28 +676,33 @@ PIECE = 1 << 18
 """Codes that are read at a time: what is between them and their values stays in a cache."""
 
 
+def _by_pieces(read: Callable[[Tensor], Tensor], codes: Tensor, each: int = 1) -> Tensor:
+    """What a function makes of codes (..., N), so many of each one; float32 (..., each N)."""
+    values = torch.empty(*codes.shape[:-1], each * codes.shape[-1], device=codes.device)
+    places = values.view(-1).split(each * PIECE)
+    for piece, place in zip(codes.flatten().split(PIECE), places, strict=True):
+        place.copy_(read(piece).view(-1))
+    return values
+
+
 def _numbers(codes: Tensor) -> Tensor:
     """Codes as float32."""
-    return e4m3(codes) if codes.dtype == FP8 else codes.float()
+    return _by_pieces(e4m3, codes) if codes.dtype == FP8 else codes.float()
 
 
 def e4m3(codes: Tensor) -> Tensor:
-    """FP8 (E4M3) codes as float32, the same as ``codes.float()``, which goes value by value.
+    """FP8 (E4M3) codes as halves: what ``codes.half()`` is, which goes value by value.
 
-    Exponent and mantissa mean the same in a half, 2^8 times smaller, and halves are read many at
-    a time. Only the two codes of NaN are numbers there.
+    Exponent and mantissa mean the same in a half, 2^8 times smaller. Only the two codes of NaN
+    are numbers there.
 
     >>> e4m3(torch.tensor([0x38, 0xFE, 0x01], dtype=torch.uint8).view(FP8)).tolist()
     [1.0, -448.0, 0.001953125]
     """
-    values = torch.empty(codes.shape, device=codes.device)
-    pieces = zip(codes.flatten().split(PIECE), values.view(-1).split(PIECE), strict=True)
-    for piece, read in pieces:
-        bits = piece.view(torch.int8).short()
-        sign, size = bits & -(1 << 15), bits & 0x7F
-        nan = (size + 1 & 0x80) * (0x7C00 // 0x80)  # the exponent of a half's, for 0x7F alone
-        torch.mul((sign | size << 7 | nan).view(torch.float16), 256.0, out=read)
-    return values
+    bits = codes.view(torch.int8).short()
+    sign, size = bits & -(1 << 15), bits & 0x7F
+    nan = (size + 1 & 0x80) * (0x7C00 // 0x80)  # the exponent of a half's, for 0x7F alone
+    return (sign | size << 7 | nan).view(torch.float16) * 256
 
 
 def _scaled(values: Tensor, grid: Tensor, block: Sequence[int]) -> Tensor:
@@ -726,7 +732,7 @@ def _spoken(shape: Sequence[int]) -> str:
 def _scales(scales: Tensor) -> Tensor:
     """Scales as numbers: exponents of two are stored in bytes."""
     if scales.dtype == torch.uint8:
-        return torch.exp2(scales.float() - EXPONENTS)
+        return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - EXPONENTS)
     return scales.float()
 
 

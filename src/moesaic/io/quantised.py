@@ -140,6 +140,8 @@ class Packed(Tensor):
                 carried = _chosen(*args)
             elif func is torch.stack and len(args) == 1 and not kwargs:
                 carried = _stacked(args[0])
+            elif func is Tensor.to and isinstance(args[1], torch.dtype) and len(args) == 2:
+                carried = _cast(*args)
             return func(*_plain(args), **_plain(kwargs or {})) if carried is None else carried
 
     @classmethod
@@ -185,6 +187,16 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
         return Packed(source.format, parts, source._row)
     values = source.format.taken(source.parts, axis, order)
     return values[0] if source._row else values
+
+
+def _cast(source: Packed, dtype: torch.dtype) -> Tensor | None:
+    """A stack (E, ...) in a type, decoded one by one; None of anything else."""
+    if source.format is None or source.dim() < 3:
+        return None
+    values = torch.empty(source.shape, dtype=dtype, device=source.device)
+    for row, place in zip(source, values, strict=True):
+        place.copy_(row)
+    return values
 
 
 def _stacked(rows: Sequence[Tensor]) -> Packed | None:
