@@ -246,6 +246,11 @@ class OutOfMemoryError(RuntimeError):
             2,
             "Error: m/a may not be read or written",
         ),
+        (
+            FileNotFoundError(2, "No such file or directory", "/proc/.o.lock"),
+            2,
+            "/proc/.o.lock may",
+        ),
         (KeyError("k"), 1, "This is a fault of moesaic"),
     ],
 )

@@ -61,7 +61,7 @@ def explained() -> Iterator[None]:
         if disk_full(error):
             again = "free space and repeat the command, with --resume where it has that"
             fail(f"The disk is full ({error}). OUT was not made; {again}.", 2)
-        if isinstance(error, PermissionError):
+        if isinstance(error, OSError) and error.filename is not None:
             fail(f"{error.filename} may not be read or written: {error.strerror}.", 2)
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
             fail("Out of memory; try a narrower --dtype, a smaller batch or less text.", 1)
