@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,9 @@ def test_idle_neurons_can_go(tokens: Tokens, tmp_path: Path) -> None:
     assert found.alike is not None
     assert abs(found.alike) < 0.5
     assert [found.lies, found.hopeless("prune"), found.hopeless("slim")] == ["inside", True, False]
+    alone = replace(found, dropped={})
+    assert "narrowing experts" in alone.summary
+    assert "needed" not in alone.summary
 
 
 def test_what_is_told_is_what_a_result_would_lose(tokens: Tokens, tmp_path: Path) -> None:

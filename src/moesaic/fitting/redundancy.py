@@ -90,6 +90,9 @@ class Redundancy:
             "both": "Dropping experts and narrowing them lose about as much: try both.",
             "neither": "Neither can go without loss: round (export --to gguf) before anything.",
         }[self.lies]
+        if not (self.dropped and self.narrowed):
+            way = "dropping whole experts" if self.dropped else "narrowing experts"
+            advice = f"Of the two ways this model can have one alone, {way}."
         losses = [
             f"{words} a {name} loses {kls[share]:.2g}"
             for words, kls in (("dropping", self.dropped), ("narrowing by", self.narrowed))
