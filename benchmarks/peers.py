@@ -248,7 +248,8 @@ def prepared(name: str, work: Path, windows: int, length: int) -> dict[str, str]
     model.save_pretrained(base)
     config = base / "config.json"
     settings = json.loads(config.read_text("utf-8"))
-    if "qwen" in settings["model_type"]:  # both transformers 4 and 5 read the older name
+    if "qwen" in settings["model_type"] and "num_local_experts" in settings:
+        # both transformers 4 and 5 read the older name
         settings["num_experts"] = settings.pop("num_local_experts")
     config.write_text(json.dumps(settings), "utf-8")
     ids = calibration_tokens("", source.tokenizer, windows, length).input_ids
