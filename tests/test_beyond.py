@@ -121,13 +121,31 @@ def test_noise_alone_is_not_fitted():
 def test_sums_of_parts_are_those_of_the_whole():
     torch.manual_seed(0)
     x_TF, y_TO = torch.randn(50, 4), torch.randn(50, 2)
-    parts, weight_FO = Ridge(4, 2), torch.randn(4, 2).double()
+    parts = Ridge(4, 2)
     for part in (slice(0, 20), slice(20, 50)):
         parts.add(x_TF[part], y_TO[part])
     held = torch.cat([torch.arange(16, 20), torch.arange(44, 50)])  # the last fifth of each part
     torch.testing.assert_close(parts.held.gram_FF.float(), x_TF[held].T @ x_TF[held])
-    error = (y_TO[held] - x_TF[held] @ weight_FO.float()).double().square().sum().item()
-    assert parts.held.error(weight_FO) == pytest.approx(error, rel=1e-5)
+
+
+def test_the_strength_is_the_best_of_all_on_held_out_tokens():
+    """Each solved for by itself, and its error measured token by token."""
+    torch.manual_seed(0)
+    x_TF, noise_TO = torch.randn(60, 20), torch.randn(60, 3)
+    y_TO = x_TF @ torch.randn(20, 3) / 2 + noise_TO
+    ridge = Ridge(20, 3)
+    ridge.add(x_TF, y_TO)
+    fit, (x_NF, y_NO) = ridge.solve(), (x_TF[48:].double(), y_TO[48:].double())
+    gram_FF, errors = ridge.fit.gram_FF, {math.inf: y_NO.square().sum().item()}
+    for strength in STRENGTHS[1:]:
+        system_FF = gram_FF + strength * gram_FF.diagonal().mean() * torch.eye(20)
+        trial_FO = torch.linalg.solve(system_FF, ridge.fit.cross_FO)
+        errors[strength] = (y_NO - x_NF @ trial_FO).square().sum().item()
+        if strength == fit.strength:
+            torch.testing.assert_close(fit.trial_FO, trial_FO)
+    assert fit.strength == min(errors, key=errors.__getitem__)
+    assert min(STRENGTHS) < fit.strength < math.inf
+    assert fit.unexplained == pytest.approx(errors[fit.strength] / errors[math.inf])
 
 
 # --- routers -------------------------------------------------------------------------------------
