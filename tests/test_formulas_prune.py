@@ -16,10 +16,9 @@ from torch import Tensor
 import moesaic
 from moesaic import PruneConfig
 from moesaic.arch.lookup import moe_arch
-from moesaic.arch.routing import RoutingFunction
 from moesaic.data.text import Tokens
 from moesaic.methods.naee import reconstruction
-from moesaic.methods.naee.criteria import BUILT_IN, CRITERIA, Case
+from moesaic.methods.naee.criteria import BUILT_IN, CRITERIA, ScoredLayer
 from moesaic.observation.experts import observe_experts
 from moesaic.observation.stream import LayerStream
 
@@ -34,7 +33,7 @@ def tokens_of(rows: int) -> Tokens:
 
 @cache
 @torch.no_grad()
-def observed(moe_type: str, rows: int) -> tuple[Case, list[Calls], Any]:
+def observed(moe_type: str, rows: int) -> tuple[ScoredLayer, list[Calls], Any]:
     """The first routed layer's case, what every token does in it, and the model."""
     model = tiny_moe(moe_type)
     arch = moe_arch(model.config)
@@ -52,7 +51,7 @@ def observed(moe_type: str, rows: int) -> tuple[Case, list[Calls], Any]:
                 for e, g in zip(chosen_K, g_K, strict=True)
             ]
         )
-    case = Case(observe_experts(site), view.routing, site.index, PruneConfig(keep=5))
+    case = ScoredLayer(observe_experts(site), view.routing, site.index)
     spread = []
     for e in range(EXPERTS):
         w = torch.cat([part.flatten() for part in view.weights_of(e)]).tolist()
@@ -157,9 +156,7 @@ def test_random_scores_follow_seed_and_layer_alone() -> None:
     assert score is not None
 
     def drawn(seed: int, layer: int) -> list[float]:
-        config = PruneConfig(keep=5, score="random", seed=seed)
-        routing: RoutingFunction = case.routing
-        return score(Case(case.stats, routing, layer, config)).tolist()
+        return score(ScoredLayer(case.stats, case.routing, layer, seed)).tolist()
 
     assert drawn(1, 0) == drawn(1, 0)
     assert len({tuple(drawn(seed, layer)) for seed in range(4) for layer in range(4)}) == 16
@@ -175,7 +172,7 @@ def test_norms_are_of_batches_where_that_is_asked_for(
 ) -> None:
     monkeypatch.setattr(reconstruction, "RELEASED_BATCH", 7)
     case, _, _ = observed("mixtral", 6)
-    asked = replace(case, config=PruneConfig(keep=5, sum_batch_norms=summed))
+    asked = replace(case, sum_batch_norms=summed)
     kept_CE = torch.ones(EXPERTS, EXPERTS, dtype=torch.bool).fill_diagonal_(False)
     losses = CRITERIA["reconstruction"].losses
     assert losses is not None

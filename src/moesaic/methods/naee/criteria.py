@@ -24,22 +24,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moesaic.arch.routing import RoutingFunction
-    from moesaic.methods.naee.config import PruneConfig
     from moesaic.methods.naee.search import Losses
     from moesaic.observation.experts import ExpertStats
 
 
 @dataclass(frozen=True)
-class Case:
+class ScoredLayer:
     """One layer of which experts are to go: everything that a criterion may look at."""
 
     stats: ExpertStats
     """What was observed of the layer."""
     routing: RoutingFunction
     """The layer's routing function."""
-    layer: int
+    index: int
     """Its number."""
-    config: PruneConfig
+    seed: int = 0
+    """Of random choices."""
+    sum_batch_norms: bool = False
+    """Losses are sums of norms over batches, as in the authors' code (:class:`PruneConfig`)."""
     device: str = "cpu"
     """Where to search."""
 
@@ -56,9 +58,9 @@ class Criterion:
     """What it measures, in a few words."""
     paper: str = ""
     """Authors, title and place; empty where it is of no paper that we know."""
-    score: Callable[[Case], Tensor] | None = None
+    score: Callable[[ScoredLayer], Tensor] | None = None
     """Each expert's score (E,); the highest stay."""
-    losses: Callable[[Case], tuple[Losses, float]] | None = None
+    losses: Callable[[ScoredLayer], tuple[Losses, float]] | None = None
     """The loss of sets of experts, and the loss that counts as everything lost."""
     squared: bool = False
     """``losses`` gives squares; records get their roots."""
@@ -116,16 +118,16 @@ def pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
     return losses
 
 
-def _pairwise(case: Case) -> tuple[Losses, float]:
-    return pairwise_losses(case.stats.pair_EE), case.stats.pair_EE.sum().item() ** 0.5
+def _pairwise(layer: ScoredLayer) -> tuple[Losses, float]:
+    return pairwise_losses(layer.stats.pair_EE), layer.stats.pair_EE.sum().item() ** 0.5
 
 
-def _reconstruction(case: Case) -> tuple[Losses, float]:
+def _reconstruction(layer: ScoredLayer) -> tuple[Losses, float]:
     from moesaic.methods.naee.reconstruction import Reconstruction, output_norm
 
-    device = "cpu" if case.device.startswith("mps") else case.device  # which has no float64
-    losses = Reconstruction(case.stats, case.routing, case.config.sum_batch_norms, device)
-    return losses, output_norm(case.stats, case.routing)
+    device = "cpu" if layer.device.startswith("mps") else layer.device  # which has no float64
+    losses = Reconstruction(layer.stats, layer.routing, layer.sum_batch_norms, device)
+    return losses, output_norm(layer.stats, layer.routing)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ BUILT_IN = (
         "random choice",
         "a seeded draw",
         NAEE,
-        score=lambda c: random_scores(c.routing.count, c.layer, c.config.seed),
+        score=lambda layer: random_scores(layer.routing.count, layer.index, layer.seed),
         needs=(),
         observes=False,
     ),
@@ -171,14 +173,14 @@ BUILT_IN = (
         "frequency",
         "tokens routed to the expert: |T_j|",
         NAEE,
-        score=lambda c: c.stats.calls_E.double(),
+        score=lambda layer: layer.stats.calls_E.double(),
         needs=(),
     ),
     Criterion(
         "gate",
         "gate weight",
         "sum of its combine weights g_j",
-        score=lambda c: c.stats.gate_E,
+        score=lambda layer: layer.stats.gate_E,
         needs=(),
     ),
     Criterion(
@@ -187,27 +189,27 @@ BUILT_IN = (
         "expert activation norm: sum of |f_j| over T_j",
         'Jaiswal et al., "Finding Fantastic Experts in MoEs: A Unified Study for Expert Dropping '
         'Strategies and Observations" (2025)',
-        score=lambda c: c.stats.norm_E,
+        score=lambda layer: layer.stats.norm_E,
     ),
     Criterion(
         "weighted-ean",
         "weighted EAN",
         "sum of g_j |f_j| over T_j, weighted_ean_sum in REAP's released code",
-        score=lambda c: c.stats.gated_E,
+        score=lambda layer: layer.stats.gated_E,
     ),
     Criterion(
         "man",
         "MAN",
         "mean of |f_j| over T_j",
         SCORING,
-        score=lambda c: mean_over(c.stats.norm_E, c.stats.calls_E),
+        score=lambda layer: mean_over(layer.stats.norm_E, layer.stats.calls_E),
     ),
     Criterion(
         "msan",
         "MSAN",
         "mean of |f_j|^2 over T_j",
         SCORING,
-        score=lambda c: mean_over(c.stats.square_E, c.stats.calls_E),
+        score=lambda layer: mean_over(layer.stats.square_E, layer.stats.calls_E),
     ),
     Criterion(
         "reap",
@@ -215,14 +217,14 @@ BUILT_IN = (
         "router-weighted expert activation pruning: mean of g_j |f_j| over T_j",
         'Lasby et al., "REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression" '
         "(2025)",
-        score=lambda c: mean_over(c.stats.gated_E, c.stats.calls_E),
+        score=lambda layer: mean_over(layer.stats.gated_E, layer.stats.calls_E),
     ),
     Criterion(
         "aimer",
         "AIMER",
         "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
         'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
-        score=lambda c: -c.stats.spread_E,
+        score=lambda layer: -layer.stats.spread_E,
         needs=("weights",),
         observes=False,
     ),

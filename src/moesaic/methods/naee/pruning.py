@@ -34,12 +34,12 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods import figures, layered
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.layered import LayerMethod
+from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, original, routed_layers, span
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.methods.naee.criteria import Case
+from moesaic.methods.naee.criteria import ScoredLayer
 from moesaic.methods.naee.search import (
     Losses,
     SearchResult,
@@ -120,7 +120,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     # --- one layer -------------------------------------------------------------------------------
 
     def decide(
-        self, case: layered.Case[MoEArch], sizes: Sequence[int]
+        self, case: Case[MoEArch], sizes: Sequence[int]
     ) -> dict[int, tuple[LayerPlan, JSON]]:
         groups = case.job.arch.group_count(case.job.shape.config)
         stats = None if case.stats is None else case.stats.experts
@@ -135,16 +135,23 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             }
         stats = stats or ExpertStats.none(case.view.count)
         routing = routing_of(case.job, case.index, stats)
-        of_layer = Case(stats, routing, case.index, self.config, case.job.device)
-        return {**self.choose(of_layer, sizes, groups)}
+        layer = ScoredLayer(
+            stats,
+            routing,
+            case.index,
+            seed=self.config.seed,
+            sum_batch_norms=self.config.sum_batch_norms,
+            device=case.job.device,
+        )
+        return {**self.choose(layer, sizes, groups)}
 
     def choose(
-        self, case: Case, sizes: Sequence[int], groups: int = 1
+        self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1
     ) -> dict[int, tuple[PrunedLayer, JSON]]:
         """The experts that stay in a layer, for each size.
 
         Args:
-            case: the layer.
+            layer: its statistics.
             sizes: how many experts may stay.
             groups: router groups, which lose equally many.
 
@@ -152,12 +159,12 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             by size the layer's plan, and what it costs; of criteria that look at tokens ``calls``,
             ``loss`` and ``relative_loss``.
         """
-        criterion, stats = self.config.chosen, case.stats
+        criterion, stats = self.config.chosen, layer.stats
         if criterion.score is not None:
-            score_E = criterion.score(case)
+            score_E = criterion.score(layer)
             return {r: self._scored(score_E, stats, r, groups) for r in sizes}
         assert criterion.losses is not None, f"{criterion.name} neither scores nor searches"
-        losses, scale = criterion.losses(case)
+        losses, scale = criterion.losses(layer)
         decided: dict[int, tuple[PrunedLayer, JSON]] = {}
         path_E = torch.ones(stats.experts, dtype=torch.bool)
         for r in sorted(sizes, reverse=True):
