@@ -136,6 +136,16 @@ def test_sum_of_batch_norms_is_of_the_released_batches(tokens, monkeypatch):
 
 
 @torch.no_grad()
+def test_sums_of_norms_are_asked_for_by_the_config(tokens, monkeypatch):
+    monkeypatch.setattr("moesaic.methods.naee.reconstruction.RELEASED_BATCH", 40)
+    model = tiny_moe("mixtral")
+    configs = [PruneConfig(keep=5, sum_batch_norms=summed) for summed in (False, True)]
+    whole, summed = (
+        moesaic.prune(model, config, calibration=tokens).analyses[0]["loss"] for config in configs
+    )
+    assert summed > 1.1 * whole
+
+
 def test_progressive_is_layerwise_at_the_first_layer_and_follows_after(tokens):
     model = tiny_moe("mixtral")
     layerwise = moesaic.prune(model, PruneConfig(keep=5), calibration=tokens)
