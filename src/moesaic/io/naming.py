@@ -276,12 +276,14 @@ def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) ->
     """
     stacked = None
     for place, names in enumerate(experts):
-        expert = torch.cat([read(name) for name in names])
+        parts = [read(name) for name in names]
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
         if stacked is None:
-            stacked = expert.new_empty(len(experts), *expert.shape)
-        if expert.shape != stacked.shape[1:]:
+            stacked = parts[0].new_empty(len(experts), *shape)
+        if shape != stacked.shape[1:]:
             raise ValueError(f"{names[0]} does not fit the experts before it")
-        stacked[place] = expert
+        torch.cat(parts, out=stacked[place])
+        del parts  # before the next are read
     assert stacked is not None
     return stacked
 
