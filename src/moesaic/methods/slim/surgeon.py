@@ -6,7 +6,7 @@ the neurons out one by one, with A = (H^T H + lambda)^-1 and D as it was made up
 j costs ||d_j||^2 / A_jj, and the other columns take over A_kj / A_jj of d_j: the optimal brain
 surgeon on a layer's own squared error. M^3 operations an expert.
 
-Shape suffixes: M neurons of one expert, D hidden size.
+Shape suffixes: M neurons of one expert, L of them left, B turns of a block, D hidden size.
 """
 
 from __future__ import annotations
@@ -39,32 +39,36 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
     """
     width = len(gram_MM)
     strength = max(ridge * gram_MM.diagonal().mean().item(), 1e-12)
-    inverse_MM = torch.linalg.inv(gram_MM + strength * torch.eye(width, dtype=gram_MM.dtype))
-    alike_MM = down_DM.T @ down_DM
-    spread_M, norm_M = inverse_MM.diagonal().clone(), alike_MM.diagonal().clone()
+    damped_MM = gram_MM + strength * torch.eye(width, dtype=gram_MM.dtype)
+    inverse_LL = torch.cholesky_inverse(torch.linalg.cholesky(damped_MM))
+    alike_LL = down_DM.T @ down_DM
+    left_L = torch.arange(width)
     cost_M = torch.zeros(width, dtype=torch.float64)
-    gone_M = torch.zeros(width, dtype=torch.bool)
     last = 0.0
-    for start in range(0, width, BLOCK):
-        turns = min(BLOCK, width - start)
-        # inverse - column share^T, and alike - share half^T - half share^T, of this block's turns
-        column_MB, share_MB, half_MB = torch.zeros(3, width, turns, dtype=torch.float64)
+    while len(left_L):
+        spread_L, norm_L = inverse_LL.diagonal().clone(), alike_LL.diagonal().clone()
+        gone_L = torch.zeros(len(left_L), dtype=torch.bool)
+        turns = min(BLOCK, len(left_L))
+        # inverse - column^T share, and alike - share^T half - half^T share, of this block's turns
+        column_BL, share_BL, half_BL = torch.zeros(3, turns, len(left_L), dtype=torch.float64)
         for t in range(turns):
-            trial_M = norm_M / spread_M.clamp(min=1e-300)
-            j = int(trial_M.masked_fill(gone_M, torch.inf).argmin())
-            gone_M[j] = True
-            last = max(trial_M[j].item(), last * (1 + 1e-9))
-            cost_M[j] = last
-            before_MB, shares_MB, halves_MB = column_MB[:, :t], share_MB[:, :t], half_MB[:, :t]
-            column_M = inverse_MM[:, j] - before_MB @ shares_MB[j]
-            alike_M = alike_MM[:, j] - shares_MB @ halves_MB[j] - halves_MB @ shares_MB[j]
-            share_M = column_M / column_M[j]
-            column_MB[:, t], share_MB[:, t] = column_M, share_M
-            half_MB[:, t] = alike_M - share_M * alike_M[j] / 2
-            spread_M -= column_M * share_M
-            norm_M -= 2 * share_M * half_MB[:, t]
-        inverse_MM -= column_MB @ share_MB.T
-        change_MM = share_MB @ half_MB.T
-        alike_MM -= change_MM + change_MM.T
-        spread_M, norm_M = inverse_MM.diagonal().clone(), alike_MM.diagonal().clone()
+            trial_L = norm_L / spread_L.clamp(min=1e-300)
+            j = int(trial_L.masked_fill(gone_L, torch.inf).argmin())
+            gone_L[j] = True
+            last = max(trial_L[j].item(), last * (1 + 1e-9))
+            cost_M[left_L[j]] = last
+            before_BL, shares_BL, halves_BL = column_BL[:t], share_BL[:t], half_BL[:t]
+            column_L = inverse_LL[j] - shares_BL[:, j] @ before_BL
+            alike_L = alike_LL[j] - halves_BL[:, j] @ shares_BL - shares_BL[:, j] @ halves_BL
+            share_L = column_L / column_L[j]
+            half_L = alike_L - share_L * (alike_L[j] / 2)
+            column_BL[t], share_BL[t], half_BL[t] = column_L, share_L, half_L
+            spread_L -= column_L * share_L
+            norm_L -= 2 * share_L * half_L
+        stay_L = ~gone_L
+        left_L = left_L[stay_L]
+        column_BL, share_BL, half_BL = (t_BL[:, stay_L] for t_BL in (column_BL, share_BL, half_BL))
+        inverse_LL = inverse_LL[stay_L][:, stay_L] - column_BL.T @ share_BL
+        change_LL = share_BL.T @ half_BL
+        alike_LL = alike_LL[stay_L][:, stay_L] - change_LL - change_LL.T
     return cost_M
