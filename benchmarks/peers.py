@@ -34,8 +34,14 @@ from typing import Any
 from unittest.mock import MagicMock
 
 HERE = Path(__file__).parent
-WEIGHTED_EAN = "prune --score weighted-ean"
-OURS = ("slim", "slim --allocate layers+experts", "prune", "prune --score reap", WEIGHTED_EAN)
+OURS = (
+    "slim",
+    "slim --allocate layers+experts",
+    "slim --score energy --no-refit",
+    "prune",
+    "prune --score reap",
+    "prune --score weighted-ean",
+)
 COST = """import json, os, sys
 process = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
 _, status, used = os.wait4(process, 0)
@@ -311,18 +317,25 @@ def commit(folder: Path | str) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The documents': a line a tool; of each model and share KL and CPU seconds."""
+    """The documents': a line a tool; of each model and share KL, CPU seconds, and peaks if told."""
     rows = {(row["tool"], row["model"], row["keep"]): row for row in record["results"]}
     places = [(m, k) for m in record["models"] for k in record["keep"] if ("slim", m, k) in rows]
-    heads = "".join(f" {model}, {keep:g}: KL | CPU s |" for model, keep in places)
-    lines = [f"| |{heads} loads |", "| --- |" + " ---: |" * (2 * len(places)) + " --- |"]
+    peaks = all("peak_memory_bytes" in row for row in rows.values() if "kl" in row)
+    columns = ["KL", "CPU s", *(["GB"] if peaks else [])]
+    heads = "".join(f" {model}, {keep:g}: {' | '.join(columns)} |" for model, keep in places)
+    lines = [f"| |{heads} loads |", "| --- |" + " ---: |" * (len(columns) * len(places)) + " --- |"]
     for tool in dict.fromkeys([*OURS, *(tool for tool, *_ in rows)]):
         ran = [row for place in places if "kl" in (row := rows.get((tool, *place), {}))]
         loads = all(row["loads_in_transformers"] is True and "note" not in row for row in ran)
         line = f"| {f'`{tool}`' if tool in OURS else tool} |"
         for place in places:
             row = rows.get((tool, *place), {})
-            line += f" {row['kl']:.3f} | {row['cpu_seconds']:.0f} |" if row in ran else " | |"
+            cells = [""] * len(columns)
+            if row in ran:
+                kl = f"{row['kl']:.3f}" if row["kl"] >= 0.01 else f"{row['kl']:.2g}"
+                cells = [kl, f"{row['cpu_seconds']:.0f}"]
+                cells += [f"{row['peak_memory_bytes'] / 1e9:.1f}"] if peaks else []
+            line += "".join(f" {cell} |" if cell else " |" for cell in cells)
         lines += [f"{line} {'yes' if loads else 'no'} |"] if ran else []
     return "\n".join(lines) + "\n"
 
@@ -330,7 +343,9 @@ def table(record: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peer", nargs="*", action="extend", default=[], metavar="NAME=PYTHON:DIR")
-    parser.add_argument("--models", nargs="*", default=["tiny-shared-moe", "tiny-moe"])
+    parser.add_argument(
+        "--models", nargs="*", default=["tiny-shared-moe", "tiny-moe"], help="folders lie here"
+    )
     parser.add_argument("--keep", nargs="*", type=float, default=[0.5, 0.25])
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
@@ -345,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.table:
         from slim_table import rewritten
 
-        tables = {"peers": table(json.loads(args.out.read_text("utf-8")))}
+        tables = {args.out.stem: table(json.loads(args.out.read_text("utf-8")))}
         page = HERE.parent / "docs" / "slim.md"
         page.write_text(rewritten(page.read_text("utf-8"), tables), "utf-8")
         return
@@ -362,9 +377,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         peers[name] = str(Path(python).absolute()), checkout and str(Path(checkout).absolute())
     record = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"results": []}
     words = [f"{name}=ENV/bin/python{place[1] and ':CHECKOUT'}" for name, place in peers.items()]
-    words = ["--keep", *map(str, args.keep), "--peer", *words]
+    words = ["--models", *args.models, "--keep", *map(str, args.keep), "--peer", *words]
+    words += ["--windows", str(args.windows), "--max-tokens", str(args.max_tokens)]
     record |= {
-        "command": shlex.join(["python", "benchmarks/peers.py", *words]),
+        "command": shlex.join(["python", "benchmarks/peers.py", *words, "--out", args.out.name]),
         "moesaic": __version__,
         "commit": commit(HERE),
         "environment": environment(),

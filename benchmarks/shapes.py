@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moesaic.foreign import Config
 from moesaic.io.checkpoint import ShardWriter, skeleton
@@ -153,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = args.folder / name
         folder.mkdir(parents=True)
         settings = {**SHAPES[name], "dtype": "bfloat16"}
+        settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]]
         settings |= {"quantization_config": fp8} if args.fp8 else {}
         text = json.dumps(settings, indent=1)
         (folder / "config.json").write_text(text, "utf-8")
