@@ -54,6 +54,12 @@ def tokens() -> Tokens:
 
 
 @pytest.fixture
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are refitted whatever held-out tokens say: of a test's text there are few."""
+    monkeypatch.setattr("moesaic.layers.recovery.helps", lambda fit, held: True)
+
+
+@pytest.fixture
 def padded(tokens: Tokens) -> Tokens:
     mask = torch.ones_like(tokens.input_ids, dtype=torch.bool)
     mask[1, 15:] = False

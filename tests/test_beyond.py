@@ -460,6 +460,7 @@ def block_error(model, plan, tokens, index):
     return (after[0] - before).double().square().sum().item()
 
 
+@pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize("model_type", sorted(MOE))
 def test_pruned_experts_are_refitted(model_type, tokens, tokenizer, tmp_path):
     """Less is lost, and disk, memory and plan agree bitwise on every architecture."""
@@ -510,6 +511,7 @@ def test_a_layer_without_ffn_has_nothing_to_refit():
         CondenseConfig(keep="nothing", refit=True)
 
 
+@pytest.mark.usefixtures("short_text")
 def test_progressive_prune_refits_on_what_is_passed_on(tokens):
     config = PruneConfig(keep=4, score="frequency", progressive=True, refit=True)
     result = moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from statistics import fmean
 from typing import Any
 
@@ -30,6 +31,8 @@ from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
+from moesaic.layers.recovery import helps
+from moesaic.layers.regression import Ridge
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
@@ -493,6 +496,7 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     assert view.width == max(x.width for x in layers.values())
 
 
+@pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3", "granitemoe"])
 def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, tokens, tmp_path):
     """The highest scores of all experts stay; stored without zeros, from memory and from disk."""
@@ -683,6 +687,38 @@ def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padde
     found = refit.analyses[i]["refit"]
     assert 0 < found["recovered"] < 1
     assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
+
+
+@pytest.mark.parametrize("outputs", [1, 8])
+def test_what_helps_by_chance_is_no_help(outputs):
+    """A strength is the best of twelve on held-out tokens, of noise too."""
+    draw = torch.Generator().manual_seed(0)
+    chance = []
+    for noise in [1.0] * 20 + [0.0]:
+        ridge, held = Ridge(6, outputs), []
+        weight_FO = torch.randn(6, outputs, generator=draw)
+        for _ in range(4):
+            x_TF = torch.randn(25, 6, generator=draw)
+            y_TO = torch.randn(25, outputs, generator=draw) if noise else x_TF @ weight_FO
+            ridge.add(x_TF, y_TO)
+            held.append((x_TF[20:], y_TO[20:]))
+        fit = ridge.solve()
+        chance.append(math.isfinite(fit.strength))
+        assert helps(fit, held) is (noise == 0)
+        assert not helps(fit, held[:3]), "of fifteen tokens nothing is believed"
+    assert sum(chance[:-1]) > 3
+
+
+def test_few_tokens_change_no_expert_that_they_reach(padded):
+    plain, refit = (slimmed(any_model("mixtral"), padded, keep=0.5, refit=r) for r in (False, True))
+    site = site_of(any_model("mixtral"), padded, 0)
+    reached_E = observe_neurons(site).calls_E > 0
+    before, after = (
+        base_arch(r.model.config).mixture(r.model.model.layers[0]).experts.down_proj
+        for r in (plain, refit)
+    )
+    assert reached_E.sum() > 4
+    assert torch.equal(before[reached_E], after[reached_E])
 
 
 # --- wrong requests ------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 from moesaic.config import ExportArgs, MethodConfig
 from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
 from moesaic.foreign import JSON
+from moesaic.layers.regression import behind
 from moesaic.metrics.score import Score
-from moesaic.observation.branches import behind
 
 BY_WINDOW = "kl_N"
 """The key of ``kl`` by window."""

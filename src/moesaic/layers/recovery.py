@@ -28,7 +28,7 @@ from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import Site
-from moesaic.layers.regression import HELD_OUT, Ridge
+from moesaic.layers.regression import HELD_OUT, Fit, Ridge, behind
 
 
 class Balance:
@@ -95,6 +95,27 @@ def refitted_down(
     return balance.solve()
 
 
+LEAST = 16
+"""Held-out tokens of an expert below which no gain is believed: neighbours in a text are alike."""
+
+
+def helps(fit: Fit, held: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether held-out tokens gain for sure.
+
+    Of an expert that few tokens reach, a strength may look good by chance, and do great harm.
+
+    Args:
+        fit: what was found.
+        held: features (N, F) of these tokens and what they miss (N, D).
+    """
+    if sum(len(r_ND) for _, r_ND in held) < LEAST:
+        return False
+    trial_FD = fit.trial_FO.float()
+    before_N = torch.cat([r_ND.double().square().sum(1) for _, r_ND in held])
+    after_N = [(r_ND - h_NF @ trial_FD).double().square().sum(1) for h_NF, r_ND in held]
+    return behind(before_N, torch.cat(after_N))
+
+
 SHARED = -1
 """The shared path among the numbers of experts."""
 
@@ -141,12 +162,17 @@ class _Part:
     def fit(self, missing: _Missing) -> None:
         """Fit it to what is missing, and take what that explains from it."""
         ridge = self._ridge()
+        held: list[tuple[Tensor, Tensor]] = []
         for batch, rows, h_NW in self.tokens:
             held_N, r_ND = rows >= missing.cuts[batch], missing.residuals[batch][rows]
             ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
             ridge.held.add(h_NW[held_N], r_ND[held_N])
+            held.append((h_NW[held_N], r_ND[held_N]))
         fit = ridge.solve()
         self.change_WD = fit.weight_FO
+        if not helps(fit, held):
+            self.change_WD = torch.zeros_like(fit.weight_FO)
+            return
         for batch, rows, h_NW in self.tokens:
             missing.residuals[batch][rows] -= h_NW @ fit.trial_FO.float()
 
@@ -176,9 +202,9 @@ def refitted_downs(
 
     Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. One after the
     other, each expert is fitted to the error that those before it left over: systems of one
-    expert's width. An expert that lost neurons and that no token runs is fitted to its own output
-    of all tokens. What is told of it was measured on tokens that no fit saw; the weights are then
-    solved for from all tokens.
+    expert's width; it stays as it is where its held-out tokens do not gain for sure. An expert that
+    lost neurons and that no token runs is fitted to its own output of all tokens. What is told of
+    it was measured on tokens that no fit saw; the weights are then solved for from all tokens.
 
     Args:
         site: the layer as it was, and its tokens.

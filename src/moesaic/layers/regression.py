@@ -1,4 +1,5 @@
 """Ridge regression in closed form, from sums over tokens; its strength chosen on held-out tokens.
+And whether one of two choices is better for sure.
 
 Shape suffixes: T tokens, F features, O outputs.
 """
@@ -13,6 +14,9 @@ from torch import Tensor
 
 STRENGTHS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 1e-5)
 """What lambda is chosen from, relative to the features' mean square. Infinite: all weights zero."""
+
+SURE = 2.0
+"""Standard errors of a mean difference by which the one choice is behind the other."""
 
 HELD_OUT = 5
 """The last of this many parts of every batch's tokens is held out."""
@@ -110,3 +114,25 @@ def _weight(sums: Sums, strength: float) -> Tensor:
 def _penalty(sums: Sums, strength: float) -> Tensor:
     """lambda, and a little for features that are always zero."""
     return (strength + 1e-10) * sums.gram_FF.diagonal().mean()
+
+
+def behind(losses_N: Tensor, best_N: Tensor, errors: float = SURE) -> bool:
+    """Whether one change loses more than another for good.
+
+    Args:
+        losses_N: of the one, by window or token.
+        best_N: of the other, on the same ones.
+        errors: standard errors of the mean difference that it is behind by; of a single one none is
+            known, and nothing is behind.
+
+    >>> best_N = torch.tensor([2.0, 3.0, 4.0])
+    >>> behind(best_N + 1, best_N)
+    True
+    >>> behind(best_N.flip(0), best_N), behind(best_N, best_N)
+    (False, False)
+    """
+    difference_N = losses_N - best_N
+    if len(difference_N) < 2:
+        return False
+    error = difference_N.std() / len(difference_N) ** 0.5
+    return bool(difference_N.mean() > errors * error)

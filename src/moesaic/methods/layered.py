@@ -21,9 +21,10 @@ from torch import nn
 from moesaic.arch.dense import FFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
+from moesaic.layers.regression import behind
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
-from moesaic.observation.branches import behind, divergences
+from moesaic.observation.branches import divergences
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.layers import (
     Cost,

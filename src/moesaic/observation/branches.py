@@ -28,8 +28,6 @@ Original = Callable[[Sequence[Tokens]], Iterator[tuple[torch.Tensor, Tokens]]]
 """What a model makes of batches of tokens: the logits (B, L, V) of each, and the tokens."""
 Change = Mapping[int, LayerPlan | StandIn]
 """Some layers of a model, by number, as they would be."""
-SURE = 2.0
-"""Standard errors of a mean difference by which the one choice is behind the other."""
 LIMIT = 4 << 30
 """Bytes of hidden states that all branches together keep in memory."""
 
@@ -127,25 +125,3 @@ def divergences(
 def _rows(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The windows of batches, each a batch of its own: logits of all at once would be too large."""
     return (window for batch in batches for window in batch.split(1))
-
-
-def behind(losses_N: torch.Tensor, best_N: torch.Tensor, errors: float = SURE) -> bool:
-    """Whether one change loses more than another for good.
-
-    Args:
-        losses_N: of the one, by window.
-        best_N: of the other, on the same windows.
-        errors: standard errors of the mean difference that it is behind by; of a single window none
-            is known, and nothing is behind.
-
-    >>> best_N = torch.tensor([2.0, 3.0, 4.0])
-    >>> behind(best_N + 1, best_N)
-    True
-    >>> behind(best_N.flip(0), best_N), behind(best_N, best_N)
-    (False, False)
-    """
-    difference_N = losses_N - best_N
-    if len(difference_N) < 2:
-        return False
-    error = difference_N.std() / len(difference_N) ** 0.5
-    return bool(difference_N.mean() > errors * error)

@@ -33,6 +33,7 @@ from moesaic.distributed import gathered, mean_over_processes
 from moesaic.foreign import JSON
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.regression import behind
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.cdmoe.divergence import DIVERGENCES, cosine
 from moesaic.methods.cdmoe.experts import (
@@ -43,7 +44,7 @@ from moesaic.methods.cdmoe.experts import (
     ranked_experts,
     weight_scores,
 )
-from moesaic.observation.branches import behind, branches
+from moesaic.observation.branches import branches
 from moesaic.observation.stream import Block, LayerStream, Spill, valid
 from moesaic.surgery import applied
 
