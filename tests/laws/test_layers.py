@@ -380,6 +380,7 @@ def test_words_and_numbers_of_a_layer(sample):
 # --- refit ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("short_text")
 def test_refit_says_so_or_is_refused(sample, tokens):
     """Weights that were solved for are never called the base's own, and never get worse."""
     model, layers = sample

@@ -302,6 +302,7 @@ def test_criteria_by_hand(seen):
             torch.testing.assert_close(score, score_E, rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"allocate": "layers"}])
 def test_a_refit_never_raises_the_error_of_pruning(options, seen):
     plain, refit = (
@@ -363,6 +364,7 @@ def test_slim_by_every_allocation(options, seen):
         seen.check(result.plan.layers, result.model)
 
 
+@pytest.mark.usefixtures("short_text")
 def test_a_refit_never_raises_the_error_of_slimming(seen):
     plain = seen.refused("slim", SlimConfig(keep=0.5, refit=False), set())
     refit = seen.refused("slim", SlimConfig(keep=0.5, refit=True), set())
