@@ -104,6 +104,7 @@ def test_condensed_shared_experts_have_their_mean_weights(model, tmp_path):
     assert 0 < change.abs().max() < 0.1
 
 
+@pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize("shared", [0.5, 0.25], ids=["as narrow", "filled up"])
 def test_each_shared_expert_is_as_narrow_as_a_routed_one(shared, model, tmp_path):
     config = SlimConfig(keep=0.5, shared=shared, allocate="uniform", refit=True)

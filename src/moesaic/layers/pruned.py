@@ -186,7 +186,7 @@ class PrunedLayer(LayerPlan):
     def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts that stay, one after the other."""
         down_E, _, figures = refitted_downs(site, self.kept, self.neurons_of)
-        return replace(self, down_E=down_E), figures
+        return self if down_E is None else replace(self, down_E=down_E), figures
 
 
 def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:

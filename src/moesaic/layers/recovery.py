@@ -197,7 +197,7 @@ def refitted_downs(
     kept: Sequence[int],
     neurons_of: Callable[[int, int], Tensor],
     shared_S: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, JSON]:
+) -> tuple[Tensor | None, Tensor | None, JSON]:
     """New down projections of a mixture's experts that stay.
 
     Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. One after the
@@ -214,8 +214,8 @@ def refitted_downs(
             too; None to leave that path alone.
 
     Returns:
-        down projections by place, as the experts' module holds them (E, D, W); that of the shared
-        path (D, S) or None; ``lost`` and ``recovered`` for the record.
+        down projections by place, as the experts' module holds them (E, D, W), None where none
+        changed; that of the shared path (D, S) or None; ``lost`` and ``recovered`` for the record.
     """
     view = site.view
     parts = {
@@ -235,6 +235,8 @@ def refitted_downs(
     for i, part in parts.items():
         if len(part.gone) and not part.tokens:
             part.fit_alone(site, i)
+    if not any(part.change_WD.any() for part in parts.values()):
+        return None, None, {}
     figures = recovered(lost, after * lost, square)
     shared_DS = None
     if SHARED in parts:
