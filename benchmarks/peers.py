@@ -12,7 +12,8 @@ memory, they are saved as they are, which the row says.
 Every row is a process of its own: CPU seconds (user and system, imports too), peak of memory, the
 machine's load. Its folder is measured by :func:`moesaic.evaluate` on the held-out text that ships,
 against the original, and read by transformers without Moesaic. What cannot be run says why. Rows
-that the JSON has already are not made again.
+that the JSON has already are not made again. A folder that lies where this runs is a model too:
+peers_memory.json is of qwen3-moe-1b, as shapes.py writes it with random values.
 """
 
 from __future__ import annotations
