@@ -235,9 +235,9 @@ def refitted_downs(
     for i, part in parts.items():
         if len(part.gone) and not part.tokens:
             part.fit_alone(site, i)
-    if not any(part.change_WD.any() for part in parts.values()):
-        return None, None, {}
     figures = recovered(lost, after * lost, square)
+    if not any(part.change_WD.any() for part in parts.values()):
+        return None, None, figures
     shared_DS = None
     if SHARED in parts:
         shared = parts.pop(SHARED)
