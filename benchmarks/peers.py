@@ -318,25 +318,18 @@ def commit(folder: Path | str) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The documents': a line a tool; of each model and share KL, CPU seconds, and peaks if told."""
+    """The documents': a line a tool; of each model and share KL and CPU seconds."""
     rows = {(row["tool"], row["model"], row["keep"]): row for row in record["results"]}
     places = [(m, k) for m in record["models"] for k in record["keep"] if ("slim", m, k) in rows]
-    peaks = all("peak_memory_bytes" in row for row in rows.values() if "kl" in row)
-    columns = ["KL", "CPU s", *(["GB"] if peaks else [])]
-    heads = "".join(f" {model}, {keep:g}: {' | '.join(columns)} |" for model, keep in places)
-    lines = [f"| |{heads} loads |", "| --- |" + " ---: |" * (len(columns) * len(places)) + " --- |"]
+    heads = "".join(f" {model}, {keep:g}: KL | CPU s |" for model, keep in places)
+    lines = [f"| |{heads} loads |", "| --- |" + " ---: |" * (2 * len(places)) + " --- |"]
     for tool in dict.fromkeys([*OURS, *(tool for tool, *_ in rows)]):
         ran = [row for place in places if "kl" in (row := rows.get((tool, *place), {}))]
         loads = all(row["loads_in_transformers"] is True and "note" not in row for row in ran)
         line = f"| {f'`{tool}`' if tool in OURS else tool} |"
         for place in places:
             row = rows.get((tool, *place), {})
-            cells = [""] * len(columns)
-            if row in ran:
-                kl = f"{row['kl']:.3f}" if row["kl"] >= 0.01 else f"{row['kl']:.2g}"
-                cells = [kl, f"{row['cpu_seconds']:.0f}"]
-                cells += [f"{row['peak_memory_bytes'] / 1e9:.1f}"] if peaks else []
-            line += "".join(f" {cell} |" if cell else " |" for cell in cells)
+            line += f" {row['kl']:.3f} | {row['cpu_seconds']:.0f} |" if row in ran else " | |"
         lines += [f"{line} {'yes' if loads else 'no'} |"] if ran else []
     return "\n".join(lines) + "\n"
 
@@ -344,9 +337,7 @@ def table(record: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peer", nargs="*", action="extend", default=[], metavar="NAME=PYTHON:DIR")
-    parser.add_argument(
-        "--models", nargs="*", default=["tiny-shared-moe", "tiny-moe"], help="folders lie here"
-    )
+    parser.add_argument("--models", nargs="*", default=["tiny-shared-moe", "tiny-moe"])
     parser.add_argument("--keep", nargs="*", type=float, default=[0.5, 0.25])
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
@@ -361,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.table:
         from slim_table import rewritten
 
-        tables = {args.out.stem: table(json.loads(args.out.read_text("utf-8")))}
+        tables = {"peers": table(json.loads(args.out.read_text("utf-8")))}
         page = HERE.parent / "docs" / "slim.md"
         page.write_text(rewritten(page.read_text("utf-8"), tables), "utf-8")
         return

@@ -34,7 +34,7 @@ def tokens_of(rows: int) -> Tokens:
 @cache
 @torch.no_grad()
 def observed(moe_type: str, rows: int) -> tuple[ScoredLayer, list[Calls], Any]:
-    """The first routed layer's case, what every token does in it, and the model."""
+    """The first routed layer as criteria see it, what every token does in it, and the model."""
     model = tiny_moe(moe_type)
     arch = moe_arch(model.config)
     layers = arch.moe_layers(model)

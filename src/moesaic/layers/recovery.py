@@ -166,13 +166,13 @@ class _Part:
         for batch, rows, h_NW in self.tokens:
             held_N, r_ND = rows >= missing.cuts[batch], missing.residuals[batch][rows]
             ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
-            ridge.held.add(h_NW[held_N], r_ND[held_N])
             held.append((h_NW[held_N], r_ND[held_N]))
+            ridge.held.add(*held[-1])
         fit = ridge.solve()
-        self.change_WD = fit.weight_FO
         if not helps(fit, held):
             self.change_WD = torch.zeros_like(fit.weight_FO)
             return
+        self.change_WD = fit.weight_FO
         for batch, rows, h_NW in self.tokens:
             missing.residuals[batch][rows] -= h_NW @ fit.trial_FO.float()
 
