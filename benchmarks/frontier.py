@@ -34,7 +34,7 @@ from moesaic.io.packaged import packaged_file
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Pass, Whole
-from moesaic.metrics.llamacpp import Engine
+from moesaic.metrics.gguf_engine import Engine
 from moesaic.metrics.machine import environment
 from moesaic.metrics.score import Quality, Score, qualities, scores
 from moesaic.metrics.size import model_size

@@ -22,9 +22,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from moesaic import Tokens
 from moesaic.arch.lookup import moe_arch
 from moesaic.methods.naee.reconstruction import Reconstruction
-from moesaic.methods.naee.search import Losses, SearchResult, greedy, refined
+from moesaic.methods.naee.subsets import Losses, SearchResult, greedy, refined
 from moesaic.metrics.machine import environment
-from moesaic.observation.experts import ExpertStats, observe_experts
+from moesaic.observation.expert_stats import ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream
 
 TYPES = ("qwen3_moe", "qwen2_moe")

@@ -29,8 +29,8 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.rerouting import Law, law_of
-from moesaic.methods.naee.search import Neighbours
-from moesaic.observation.experts import observe_experts
+from moesaic.methods.naee.subsets import Neighbours
+from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream, Site
 from moesaic.plan import Plan
 from moesaic.result import save_applied

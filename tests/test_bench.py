@@ -14,7 +14,7 @@ from moesaic.exports.llamacpp import SCRIPT, find_converter
 from moesaic.foreign import at_home
 from moesaic.io.source import resolve
 from moesaic.metrics.bench import _gguf, _prompt
-from moesaic.metrics.llamacpp import gguf_parameters
+from moesaic.metrics.gguf_engine import gguf_parameters
 from moesaic.metrics.speed import Speed, Timing, against, interleaved
 from moesaic.report import speed_words
 

@@ -29,7 +29,7 @@ from moesaic.methods.budget import (
     split_for_target,
 )
 from moesaic.methods.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
-from moesaic.metrics.routing import trace
+from moesaic.metrics.routing_counts import trace
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import CarvedFFN

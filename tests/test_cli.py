@@ -511,7 +511,7 @@ def test_a_result_loads_after_import_in_any_order(carved_folder, first):
 
 def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "moesaic.cli", "inspect", str(llama_folder), "--json"],
+        [sys.executable, "-m", "moesaic", "inspect", str(llama_folder), "--json"],
         capture_output=True,
         text=True,
         check=True,
@@ -646,7 +646,7 @@ def test_version(command):
 
 
 def test_every_option_of_every_method_is_on_the_command_line_or_seldom():
-    from moesaic.cli.verbs import verb_options
+    from moesaic.cli.conversions import verb_options
 
     for key in METHODS:
         verb, config = VERBS[key.partition(".")[0]], METHODS[key]

@@ -32,8 +32,8 @@ from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.routing import counted
-from moesaic.observation.neurons import observe_neurons, watching, weight_stats
+from moesaic.metrics.routing_counts import counted
+from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.result import save_applied

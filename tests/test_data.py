@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from moesaic.data.reader import shipped_texts
 from moesaic.data.rows import ALPACA
-from moesaic.data.source import DOMAINS
 from moesaic.data.text import (
     IGNORED,
     Tokens,
@@ -20,6 +19,7 @@ from moesaic.data.text import (
     evaluation_tokens,
     windows,
 )
+from moesaic.data.text_source import DOMAINS
 from moesaic.errors import MoesaicError
 
 

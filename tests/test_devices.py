@@ -29,11 +29,11 @@ from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.machine import free_bytes
-from moesaic.metrics.measure import Measurement
+from moesaic.metrics.measurement import Measurement
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping_ffn import OverlappingFFN
 from moesaic.objectives import Schedule
-from moesaic.observation.experts import observe_experts
+from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.train import train
@@ -521,7 +521,7 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
-    monkeypatch.setattr("moesaic.metrics.measure.peak_memory", lambda *_: 1)
+    monkeypatch.setattr("moesaic.metrics.measurement.peak_memory", lambda *_: 1)
     compared = {"again": lambda: original.load()}
     settings = Evaluation(max_tokens=512, new_tokens=2, rounds=1)
     text = measured_text(original, settings)

@@ -25,7 +25,7 @@ import yaml
 from typer.main import get_command
 
 import moesaic
-from moesaic.cli import app, verbs
+from moesaic.cli import app, conversions
 from moesaic.cli import results as works
 from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
@@ -70,9 +70,9 @@ def arguments(line: str) -> list[str] | None:
     """The arguments of a line that runs our command line, in whatever way; None of others."""
     if line.startswith("moesaic "):
         return shlex.split(line, comments=True)[1:]
-    if " -m moesaic.cli " in line and not line.startswith("#"):
+    if " -m moesaic " in line and not line.startswith("#"):
         words = shlex.split(line, comments=True)
-        return words[words.index("moesaic.cli") + 1 :]
+        return words[words.index("moesaic") + 1 :]
     return None
 
 
@@ -100,13 +100,13 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
         recipes.append(recipe)
 
     monkeypatch.chdir(ROOT)
-    for module in (verbs, works):
+    for module in (conversions, works):
         monkeypatch.setattr(module, "carry_out", keep)
     said, command, rest = COMMANDS.resolve_command(typer.Context(COMMANDS), given)
     name = str(said)
     assert command is not None, f"there is no command {given[0]}"
     context = command.make_context(name, [*rest])
-    if name in verbs.VERBS or name == "run":
+    if name in conversions.VERBS or name == "run":
         command.invoke(context)
     return recipes[0] if recipes else None
 
@@ -114,7 +114,7 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
 @pytest.mark.parametrize("given", list(spoken()))
 def test_commands_are_understood(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read(given, monkeypatch)
-    if given[0] in verbs.VERBS:
+    if given[0] in conversions.VERBS:
         assert recipe is not None
         assert [step.verb for step in recipe.steps] == [given[0]]
     elif given[0] == "run":
@@ -124,7 +124,7 @@ def test_commands_are_understood(given: list[str], monkeypatch: pytest.MonkeyPat
 
 def test_documents_have_commands_of_every_verb() -> None:
     """Or nothing is tried above."""
-    assert {*verbs.VERBS, "run", "eval"} <= {given.values[0][0] for given in spoken()}
+    assert {*conversions.VERBS, "run", "eval"} <= {given.values[0][0] for given in spoken()}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import join_processes, process
 from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
-from moesaic.metrics import measure as measuring
+from moesaic.metrics import measurement as measuring
 from moesaic.metrics import tasks as tasking
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations

@@ -34,8 +34,8 @@ from moesaic.fitting import run, search, trials
 from moesaic.fitting.candidates import Candidate, plainest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
-from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
+from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, steps_as_json

@@ -23,13 +23,13 @@ from moesaic.methods.cdmoe.experts import tail_exponent
 from moesaic.methods.channels.thresholds import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.more.formulas import petals_of, prototypes
-from moesaic.methods.naee.search import every_set, exhaustive
+from moesaic.methods.naee.subsets import every_set, exhaustive
 from moesaic.methods.refit import recover
 from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.neurons import Products
+from moesaic.observation.neuron_stats import Products
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.surgery import base_shape

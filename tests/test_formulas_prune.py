@@ -19,7 +19,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens
 from moesaic.methods.naee import reconstruction
 from moesaic.methods.naee.criteria import BUILT_IN, CRITERIA, ScoredLayer
-from moesaic.observation.experts import observe_experts
+from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
 
 EXPERTS = 8

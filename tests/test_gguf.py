@@ -36,7 +36,7 @@ from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
-from moesaic.metrics.llamacpp import library
+from moesaic.metrics.gguf_engine import library
 from moesaic.plan import Plan
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
@@ -733,7 +733,7 @@ def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
     config, rounding, tmp_path, tokenizer
 ):
     from moesaic.exports.quantiser import tensors_of
-    from moesaic.fitting.files import resized
+    from moesaic.fitting.gguf_files import resized
 
     whole = rounding("mixtral")
     text = {"calibration": pages("calibration"), "samples": 4, "length": 16}

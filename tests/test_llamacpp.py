@@ -44,7 +44,7 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.files import Files
+from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import fit
 from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
@@ -52,7 +52,7 @@ from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.metrics.llamacpp import split_otherwise
+from moesaic.metrics.gguf_engine import split_otherwise
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
@@ -64,7 +64,7 @@ pytestmark = [
     pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs $LLAMA_CPP"),
     pytest.mark.filterwarnings("ignore"),
 ]
-llamacpp = pytest.importorskip("moesaic.metrics.llamacpp")
+llamacpp = pytest.importorskip("moesaic.metrics.gguf_engine")
 llama_cpp = pytest.importorskip("llama_cpp")
 
 TEXT = "\n\n".join(shipped_texts("evaluation", "prose"))

@@ -36,7 +36,7 @@ from moesaic.methods.more.formulas import (
     prototypes,
 )
 from moesaic.methods.more.method import MoRE
-from moesaic.metrics.routing import jsd
+from moesaic.metrics.routing_counts import jsd
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import layer_uses
 

@@ -21,7 +21,7 @@ from moesaic.layers.base import PADDING, same
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.naee.reconstruction import Reconstruction
-from moesaic.methods.naee.search import (
+from moesaic.methods.naee.subsets import (
     allocate,
     best_scores,
     every_set,
@@ -30,7 +30,7 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
-from moesaic.observation.experts import (
+from moesaic.observation.expert_stats import (
     evenly,
     observe_experts,
     observed,
@@ -112,7 +112,7 @@ def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     sets_CE = torch.cat(list(every_set(8, 5)))
     whole = Reconstruction(stats, site.view.routing)(sets_CE)
     monkeypatch.setattr("moesaic.methods.naee.reconstruction.ELEMENTS", 700)
-    monkeypatch.setattr("moesaic.observation.experts.BLOCK_BYTES", 5000)
+    monkeypatch.setattr("moesaic.observation.expert_stats.BLOCK_BYTES", 5000)
     blocks = Reconstruction(observe_experts(site), site.view.routing)(sets_CE)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=0)
 

@@ -18,8 +18,8 @@ from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.rerouting import Law, law_of
-from moesaic.methods.naee.search import Neighbours, greedy, refined
-from moesaic.observation.experts import PARTS, ExpertStats, observe_experts
+from moesaic.methods.naee.subsets import Neighbours, greedy, refined
+from moesaic.observation.expert_stats import PARTS, ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream
 
 LAWS = {

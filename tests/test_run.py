@@ -42,9 +42,9 @@ from moesaic.layers.base import same
 from moesaic.log import Log
 from moesaic.methods import VERBS, methods_of
 from moesaic.methods.more.method import MoRE
-from moesaic.metrics import measure as measuring
+from moesaic.metrics import measurement as measuring
 from moesaic.metrics.rounding import rounded
-from moesaic.metrics.routing import routers
+from moesaic.metrics.routing_counts import routers
 from moesaic.metrics.score import score
 from moesaic.pipeline import with_baselines
 from moesaic.plan import Plan

@@ -55,9 +55,7 @@ def test_two_parts_train_as_one_whole(
     tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     for file in llama_folder.glob("tokenizer*"):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    one = python(
-        "-m", "moesaic.cli", *command(key, tmp_path / "model", tmp_path / "one", accumulate=2)
-    )
+    one = python("-m", "moesaic", *command(key, tmp_path / "model", tmp_path / "one", accumulate=2))
     said = one.communicate()[1]
     assert not one.returncode, said
     for name, value in FSDP.items():

@@ -23,7 +23,7 @@ from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.observation.experts import gram_room, observed
+from moesaic.observation.expert_stats import gram_room, observed
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import apply_layer, layer_uses
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, SkipConfig
-from moesaic.methods.naee.skipping import mean_calls, quantile, ratios
-from moesaic.metrics.routing import counted
+from moesaic.methods.naee.dynamic_skipping import mean_calls, quantile, ratios
+from moesaic.metrics.routing_counts import counted
 from moesaic.nn import skip, survivors
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Calibration, Evaluation, Recipe

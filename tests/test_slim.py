@@ -40,7 +40,7 @@ from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.metrics.size import model_size
 from moesaic.observation.curvature import curvatures
 from moesaic.observation.job import Job
-from moesaic.observation.neurons import observe_neurons, watching, weight_stats
+from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
 
 
 def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:

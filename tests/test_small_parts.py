@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import moesaic
 from moesaic import MoesaicError, pipeline
 from moesaic.arch.lookup import moe_arch
-from moesaic.cli import bars, entry, fitting, guide, measure, results, shared, verbs
+from moesaic.cli import bars, commands, conversions, entry, fitting, guide, measure, results
 from moesaic.cli.options import Option, option
 from moesaic.config import Calibration, Evaluation, ExportArgs, check_device
 from moesaic.fitting.config import FitConfig
@@ -30,12 +30,12 @@ from moesaic.io.outputs import check_inputs
 from moesaic.io.trust import check_links, side_files
 from moesaic.io.weightless import foretold
 from moesaic.methods import VERBS
-from moesaic.observation import experts, files
+from moesaic.observation import expert_stats, files
 from moesaic.observation import job as observing
-from moesaic.observation import shared as sharing
+from moesaic.observation import processes as sharing
 from moesaic.observation.job import Job
 from moesaic.observation.layers import Observation
-from moesaic.observation.neurons import NeuronStats, observe_neurons
+from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
 from moesaic.observation.stream import LayerStream
 
 # --- commands ------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ from moesaic.observation.stream import LayerStream
         (guide, {"guide": {"memory", "max_loss", "native", "samples", "data"}}),
         (measure, {"eval": {"tasks", "limit", "length"}, "bench": {"rounds", "device"}}),
         (results, {"export": {"to", "type", "untie"}}),
-        (verbs, {"observe": {"source", "samples", "gram_mb"}, "tune": {"train", "lr"}}),
+        (conversions, {"observe": {"source", "samples", "gram_mb"}, "tune": {"train", "lr"}}),
     ],
 )
 def test_commands_have_their_options_and_an_example(module, wanted, monkeypatch):
@@ -67,8 +67,8 @@ def test_commands_have_their_options_and_an_example(module, wanted, monkeypatch)
 
 
 def test_a_command_has_its_own_help_and_example(monkeypatch):
-    app = typer.Typer(cls=shared.Guided, rich_markup_mode=None)
-    monkeypatch.setattr(shared, "app", app)
+    app = typer.Typer(cls=commands.Guided, rich_markup_mode=None)
+    monkeypatch.setattr(commands, "app", app)
 
     def first(**given: Any) -> None:
         """Do the first thing; it is short."""
@@ -77,8 +77,8 @@ def test_a_command_has_its_own_help_and_example(monkeypatch):
         """Do the second."""
 
     told = Option("size", "--size", int, "How much.", common=True)
-    shared.register("first", first, "moesaic first 7", [told])
-    shared.register("second", second, "moesaic second")
+    commands.register("first", first, "moesaic first 7", [told])
+    commands.register("second", second, "moesaic second")
     run = CliRunner()
 
     def told_by(word: str) -> str:
@@ -101,7 +101,7 @@ def test_what_stands_behind_an_option():
     assert rounds.kind is str
     stats = option(Calibration, "stats")
     assert stats.metavar == "FILE"
-    keep = next(o for o in verbs.verb_options(VERBS["prune"]) if o.name == "keep")
+    keep = next(o for o in conversions.verb_options(VERBS["prune"]) if o.name == "keep")
     assert keep.required
     assert option(Evaluation, "tasks").hidden is False
 
@@ -178,7 +178,7 @@ def test_bars_show_steps_and_the_time_left(monkeypatch):
 
 
 def test_yes_and_no_and_nothing():
-    assert [shared.figure(v) for v in (True, False, None, [1, 2])] == ["yes", "no", "", "1 - 2"]
+    assert [commands.figure(v) for v in (True, False, None, [1, 2])] == ["yes", "no", "", "1 - 2"]
 
 
 def test_what_was_exported_is_told():
@@ -439,7 +439,7 @@ def test_tokens_beside_statistics_of_experts_are_all_in_every_process(monkeypatc
     tokens = many_tokens()
     job: Any = Job(moesaic.RunArgs(tiny_moe("mixtral"), text=tokens), moe_arch)
     monkeypatch.setattr(observing, "process", lambda: (0, 2))
-    monkeypatch.setattr(experts, "gathered", lambda own: [own, own])
+    monkeypatch.setattr(expert_stats, "gathered", lambda own: [own, own])
     for _, stats, site in Observation(job, {"router", "tokens"}).layers([0, 1]):
         assert site is not None
         assert site.tokens == stats.experts.tokens == tokens.count

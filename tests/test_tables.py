@@ -25,7 +25,7 @@ from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.observation.experts import observe_experts
+from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import apply_layer
 

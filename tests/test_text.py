@@ -23,13 +23,12 @@ from tokenizers import processors
 import moesaic
 from moesaic import hub
 from moesaic.arch.lookup import dense_arch
-from moesaic.cli.shared import columns
+from moesaic.cli.commands import columns
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import mixes, reader
 from moesaic.data.mixes import MIXES, Mix, check_apart, sources_of
 from moesaic.data.reader import open_rows, shipped_texts
 from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, asked, text_of
-from moesaic.data.source import TextSource, text_sources
 from moesaic.data.text import (
     IGNORED,
     Tokens,
@@ -37,6 +36,7 @@ from moesaic.data.text import (
     evaluation_tokens,
     windows,
 )
+from moesaic.data.text_source import TextSource, text_sources
 from moesaic.data.training import PackedText, Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate

@@ -454,7 +454,7 @@ def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
 @pytest.mark.slow
 def test_two_processes_that_were_killed_go_on(llama_folder: Path, tmp_path: Path) -> None:
     out, training = tmp_path / "out", tmp_path / "out.partial" / "training"
-    running = processes("-m", "moesaic.cli", *carving(llama_folder, out, 60))
+    running = processes("-m", "moesaic", *carving(llama_folder, out, 60))
     while not list(training.glob("checkpoint-*/trainer_state.json")) and running.poll() is None:
         time.sleep(0.01)
     running.terminate()  # the launcher kills what it started

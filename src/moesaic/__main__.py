@@ -1,4 +1,4 @@
-"""``python -m moesaic``: the command line."""
+"""``python -m moesaic``: the command line, for torchrun and accelerate too."""
 
 from moesaic.cli import main
 

@@ -46,7 +46,7 @@ from moesaic.methods import implementation
 from moesaic.metrics.evaluate import have_room, measured_text
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.machine import environment
-from moesaic.metrics.measure import Measurement
+from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast

@@ -30,7 +30,7 @@ from moesaic.config import (
 )
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.source import read_by, spelled
+from moesaic.data.text_source import read_by, spelled
 from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import JSON, Values, at_home
 from moesaic.io.names import check_name

@@ -19,8 +19,8 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig
-from moesaic.data.source import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.data.text_source import read_by
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
 from moesaic.io.caller import untouched

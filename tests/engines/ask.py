@@ -139,7 +139,7 @@ def llamacpp():
 
     from moesaic.exports import convert
     from moesaic.exports import llamacpp as exports
-    from moesaic.metrics.llamacpp import Engine
+    from moesaic.metrics.gguf_engine import Engine
 
     exports.run_script = lambda _, asked: convert.main(asked)  # imports for every model otherwise
 

@@ -23,7 +23,7 @@ from moesaic.data.text import Tokens
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.io.source import resolve
 from moesaic.metrics.drafts import Drafts
-from moesaic.metrics.llamacpp import F32, library
+from moesaic.metrics.gguf_engine import F32, library
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from builders import tiny_model, tiny_moe, tiny_tokenizer
 from cases import KEYS, config_of, make_start
 
-from moesaic.cli.verbs import verb_options
+from moesaic.cli.conversions import verb_options
 from moesaic.data.reader import shipped_texts
 from moesaic.methods import VERBS, methods_of
 

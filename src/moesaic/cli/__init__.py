@@ -4,7 +4,7 @@ Nothing here imports torch before it is needed: help, the version and wrong argu
 at once.
 """
 
+from moesaic.cli.commands import app
 from moesaic.cli.entry import main
-from moesaic.cli.shared import app
 
 __all__ = ["app", "main"]

@@ -16,8 +16,8 @@ import typer
 import wrapt
 
 from moesaic import __version__
-from moesaic.cli import fitting, guide, measure, results, verbs
-from moesaic.cli.shared import app, fail
+from moesaic.cli import conversions, fitting, guide, measure, results
+from moesaic.cli.commands import app, fail
 from moesaic.errors import MoesaicError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -31,7 +31,7 @@ REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "5
 of a mixture meet new numbers of tokens in each batch. The default is 1,024; prompts of a small
 mixture take a third longer with 256, and as long with 512."""
 
-for group in (verbs, fitting, measure, results, guide):
+for group in (conversions, fitting, measure, results, guide):
     group.commands()
 
 

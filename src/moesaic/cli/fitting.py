@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
+from moesaic.cli.commands import check_push, emit, pushed, register, tell
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
@@ -22,7 +23,6 @@ from moesaic.cli.options import (
     option,
     taken,
 )
-from moesaic.cli.shared import check_push, emit, pushed, register, tell
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON

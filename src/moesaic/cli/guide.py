@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moesaic.cli.commands import GUIDE, app, check_push, emit, pushed, register, show_page, tell
 from moesaic.cli.fitting import search_options, search_recipe
 from moesaic.cli.options import (
     AsJson,
@@ -21,7 +22,6 @@ from moesaic.cli.options import (
     Value,
     flag_of,
 )
-from moesaic.cli.shared import GUIDE, app, check_push, emit, pushed, register, show_page, tell
 from moesaic.config import ROUNDED, Calibration, MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moesaic.cli.commands import columns, emit, register, tell
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
-from moesaic.cli.shared import columns, emit, register, tell
 from moesaic.config import (
     Bench,
     Evaluation,

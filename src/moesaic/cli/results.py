@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moesaic.cli.commands import carried_out, carry_out, emit, figure, register, show_page
 from moesaic.cli.options import (
     AsJson,
     DryRun,
@@ -21,7 +22,6 @@ from moesaic.cli.options import (
     Value,
     option,
 )
-from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, show_page
 from moesaic.config import ROUNDED, Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
@@ -126,7 +126,7 @@ def in_llama_cpp(folder: Path, record: Record) -> JSON:
     from moesaic.exports.llamacpp import find_converter
     from moesaic.io.source import resolve
     from moesaic.metrics.generations import until
-    from moesaic.metrics.llamacpp import Engine, library
+    from moesaic.metrics.gguf_engine import Engine, library
 
     try:
         find_converter()

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from moesaic.data.reader import Use, check_rows, check_there, open_rows
-from moesaic.data.source import DOMAINS, TextSource, text_sources
+from moesaic.data.text_source import DOMAINS, TextSource, text_sources
 from moesaic.errors import MoesaicError
 
 PATIENCE = 5.0
@@ -75,7 +75,7 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
     are the same everywhere.
 
     Args:
-        spec: as for :func:`moesaic.data.source.text_sources`.
+        spec: as for :func:`moesaic.data.text_source.text_sources`.
         use: what it is for.
 
     Raises:
@@ -93,7 +93,7 @@ def check_apart(used: Iterable[str], measured: str) -> None:
     """Refuse text that is not there, and to measure on rows that are calibrated or trained on.
 
     Args:
-        used: names of the texts that are, as for :func:`moesaic.data.source.text_sources`.
+        used: names of the texts that are, as for :func:`moesaic.data.text_source.text_sources`.
         measured: the text to measure on.
 
     Raises:

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from moesaic.data.rows import Row
-from moesaic.data.source import DOMAINS, SHIPPED, TextSource
+from moesaic.data.text_source import DOMAINS, SHIPPED, TextSource
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.foreign import JSON, Values
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic.data.mixes import sources_of
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
 from moesaic.data.rows import DOMAIN, Row, text_of
-from moesaic.data.source import SHIPPED, TextSource, text_sources
+from moesaic.data.text_source import SHIPPED, TextSource, text_sources
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Tokenizer
 
@@ -315,7 +315,7 @@ def evaluation_tokens(
     """The first windows of a text, in order; of a mix, of each source in turn.
 
     Args:
-        source: as for :func:`moesaic.data.source.text_sources`, or rows.
+        source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
         tokenizer: of the model; not used for a file of token ids.
         length: tokens of a window; None for 512, or for a token file's own.
         max_tokens: at most this much; 0 or None for all of it. A mix shares it by its weights.
@@ -381,7 +381,7 @@ def calibration_tokens(
     """Windows drawn without replacement; of a mix, so many of each source as its weight says.
 
     Args:
-        source: as for :func:`moesaic.data.source.text_sources`, or rows.
+        source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
         tokenizer: of the model; not used for a file of token ids.
         samples: windows; None for 100, or for all of a token file.
         length: tokens of a window, of a document at most; None for ``window``, or for a token

@@ -27,8 +27,8 @@ from moesaic.data.reader import (
     shipped_texts,
 )
 from moesaic.data.rows import PromptAnswer, Row, asked, text_of
-from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
+from moesaic.data.text_source import text_sources
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Tokenizer
 
@@ -87,8 +87,8 @@ class PackedText(IterableDataset[Example]):
     document are no neighbours in training. A run that continues reads the same windows again.
 
     Args:
-        source: as for :func:`moesaic.data.source.text_sources`; the weights of a mix are shares of
-            the windows.
+        source: as for :func:`moesaic.data.text_source.text_sources`; the weights of a mix are
+            shares of the windows.
         tokenizer: of the model.
         length: tokens a window.
         seed: of every draw.
@@ -261,7 +261,7 @@ def foretold_tokens(source: str) -> int | None:
     """About as many tokens as a text has, told without reading it: four bytes each.
 
     Args:
-        source: as for :func:`moesaic.data.source.text_sources`.
+        source: as for :func:`moesaic.data.text_source.text_sources`.
 
     Returns:
         None where the text does not lie here.

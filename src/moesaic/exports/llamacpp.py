@@ -42,7 +42,7 @@ from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_file, put_file, scratch_folder, whole_file
 from moesaic.io.prediction import predicts
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.llamacpp import library, split_otherwise
+from moesaic.metrics.gguf_engine import library, split_otherwise
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"

@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.engines import limits
 from moesaic.exports.form import CODE, Export, run_script
-from moesaic.exports.mixtures import reduced
+from moesaic.exports.reduced import reduced
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, path_of, shape_of

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.config import by_text
 from moesaic.errors import MoesaicError
-from moesaic.metrics.llamacpp import library
+from moesaic.metrics.gguf_engine import library
 
 ALIGNED = 32
 """Tensors begin at multiples of so many bytes."""

@@ -18,8 +18,8 @@ from moesaic.exports.live import Types
 from moesaic.exports.mixed import Sensitivities
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, ending, filed
+from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.search import FAR, Search
 from moesaic.fitting.sizes import Steps, conversions
 

@@ -31,7 +31,7 @@ from moesaic.layers.base import LayerPlan
 from moesaic.methods.naee.config import QUICK, PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.branches import divergences
-from moesaic.observation.experts import unpacked
+from moesaic.observation.expert_stats import unpacked
 from moesaic.observation.files import StatsFile, from_file
 from moesaic.observation.job import Job
 from moesaic.pipeline import convert

@@ -22,8 +22,8 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, in_words
 from moesaic.fitting.candidates import Candidate, plainest, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, forms, guessed, largest
+from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.redundancy import HALF, Redundancy, redundancy
 from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts

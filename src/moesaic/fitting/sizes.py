@@ -26,7 +26,7 @@ from moesaic.estimates import (
 )
 from moesaic.exports.mixed import TYPES
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.files import Files
+from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.redundancy import looking
 from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config

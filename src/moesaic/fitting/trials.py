@@ -18,7 +18,7 @@ from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
-from moesaic.fitting.files import Files
+from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.redundancy import WINDOWS, decided, divergences_of
 from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts

@@ -34,7 +34,7 @@ from moesaic.observation.layers import (
     cost_of,
     shows_tokens,
 )
-from moesaic.observation.shared import each_layer
+from moesaic.observation.processes import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
 

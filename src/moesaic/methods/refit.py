@@ -15,7 +15,7 @@ from moesaic.arch.dense import FFN, Arch
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.shared import each_layer
+from moesaic.observation.processes import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
 from moesaic.surgery import applied

@@ -20,7 +20,7 @@ from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import have_room
-from moesaic.metrics.llamacpp import Engine, gguf_parameters
+from moesaic.metrics.gguf_engine import Engine, gguf_parameters
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
 

@@ -20,7 +20,7 @@ from moesaic.foreign import Model, Track, logits_alone, silent
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source
-from moesaic.metrics.routing import Routing, counted
+from moesaic.metrics.routing_counts import Routing, counted
 from moesaic.nn.phase import set_mode
 from moesaic.observation.stream import LayerStream, Spill
 

@@ -20,7 +20,7 @@ def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.metrics.speed.peak_memory` sends."""
     folder, length, new_tokens, device, dtype = json.loads(request)
     if folder.endswith(".gguf"):
-        from moesaic.metrics.llamacpp import Engine
+        from moesaic.metrics.gguf_engine import Engine
 
         with Engine(Path(folder), length + new_tokens + 1) as engine:
             engine(torch.arange(length).view(1, -1) % engine.vocabulary, new_tokens)

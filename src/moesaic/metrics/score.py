@@ -29,7 +29,7 @@ from moesaic.metrics.forward import (
     all_shares,
     own_share,
 )
-from moesaic.metrics.routing import Routing
+from moesaic.metrics.routing_counts import Routing
 from moesaic.metrics.size import model_size
 from moesaic.nn.phase import set_mode
 

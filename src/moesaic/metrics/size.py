@@ -11,7 +11,7 @@ from moesaic.foreign import JSON, Model
 from moesaic.io.arithmetic import sizes_in
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import resolve
-from moesaic.metrics.routing import Routing
+from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
 
 

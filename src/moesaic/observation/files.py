@@ -19,7 +19,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.config import RunArgs, takes_options
-from moesaic.data.source import read_by
+from moesaic.data.text_source import read_by
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
@@ -27,9 +27,9 @@ from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_stored, stored_in
 from moesaic.io.headers import header_of
 from moesaic.io.outputs import alone, check_file, discard, scratch_folder, unfinished, whole_file
-from moesaic.observation.experts import ExpertStats, observed
+from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
-from moesaic.observation.neurons import NeuronStats, observe_neurons
+from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
 from moesaic.observation.stream import Site
 from moesaic.plan import BaseShape, differing
 

@@ -17,10 +17,10 @@ from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
 from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.curvature import Curvature, curvatures
-from moesaic.observation.experts import PARTS, ExpertStats, gram_room, observed
+from moesaic.observation.expert_stats import PARTS, ExpertStats, gram_room, observed
 from moesaic.observation.files import StatsFile, from_file
 from moesaic.observation.job import Job
-from moesaic.observation.neurons import (
+from moesaic.observation.neuron_stats import (
     NeuronStats,
     Products,
     observe_neurons,
@@ -32,8 +32,8 @@ from moesaic.observation.stream import Site
 MODEL = {"products": "pairs of neurons", "curvature": "gradients", "tokens": "tokens"}
 """What no file of ``observe`` holds, in words."""
 NEEDS = frozenset({"router", *PARTS, "sizes", "energy", "shared", *MODEL})
-"""Of a mixture: ``router`` and :data:`~moesaic.observation.experts.PARTS`. Of the neurons of any
-model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, ``products`` and
+"""Of a mixture: ``router`` and :data:`~moesaic.observation.expert_stats.PARTS`. Of the neurons of
+any model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, ``products`` and
 ``curvature``; ``tokens`` for the layer's tokens themselves, all of them in every process."""
 OF_EXPERTS = frozenset({"router", *PARTS})
 OF_NEURONS = frozenset({"sizes", "energy", "shared"})

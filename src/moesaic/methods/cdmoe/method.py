@@ -25,11 +25,11 @@ from moesaic.layers.dropped import DroppedLayer, cache_leaders
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
+from moesaic.methods.cdmoe.footprint import Footprint
 from moesaic.methods.cdmoe.layer_search import RACED, ExpertSearch, LayerSearch, Replaced, legs
-from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import listed, original, routed_layers, span
+from moesaic.methods.phrases import credited
 from moesaic.methods.refit import recover
-from moesaic.methods.words import credited
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan

@@ -37,7 +37,7 @@ from moesaic.methods.channels.config import ChannelsConfig
 from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
-from moesaic.methods.words import percent, some
+from moesaic.methods.phrases import percent, some
 from moesaic.nn.channel_linear import WHOLE, ChannelExperts, ChannelLinear, Cut
 from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.job import Finished, Job

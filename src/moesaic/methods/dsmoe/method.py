@@ -20,7 +20,7 @@ from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_siz
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
 from moesaic.methods.learning import examples_of, learn, spent
-from moesaic.methods.words import carved, number, some
+from moesaic.methods.phrases import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord

@@ -38,8 +38,8 @@ from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.mixtures import routed_layers, span, unskipped
 from moesaic.methods.naee.reconstruction import ELEMENTS, output_norm, squared_errors
-from moesaic.methods.naee.search import allocate
-from moesaic.observation.experts import ExpertStats, routing_of, unpacked
+from moesaic.methods.naee.subsets import allocate
+from moesaic.observation.expert_stats import ExpertStats, routing_of, unpacked
 from moesaic.observation.job import Job
 from moesaic.record import Figure, LayerRecord
 

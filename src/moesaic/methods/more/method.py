@@ -40,8 +40,8 @@ from moesaic.methods.more.formulas import (
     petals_of,
     prototypes,
 )
+from moesaic.methods.phrases import carved, number, some
 from moesaic.methods.slim.choice import narrowest
-from moesaic.methods.words import carved, number, some
 from moesaic.nn.carved_ffn import NARROW
 from moesaic.observation.job import Job
 from moesaic.observation.layers import Cost

@@ -199,7 +199,7 @@ class SkipConfig(MethodConfig):
     name = "naee"
     title = "NAEE"
     paper = NAEE
-    implementation = "moesaic.methods.naee.skipping:Skipper"
+    implementation = "moesaic.methods.naee.dynamic_skipping:Skipper"
     bundles: ClassVar[Mapping[str, Values]] = {
         "paper": {"quantile": 0.5, "rule": "auto"},
         "mixtral-c4": {"betas": MIXTRAL_C4},

@@ -1,7 +1,7 @@
 """Criteria: how it is decided which experts of a layer stay. One entry each; torch-free to import.
 
 A criterion either scores one expert at a time, and the lowest scores go, or gives the loss of a
-whole set of experts, and the best set is searched for (:mod:`moesaic.methods.naee.search`).
+whole set of experts, and the best set is searched for (:mod:`moesaic.methods.naee.subsets`).
 
 ==========  ==========================
 T_j         tokens routed to expert j
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moesaic.arch.routing import RoutingFunction
-    from moesaic.methods.naee.search import Losses
-    from moesaic.observation.experts import ExpertStats
+    from moesaic.methods.naee.subsets import Losses
+    from moesaic.observation.expert_stats import ExpertStats
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Criterion:
     """It looks at tokens; without, no loss is known by which layers could be compared."""
     needs: tuple[str, ...] = ("outputs",)
     """The statistics that it reads beside those of the router, of
-    :data:`moesaic.observation.experts.PARTS`; others are not observed."""
+    :data:`moesaic.observation.expert_stats.PARTS`; others are not observed."""
 
     @property
     def gram(self) -> bool:

@@ -40,7 +40,7 @@ from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, original, routed_layers, span
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.naee.criteria import ScoredLayer
-from moesaic.methods.naee.search import (
+from moesaic.methods.naee.subsets import (
     Losses,
     SearchResult,
     allocate,
@@ -50,8 +50,8 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
-from moesaic.methods.words import credited
-from moesaic.observation.experts import ExpertStats, routing_of, sample_share
+from moesaic.methods.phrases import credited
+from moesaic.observation.expert_stats import ExpertStats, routing_of, sample_share
 from moesaic.observation.job import Job
 from moesaic.observation.layers import Cost
 from moesaic.observation.stream import Site

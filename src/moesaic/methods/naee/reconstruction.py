@@ -30,8 +30,8 @@ from torch import Tensor
 from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.methods.naee.rerouting import Rerouting, law_of
-from moesaic.methods.naee.search import Neighbours
-from moesaic.observation.experts import ExpertStats, unpacked
+from moesaic.methods.naee.subsets import Neighbours
+from moesaic.observation.expert_stats import ExpertStats, unpacked
 
 ELEMENTS = 1 << 22
 """Numbers in one block of candidate sets times tokens times experts."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.routing import RoutingFunction
-from moesaic.observation.experts import ExpertStats, packed_places
+from moesaic.observation.expert_stats import ExpertStats, packed_places
 
 ROWS = 1 << 22
 """Numbers in one block of tokens times experts."""

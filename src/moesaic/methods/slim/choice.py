@@ -15,7 +15,7 @@ from moesaic.arch.dense import FFN
 from moesaic.layers.base import PADDING
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
-from moesaic.methods.naee.search import best_scores
+from moesaic.methods.naee.subsets import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.observation.layers import LayerStats
 from moesaic.observation.stream import Site

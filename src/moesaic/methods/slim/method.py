@@ -40,7 +40,7 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import RESULT, Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
-from moesaic.methods.naee.search import allocate
+from moesaic.methods.naee.subsets import allocate
 from moesaic.methods.slim.choice import (
     Shape,
     candidates,
@@ -58,7 +58,7 @@ from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import HELD_BACK, Job
 from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
-from moesaic.observation.neurons import no_stats
+from moesaic.observation.neuron_stats import no_stats
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of

@@ -15,6 +15,7 @@ from moesaic.methods.budget import layer_sizes
 from moesaic.methods.learning import examples_of, learn, spent
 from moesaic.methods.more.config import MoREConfig, Variant
 from moesaic.methods.more.method import MoRE
+from moesaic.methods.phrases import carved, number, some
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.decision import (
     Learned,
@@ -27,7 +28,6 @@ from moesaic.methods.tomoe.decision import (
 )
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
-from moesaic.methods.words import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord

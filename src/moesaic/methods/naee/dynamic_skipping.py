@@ -34,9 +34,9 @@ from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.mixtures import routed_layers, unskipped
 from moesaic.methods.naee.config import SkipConfig
-from moesaic.methods.words import percent
+from moesaic.methods.phrases import percent
 from moesaic.nn import survivors
-from moesaic.observation.experts import routing_of
+from moesaic.observation.expert_stats import routing_of
 from moesaic.observation.job import Job
 from moesaic.record import Figure, LayerRecord
 

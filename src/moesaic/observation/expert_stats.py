@@ -25,7 +25,7 @@ from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.observation.job import Job
-from moesaic.observation.neurons import NeuronStats, weight_stats
+from moesaic.observation.neuron_stats import NeuronStats, weight_stats
 from moesaic.observation.stream import Site
 from moesaic.observation.tap import square_sums
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from moesaic.cli.commands import carry_out, emit, register, tell
 from moesaic.cli.measure import place, redundancy_shown
 from moesaic.cli.options import (
     DEVICE,
@@ -31,7 +32,6 @@ from moesaic.cli.options import (
     pairs,
     taken,
 )
-from moesaic.cli.shared import carry_out, emit, register, tell
 from moesaic.config import Calibration, Evaluation, Verb, about
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name

@@ -15,8 +15,8 @@ import torch
 from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import shipped_texts
-from moesaic.data.source import DOMAINS
 from moesaic.data.text import Tokens, evaluation_tokens, positions
+from moesaic.data.text_source import DOMAINS
 from moesaic.distributed import own_device
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.arithmetic import working_type
@@ -26,7 +26,7 @@ from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.rounding import rounded_scores
-from moesaic.metrics.routing import trace
+from moesaic.metrics.routing_counts import trace
 from moesaic.metrics.score import score, scores
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratios
 from moesaic.metrics.tasks import measure_tasks
