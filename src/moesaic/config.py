@@ -129,7 +129,7 @@ def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
     return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
 
 
-def check_options(config: DataclassInstance) -> None:
+def _check_options(config: DataclassInstance) -> None:
     """Refuse values of another type, none of an option's choices, or out of its range.
 
     Raises:
@@ -192,7 +192,7 @@ class Options:
         cls.__doc__ = explained(doc, ((name, in_words(value)) for name, value in members.items()))
 
     def __post_init__(self) -> None:
-        check_options(self)
+        _check_options(self)
         self.check()
 
     def check(self) -> None:

@@ -186,7 +186,7 @@ QUICK = 1e10
 """Operations that no machine takes long for; what takes no more is not worth a dry run."""
 
 
-def stopping_nothing(predict: Callable[P, str]) -> Callable[P, str]:
+def _stopping_nothing(predict: Callable[P, str]) -> Callable[P, str]:
     """A prediction that is empty where it cannot be made: what is wrong, the run says better."""
 
     @wraps(predict)
@@ -199,7 +199,7 @@ def stopping_nothing(predict: Callable[P, str]) -> Callable[P, str]:
     return cautious
 
 
-@stopping_nothing
+@_stopping_nothing
 def notice(recipe: Recipe) -> str:
     """What a run is predicted to take, in a line; empty where that is no minute."""
     if at_least(recipe) < QUICK:
@@ -543,7 +543,7 @@ def _layer_by_layer(models: Sequence[Built], settings: Evaluation, device: str) 
     return (settings.stream and not settings.rounds) or weights * ROOM > free_bytes(device)
 
 
-def drafting(models: Sequence[Built], settings: Evaluation, device: str = "cpu") -> Stage:
+def _drafting(models: Sequence[Built], settings: Evaluation, device: str = "cpu") -> Stage:
     """Drafts of layers that predict further tokens, each the work of a decoder layer and a head.
 
     Models that are loaded run once more for them; of others the last layer's outputs are kept.
@@ -579,7 +579,7 @@ def observing(source: Weightless, recipe: Recipe) -> list[Stage]:
     return making(job, outline, 0, decided=False)
 
 
-@stopping_nothing
+@_stopping_nothing
 def notice_of_observing(
     recipe: Recipe, further: Callable[[Built], list[Stage]] = lambda _: []
 ) -> str:
@@ -599,7 +599,7 @@ def notice_of_observing(
     return in_words(seconds, machine.resident + max(stage.memory for stage in stages))
 
 
-@stopping_nothing
+@_stopping_nothing
 def notice_of_scoring(
     names: Sequence[str],
     settings: Evaluation,
@@ -624,7 +624,7 @@ def notice_of_scoring(
     machine = Machine.here(device)
     settings = replace(settings, max_tokens=tokens, rounds=0)
     stages = [scoring(models, settings, device)]
-    stages += [drafting(models, settings, device)] if mtp else []
+    stages += [_drafting(models, settings, device)] if mtp else []
     seconds, held = sum(map(machine.seconds, stages)), max(stage.memory for stage in stages)
     beside = ["tasks beside that"] if settings.tasks else []
     return in_words(seconds, machine.resident + held, *beside)

@@ -443,7 +443,7 @@ class Result:
         )
 
 
-def check_weights(plan: Plan, source: Source) -> None:
+def _check_weights(plan: Plan, source: Source) -> None:
     """Refuse to apply a plan to other weights than it was made from.
 
     A plan that was made from a live model is compared with the source loaded in its type.
@@ -494,7 +494,7 @@ def save_applied(
     arch = base_arch(config)
     model = shape_of(config, dtype)
     check_base(plan, model, arch)
-    check_weights(plan, source)
+    _check_weights(plan, source)
     naming = source.naming
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}

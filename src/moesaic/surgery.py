@@ -97,7 +97,7 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
     return {int(i): list(stack) for i, stack in section["layers"].items()}
 
 
-def kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:
+def _kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:
     """The layer kind of a decoder layer and its header; None where it is as the base has it.
 
     Kinds that refine a layer leave it the kind that it was.
@@ -116,7 +116,7 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
     section = getattr(model.config, "moesaic", None)
     uses = []
     for i, layer in enumerate(arch.layers(model)):
-        kind = kind_of(model.config, i)
+        kind = _kind_of(model.config, i)
         if kind is None or section is None:
             use = arch.use(layer)
         else:
@@ -131,7 +131,7 @@ def routed_modules(model: Model, arch: Arch) -> dict[int, RoutedModule]:
     """The module that chooses experts in every decoder layer that routes, converted or not."""
     modules = {}
     for i, layer in enumerate(arch.layers(model)):
-        kind = kind_of(model.config, i)
+        kind = _kind_of(model.config, i)
         routed = arch.routed(layer) if kind is None else kind[0].routed(layer, arch, kind[1])
         if routed is not None:
             modules[i] = routed

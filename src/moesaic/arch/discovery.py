@@ -128,7 +128,7 @@ def _layers_path(model: nn.Module, config: Config) -> str | None:
 # --- plain MLPs ----------------------------------------------------------------------------------
 
 
-def mlp_names(module: nn.Module) -> FFNNames | None:
+def _mlp_names(module: nn.Module) -> FFNNames | None:
     """The projections of a feed-forward module; None where it is no plain MLP."""
     linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
     act = next((n for n in ACTIVATIONS if callable(getattr(module, n, None))), None)
@@ -202,7 +202,7 @@ def _down(linears: dict[str, nn.Linear]) -> str | None:
 
 def _mlps(layer: nn.Module) -> dict[str, FFNNames]:
     """The plain MLPs among a module's own parts, by their names."""
-    mlps = ((path, mlp_names(module)) for path, module in layer.named_children())
+    mlps = ((path, _mlp_names(module)) for path, module in layer.named_children())
     return {path: names for path, names in mlps if names is not None}
 
 
@@ -393,7 +393,7 @@ def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
 def _router(name: str, block: nn.Module, experts: str, count: int, always: int = 0) -> RouterParts:
     """The module of a block that has a row for every expert, shared ones the last, or none."""
     for path, module in block.named_children():
-        if path == experts or mlp_names(module) is not None or type(module) is nn.Linear:
+        if path == experts or _mlp_names(module) is not None or type(module) is nn.Linear:
             continue
         lengths = {n: len(p) for n, p in module.named_parameters() if p.dim() == 2}
         rows = [n for n in lengths if n.rpartition(".")[2] == "weight"]

@@ -116,7 +116,7 @@ class MoEArch(Arch):
 
     def mixture(self, layer: nn.Module) -> MoEFFN:
         """The routed block of a decoder layer, as methods see it."""
-        return moe_ffn(layer, self)
+        return _moe_ffn(layer, self)
 
     def experts_in(self, layer: nn.Module) -> int:
         return self.mixture(layer).count if self.is_moe(layer) else 0
@@ -567,7 +567,7 @@ class MoEFFN:
         if module is None:
             return None
         names = self.arch.shared_names
-        return stacked_ffn(module, names) if self.parts.always else dense_ffn(module, names)
+        return _stacked_ffn(module, names) if self.parts.always else dense_ffn(module, names)
 
     def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
         """The input of the shared path's down projection times the path's own weight (T, M).
@@ -686,14 +686,14 @@ def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> b
         return False
 
 
-def stacked_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
+def _stacked_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     """The view of several MLPs as one: their projections are tensors (S, M, D) and (S, D, M)."""
     gate_MD, up_MD = (getattr(module, n or "").flatten(0, 1) for n in (names.gate, names.up))
     down_DM = getattr(module, names.down).transpose(0, 1).flatten(1)
     return DenseFFN(up_MD, down_DM, gate_MD, act_of(module, names))
 
 
-def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
+def _moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
     """The view of a routed layer."""
     block = arch.ffn_of(layer)
     router, experts = block.get_submodule(arch.parts.router), getattr(block, arch.experts)

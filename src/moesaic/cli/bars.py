@@ -86,13 +86,13 @@ class Bar(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         for name, values in self.curves.items():
-            yield Text(f"  {name:<24}{sparkline(values)} {values[-1]:.4g}")
+            yield Text(f"  {name:<24}{_sparkline(values)} {values[-1]:.4g}")
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
+def _sparkline(values: Sequence[float], width: int = 40) -> str:
     """The course of some values, from the least to the greatest.
 
-    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7]), sparkline([1, 3, 1, 3], 2), sparkline([math.nan, 2])
+    >>> _sparkline([0, 1, 2, 3, 4, 5, 6, 7]), _sparkline([1, 3, 1, 3], 2), _sparkline([math.nan, 2])
     ('▁▂▃▄▅▆▇█', '▁▁', ' ▁')
     """
     steps = "▁▂▃▄▅▆▇█"

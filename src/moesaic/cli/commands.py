@@ -146,7 +146,7 @@ def register(
 
     def command(**values: Value) -> None:
         parsed = {
-            key: by_name[key].read(value) if key in by_name else expanded(value)
+            key: by_name[key].read(value) if key in by_name else _expanded(value)
             for key, value in values.items()
             if key not in by_name or value is not None
         }
@@ -172,10 +172,10 @@ def register(
     )(command)
 
 
-def expanded(value: Value) -> Value:
+def _expanded(value: Value) -> Value:
     """A path that begins with ~, which shells leave alone behind =, in the user's folder."""
     if isinstance(value, list):
-        return [expanded(part) for part in value]
+        return [_expanded(part) for part in value]
     return value.expanduser() if isinstance(value, Path) else value
 
 
@@ -258,7 +258,7 @@ def carry_out(
     check_push(push, push_plan)
     if dry_run:
         check_run(recipe, overwrite=overwrite, resume=resume)
-        foretell(recipe, as_json)
+        _foretell(recipe, as_json)
         return
     record = carried_out(recipe, overwrite, resume)
     if record is None:  # another process wrote the result
@@ -277,7 +277,7 @@ def carry_out(
     emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
 
-def foretell(recipe: Recipe, as_json: bool) -> None:
+def _foretell(recipe: Recipe, as_json: bool) -> None:
     """Show what a recipe would make and take."""
     from moesaic.estimates import estimate
     from moesaic.report.numbers import memory, span

@@ -93,7 +93,7 @@ def quiet_libraries() -> None:
         module.disable_progress_bar()
 
 
-def spare_stdout() -> None:
+def _spare_stdout() -> None:
     """Put a question mark for what stdout's encoding lacks: a whole run may be behind the line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -108,7 +108,7 @@ def remember_less() -> None:
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
-    spare_stdout()
+    _spare_stdout()
     remember_less()
     with explained():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -82,7 +82,7 @@ def demo(
         for name, (model, verb, options, measured) in DEMO.items()
     }
     finished = {
-        name: record_of(out / name) for name, r in halves.items() if resume and _is_whole(r)
+        name: _record_of(out / name) for name, r in halves.items() if resume and _is_whole(r)
     }
     remaining = {name: recipe for name, recipe in halves.items() if name not in finished}
     for recipe in remaining.values():
@@ -230,7 +230,7 @@ def exported(record: JSON) -> Table:
     return table
 
 
-def record_of(run: Path) -> Record:
+def _record_of(run: Path) -> Record:
     """What is known of a run, by its folder or by its ``result.json``.
 
     Raises:
@@ -284,9 +284,9 @@ def report(
             raise MoesaicError(f"{axis} {key!r} is not known; known: {', '.join(axes)}.")
     types = Evaluation(baselines=tuple(baselines or ())).baselines  # or says which there are
     check_drawing(out, ".html", ".svg")
-    records = [record_of(folder) for folder in runs]
+    records = [_record_of(folder) for folder in runs]
     if types:
-        records = beside_rounding(runs, records, types)
+        records = _beside_rounding(runs, records, types)
     from moesaic import report
     from moesaic.report.frontier import measured
 
@@ -312,7 +312,7 @@ def report(
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 
-def beside_rounding(
+def _beside_rounding(
     runs: Sequence[Path], records: Sequence[Record], types: Sequence[str]
 ) -> list[Record]:
     """The records, the first of each original with it rounded to some types."""

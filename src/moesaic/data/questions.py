@@ -174,16 +174,16 @@ def _question(row: object) -> Question:
         raise ValueError("choices is not a list of two or more")
     if not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("a choice is not text")
-    return Question(question, tuple(choices), right_one(row["answer"], choices))
+    return Question(question, tuple(choices), _right_one(row["answer"], choices))
 
 
-def right_one(answer: object, choices: Sequence[str]) -> int:
+def _right_one(answer: object, choices: Sequence[str]) -> int:
     """The number of the right choice, from its index or its label.
 
     A label is the choice itself or its letter.
 
-    >>> right_one(1, ["no", "yes"]), right_one("yes", ["no", "yes"]), right_one("B", ["no", "yes"])
-    (1, 1, 1)
+    >>> [_right_one(label, ["no", "yes"]) for label in (1, "yes", "B")]
+    [1, 1, 1]
 
     Raises:
         ValueError: it is none of the choices.

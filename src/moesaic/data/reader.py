@@ -236,7 +236,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
     path = Path(source.name)
     if source.shipped:
         domain = source.domain
-        return _held(shipped_rows(use, domain), replace(source, config=""), domain)
+        return _held(_shipped_rows(use, domain), replace(source, config=""), domain)
     check_there(source)
     if path.is_file():
         return _held(_file_rows(path), source, str(path.resolve()), str(path))
@@ -298,15 +298,15 @@ def _meet(source: TextSource, theirs: TextSource) -> bool:
     return taken.meets(open_rows(theirs, "evaluation").taken)
 
 
-def shipped_rows(split: Use, domain: str = "") -> list[JSON]:
+def _shipped_rows(split: Use, domain: str = "") -> list[JSON]:
     """Documents that ship with the package, of one domain or all in turn: ``text``, ``domain``."""
     lines = files("moesaic").joinpath(f"assets/{split}.jsonl").read_text("utf-8").splitlines()
     return [row for row in map(json.loads, lines) if domain in ("", row["domain"])]
 
 
 def shipped_texts(split: Use, domain: str = "") -> list[str]:
-    """The texts of :func:`shipped_rows`."""
-    return [row["text"] for row in shipped_rows(split, domain)]
+    """The texts of :func:`_shipped_rows`."""
+    return [row["text"] for row in _shipped_rows(split, domain)]
 
 
 def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -> IndexedRows:

@@ -85,7 +85,7 @@ def main(request: str) -> None:
         try:
             name: str = original(self, tokenizer)
         except NotImplementedError:
-            if not splits_as_gpt2(Path(folder) / "tokenizer.json"):
+            if not _splits_as_gpt2(Path(folder) / "tokenizer.json"):
                 raise
             name = "gpt-2"
         return name
@@ -136,7 +136,7 @@ def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
     return tokens + [(f"[PAD{number}]".encode(), UNMERGED, kinds.UNUSED) for number in unused]
 
 
-def tokenizer_in(file: Path) -> dict[str, Any]:
+def _tokenizer_in(file: Path) -> dict[str, Any]:
     """What a ``tokenizer.json`` says; nothing where there is none."""
     plain: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     return plain
@@ -144,7 +144,7 @@ def tokenizer_in(file: Path) -> dict[str, Any]:
 
 def falls_back_to_bytes(file: Path) -> bool:
     """A BPE over characters, as SentencePiece's are in ``tokenizer.json``."""
-    plain = tokenizer_in(file)
+    plain = _tokenizer_in(file)
     model, decoder = plain.get("model") or {}, plain.get("decoder") or {}
     characters = model.get("type") == "BPE" and bool(model.get("byte_fallback"))
     return characters and decoder.get("type") == "Sequence"  # a byte-level one's is ByteLevel
@@ -160,15 +160,15 @@ def begins_with_space(file: Path) -> bool:
 @cache
 def scores(file: Path) -> dict[int, float]:
     """SentencePiece's scores of tokens that come of merges: the sooner, the higher."""
-    model = tokenizer_in(file)["model"]
+    model = _tokenizer_in(file)["model"]
     pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(pairs)])}
     return {model["vocab"][token]: -float(rank) for token, rank in ranks.items()}
 
 
-def splits_as_gpt2(file: Path) -> bool:
+def _splits_as_gpt2(file: Path) -> bool:
     """A byte-level BPE that splits by GPT-2's own expression, without a normaliser before it."""
-    plain = tokenizer_in(file)
+    plain = _tokenizer_in(file)
     split = plain.get("pre_tokenizer") or {}
     return (
         plain.get("normalizer") is None

@@ -165,7 +165,7 @@ class Rounding:
 
     def __init__(self, folder: Path, whole: Path, text: str = "", track: Track = silent) -> None:
         self.native = resolve(str(folder))
-        self.named = names_of(whole, self.native)
+        self.named = _names_of(whole, self.native)
         self.whole, self.text, self.track = whole, text, track
         self.layers = self.native.config.num_hidden_layers
 
@@ -250,14 +250,14 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(predicts(name, layers) for name in source.checkpoint.names())
-    settings = by_layer_settings(source.config)
+    settings = _by_layer_settings(source.config)
     request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, settings])
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
 
 
-def by_layer_settings(config: Config) -> JSON:
+def _by_layer_settings(config: Config) -> JSON:
     """What the converter reads instead of a config's own words, where its layers differ.
 
     Args:
@@ -296,7 +296,7 @@ def puzzle_settings(config: Config) -> JSON:
     }
 
 
-def names_of(file: Path, source: Source) -> Callable[[str], str | None]:
+def _names_of(file: Path, source: Source) -> Callable[[str], str | None]:
     """llama.cpp's name of a module of transformers, in a checkpoint's GGUF file.
 
     llama.cpp knows modules by their names on disk, which transformers may change as it reads them.

@@ -144,7 +144,7 @@ def aligned(width: int) -> int:
     return 8 * -(-width // 8)
 
 
-def leading_dense(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
+def _leading_dense(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
     """The same, for a target whose first layers may be dense and whose shared expert is a
     multiple of a routed one: the multiple with the fewest active neurons."""
     dense = next((i for i, h in enumerate(headers) if h is not None), len(headers))
@@ -174,7 +174,7 @@ def _both(ffn: DenseFFN) -> Tensor:
     return torch.cat([ffn.gate_MD, ffn.up_MD])
 
 
-def granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+def _granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
     """GraniteMoeShared: gate and up in one matrix, all experts in one tensor."""
     block, experts = f"{prefix}block_sparse_moe.", layer.experts(sizes)
     if sizes.shared:
@@ -186,7 +186,7 @@ def granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
     yield f"{block}router.layer.weight", layer.router(sizes)
 
 
-def glm_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+def _glm_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
     """GLM4-MoE: the chosen expert's sigmoid is divided by itself, so it must be neither 0 nor lost
     against 1: the rows are scaled so that no logit is beyond 4."""
     block = f"{prefix}mlp."
@@ -206,7 +206,7 @@ def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
     return 2.0 ** math.floor(math.log2(limit / largest)) if largest > limit else 1.0
 
 
-def mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+def _mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
     """Mixtral: experts only; w1 is the gate, w3 up, w2 down."""
     block = f"{prefix}block_sparse_moe."
     for e, expert in enumerate(layer.experts(sizes)):
@@ -319,7 +319,7 @@ TARGETS: tuple[Target, ...] = (
         bases=("llama", "mistral"),
         sizes=smallest,
         settings=_mixtral_settings,
-        tensors=mixtral_tensors,
+        tensors=_mixtral_tensors,
         lacks=_mixtral_lacks,
     ),
     Target(
@@ -327,15 +327,15 @@ TARGETS: tuple[Target, ...] = (
         bases=("llama", "mistral", "granite"),
         sizes=smallest,
         settings=_granite_settings,
-        tensors=granite_tensors,
+        tensors=_granite_tensors,
         lacks=_granite_lacks,
     ),
     Target(
         "glm4_moe",
         bases=("llama", "mistral", "qwen2", "qwen3"),
-        sizes=leading_dense,
+        sizes=_leading_dense,
         settings=_glm_settings,
-        tensors=glm_tensors,
+        tensors=_glm_tensors,
         lacks=_glm_lacks,
     ),
 )

@@ -238,7 +238,7 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def stored_order(tensors: Mapping[str, Tensor]) -> list[str]:
+def _stored_order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names in the order in which safetensors stores tensors: the widest types first."""
     rank = {kind: place for place, kind in enumerate(NAMES)}
     return sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
@@ -283,7 +283,7 @@ def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
             raise MoesaicError(f"{name} is of type {tensor.dtype}, which no file holds.")
     header: JSON = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name in stored_order(tensors):
+    for name in _stored_order(tensors):
         tensor = tensors[name]
         end = start + tensor.nbytes
         entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
@@ -373,7 +373,7 @@ class ShardWriter:
         """
         with path.open("wb") as file:
             file.write(header_bytes(self._pending))
-            for name in stored_order(self._pending):
+            for name in _stored_order(self._pending):
                 tensor = self._pending[name]
                 stored = place(tensor)
                 if stored is not None:

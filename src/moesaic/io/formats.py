@@ -239,7 +239,7 @@ class BlockScaled(Format):
         if axis < -2:
             scales = _rows(scales, axis, order)
         elif scales.dim() >= 2:
-            blocks = whole_blocks(order, self.block(codes.shape)[axis])
+            blocks = _whole_blocks(order, self.block(codes.shape)[axis])
             if blocks is None:
                 return None
             scales = _rows(scales, axis, blocks)
@@ -262,7 +262,7 @@ class Halved(BlockScaled):
 
     def values(self, parts: Parts) -> Tensor:
         codes, scales = parts.values()
-        values = two_a_byte(codes.view(torch.uint8))
+        values = _two_a_byte(codes.view(torch.uint8))
         return _scaled(values, _scales(scales), (1, GROUP))
 
     def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class Halved(BlockScaled):
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         (code_end, _), (scale_end, like_scales) = like.items()
-        codes, powers = e2m1(values)
+        codes, powers = _e2m1(values)
         kind = like_scales.dtype
         scales = (powers + EXPONENTS).to(torch.uint8) if kind == torch.uint8 else powers.exp2()
         return {code_end: codes.flatten(-2).view(torch.int8), scale_end: scales.to(kind)}
@@ -278,7 +278,7 @@ class Halved(BlockScaled):
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         if axis != -1:
             return {end: _rows(part, axis, order) for end, part in parts.items()}
-        blocks = whole_blocks(order, GROUP)
+        blocks = _whole_blocks(order, GROUP)
         if blocks is None:
             return None
         (code_end, codes), (scale_end, scales) = parts.items()
@@ -313,26 +313,26 @@ class Microscaled(Format):
     def values(self, parts: Parts) -> Tensor:
         codes, scales = (parts[end] for end in self.ends)
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        values = two_a_byte(codes).mul_(_scales(scales).unsqueeze(-1))
+        values = _two_a_byte(codes).mul_(_scales(scales).unsqueeze(-1))
         return values.flatten(-2).transpose(1, 2).contiguous()
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
-        codes, powers = e2m1(values.transpose(1, 2))
+        codes, powers = _e2m1(values.transpose(1, 2))
         return {self.ends[0]: codes, self.ends[1]: (powers + EXPONENTS).to(torch.uint8)}
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         if axis == -2:
-            blocks = whole_blocks(order, GROUP)
+            blocks = _whole_blocks(order, GROUP)
             if blocks is None:
                 return None
             return {end: _rows(part, 2, blocks) for end, part in parts.items()}
         return {end: _rows(part, 0 if axis == -3 else 1, order) for end, part in parts.items()}
 
 
-def two_a_byte(codes: Tensor) -> Tensor:
+def _two_a_byte(codes: Tensor) -> Tensor:
     """The values of E2M1 codes, two in a byte (..., N), the lower bits first (..., 2 N); float32.
 
-    >>> two_a_byte(torch.tensor([[0x21, 0xF7]], dtype=torch.uint8)).tolist()
+    >>> _two_a_byte(torch.tensor([[0x21, 0xF7]], dtype=torch.uint8)).tolist()
     [[0.5, 1.0, 6.0, -6.0]]
     """
     table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
@@ -340,7 +340,7 @@ def two_a_byte(codes: Tensor) -> Tensor:
     return _by_pieces(lambda piece: pairs.index_select(0, piece.int()), codes, 2)
 
 
-def e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
+def _e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4's codes of values.
 
     Args:
@@ -637,7 +637,7 @@ class Compressed(Format):
         if "_packed" in parts and axis == -1 and len(order) % self.each:
             return None
         if scales.dim() == 2 and scales.shape[axis] > 1:
-            blocks = whole_blocks(order, block[axis])
+            blocks = _whole_blocks(order, block[axis])
             if blocks is None:
                 return None
             scales = _rows(scales, axis, blocks)
@@ -750,10 +750,10 @@ def _rows(tensor: Tensor, axis: int, order: Tensor) -> Tensor:
     return tensor.view(torch.uint8).index_select(axis, order).view(tensor.dtype)
 
 
-def whole_blocks(order: Tensor, size: int) -> Tensor | None:
+def _whole_blocks(order: Tensor, size: int) -> Tensor | None:
     """The blocks that an order consists of, in its order; None if it cuts through one.
 
-    >>> whole_blocks(torch.tensor([4, 5, 0, 1]), 2), whole_blocks(torch.tensor([1, 2]), 2)
+    >>> _whole_blocks(torch.tensor([4, 5, 0, 1]), 2), _whole_blocks(torch.tensor([1, 2]), 2)
     (tensor([2, 0]), None)
     """
     if len(order) % size:

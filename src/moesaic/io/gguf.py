@@ -86,7 +86,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _survey(self) -> None:
         self.file = Path(self._index["file"])
-        if not self.file.is_file() or stamp(self.file) != self._index["stamp"]:
+        if not self.file.is_file() or _stamp(self.file) != self._index["stamp"]:
             raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
         self._places: dict[str, JSON] = self._index["places"]
         self._know({name: place["shape"] for name, place in self._places.items()})
@@ -131,7 +131,7 @@ class Processed(GgufCheckpoint):
 
     @cached_property
     def _processor(self) -> TensorProcessor:
-        return processor_of(self._index["architecture"], self._index["config"])
+        return _processor_of(self._index["architecture"], self._index["config"])
 
     def _read(self, name: str) -> Tensor:
         # without names of its own to look up, a processor leaves stacked experts apart
@@ -153,7 +153,7 @@ class Converted(GgufCheckpoint):
         from transformers import AutoConfig
 
         config = pretrained(AutoConfig, self.folder)
-        return naming_of(self.folder, self._index, config)
+        return _naming_of(self.folder, self._index, config)
 
     def _read(self, name: str) -> Tensor:
         return self._naming.read(name).contiguous()
@@ -169,7 +169,7 @@ def opened(folder: Path) -> GgufCheckpoint:
     return Converted(folder, index) if "weights" in index else Processed(folder, index)
 
 
-def naming_of(folder: Path, index: JSON, config: Config) -> Naming:
+def _naming_of(folder: Path, index: JSON, config: Config) -> Naming:
     """A file's tensors by llama.cpp's names, under those that they have in a loaded model."""
     from transformers.integrations.gguf import get_gguf_conversion_mapping
 
@@ -177,7 +177,7 @@ def naming_of(folder: Path, index: JSON, config: Config) -> Naming:
     return Naming(GgufCheckpoint(folder, index), config.model_type, steps=steps)
 
 
-def processor_of(architecture: str, config: JSON) -> TensorProcessor:
+def _processor_of(architecture: str, config: JSON) -> TensorProcessor:
     """transformers' processor, which undoes what llama.cpp's converter does to values."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -207,7 +207,7 @@ def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
     return dequantize(rows, type).reshape(shape)
 
 
-def stamp(file: Path) -> list[int]:
+def _stamp(file: Path) -> list[int]:
     """What tells that a file was changed."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
@@ -224,7 +224,7 @@ def folder_of(file: Path) -> Path:
     """
     import transformers
 
-    known_by = FORMAT, transformers.__version__, file.resolve(), *stamp(file)
+    known_by = FORMAT, transformers.__version__, file.resolve(), *_stamp(file)
     key = hashlib.sha256(":".join(map(str, known_by)).encode())
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():
@@ -264,11 +264,11 @@ def _unfold(file: Path, work: Path) -> None:
     odd = sorted(k for k in {str(t.tensor_type.name) for t in reader.tensors} if not _is_read(k))
     if odd:
         raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
-    index: JSON = {"file": str(file.resolve()), "stamp": stamp(file)}
+    index: JSON = {"file": str(file.resolve()), "stamp": _stamp(file)}
     index |= {"architecture": architecture, "config": attributes}
     if is_gguf_arch_supported(architecture):
         index["places"] = {str(tensor.name): _stored(tensor) for tensor in reader.tensors}
-        index["weights"] = _converted(file, naming_of(work, index, config), model)
+        index["weights"] = _converted(file, _naming_of(work, index, config), model)
     else:
         index["places"] = _places(file, reader, architecture, model)
     (work / INDEX).write_text(json.dumps(index))

@@ -64,7 +64,7 @@ def searched(out: str | Path) -> Path:
     return out.with_name(out.name + ".search")
 
 
-def check_place(out: Path) -> None:
+def _check_place(out: Path) -> None:
     """Refuse an output that cannot be written where it is to be.
 
     Raises:
@@ -122,8 +122,8 @@ def check_file(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] 
     Raises:
         MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
     """
-    check_place(out)
-    check_idle(out)
+    _check_place(out)
+    _check_idle(out)
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
     check_free(out, overwrite)
@@ -154,8 +154,8 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
         MoesaicError: it exists and may not be replaced, or has no place; or it is an input, or one
             lies in it, or in a folder of its unfinished run.
     """
-    check_place(out)
-    check_idle(out)
+    _check_place(out)
+    _check_idle(out)
     if out.is_symlink():
         raise MoesaicError(f"{out} is a link. Give the name of the folder itself, or another one.")
     check_free(out, overwrite)
@@ -163,13 +163,13 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
     for place in (out, unfinished(out), searched(out)):
         check_inputs(place, inputs)
     if out.exists():
-        check_ours(out)
+        _check_ours(out)
     if overwrite:
         for place in (unfinished(out), searched(out)):
-            check_scratch(place)
+            _check_scratch(place)
 
 
-def check_ours(folder: Path) -> None:
+def _check_ours(folder: Path) -> None:
     """Refuse to delete a folder unless this package made it and every file in it.
 
     Raises:
@@ -189,7 +189,7 @@ def check_ours(folder: Path) -> None:
         )
 
 
-def check_scratch(folder: Path) -> None:
+def _check_scratch(folder: Path) -> None:
     """Refuse to delete what has the name of an unfinished run's folder and is none.
 
     Raises:
@@ -267,7 +267,7 @@ def alone(out: Path, wait: bool = False) -> Iterator[None]:
                 place.rmdir()
 
 
-def check_idle(out: Path) -> None:
+def _check_idle(out: Path) -> None:
     """Refuse an output that another run is writing.
 
     Raises:
@@ -443,7 +443,7 @@ def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
             check_free(out)
             raise
         return
-    check_ours(out)
+    _check_ours(out)
     old = _beside(out, "replaced")
     out.rename(old)  # a folder that is being removed is no whole one
     try:
@@ -471,7 +471,7 @@ def discard(folder: Path) -> None:
     Raises:
         MoesaicError: it holds what is of no run.
     """
-    check_scratch(folder)
+    _check_scratch(folder)
     if folder.exists():
         remove(folder)
 

@@ -312,7 +312,7 @@ class QuantisedCheckpoint(Checkpoint):
         if stored is not None or (name not in self._stored and tensor.dtype == torch.float32):
             tensor = tensor.to(self.dtype)
             if tensor.dim() > 1:
-                self.plain.add(module_of(name))
+                self.plain.add(_module_of(name))
         yield name, tensor
 
 
@@ -330,10 +330,10 @@ class Awaited:
             return tensor
 
 
-def module_of(name: str) -> str:
+def _module_of(name: str) -> str:
     """The module of a weight, the experts as one.
 
-    >>> module_of("model.layers.1.mlp.experts.3.up_proj.weight"), module_of("lm_head.weight")
+    >>> _module_of("model.layers.1.mlp.experts.3.up_proj.weight"), _module_of("lm_head.weight")
     ('model.layers.1.mlp.experts', 'lm_head')
     """
     before, experts, _ = name.partition(".experts.")

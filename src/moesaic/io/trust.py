@@ -53,7 +53,7 @@ def check_config(config: Values, folder: Path) -> None:
             raise MoesaicError(f"{folder}: {key} names code of the hub, which Moesaic never runs.")
 
 
-def leads_out(file: Path) -> bool:
+def _leads_out(file: Path) -> bool:
     """Whether a file in a model's folder is a link to somewhere else.
 
     The hub's cache is made of links: there a repository's own blobs are no other place.
@@ -71,7 +71,7 @@ def check_links(folder: Path) -> None:
         MoesaicError: names the link.
     """
     for file in (file for pattern in READ for file in folder.glob(pattern)):
-        if not file.name.startswith("LICENSE") and leads_out(file):
+        if not file.name.startswith("LICENSE") and _leads_out(file):
             raise MoesaicError(
                 f"{file} is a link out of its folder, which is not followed. Put the file there."
             )
@@ -83,7 +83,7 @@ def side_files(folder: Path) -> Iterator[Path]:
     for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
         if not file.is_file() or file.name in weights or file.suffix == ".py":
             continue
-        if leads_out(file):
+        if _leads_out(file):
             logging.getLogger(__name__).warning("%s is a link elsewhere and left out.", file)
             continue
         yield file

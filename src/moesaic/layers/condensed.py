@@ -98,7 +98,7 @@ class CondensedLayer(LayerPlan):
         reader = hidden_reader(arch, state)
         like = parts[0][2] if parts else reader
         names = arch.ffn.apart
-        folded = dict(zip(names, fold(parts, reader.shape[1], self.width), strict=True))
+        folded = dict(zip(names, _fold(parts, reader.shape[1], self.width), strict=True))
         if self.down_DM is not None:  # narrower where the layer was widened since
             rest = self.width - self.down_DM.shape[1]
             folded[names[-1]] = F.pad(self.down_DM.to(like.device), (0, rest))
@@ -221,14 +221,14 @@ NO_FFN = CondensedLayer(NONE_K, torch.empty(0, device="cpu"), 0, shared=False)
 """Nothing of the block stays: Layer Drop."""
 
 
-def fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Gate (M, D), up (M, D) and down (D, M) of one MLP that is the weighted sum of its parts.
 
     sum_i g_i down_i h_i = [g_1 down_1, g_2 down_2, ...] [h_1; h_2; ...]; neurons beyond the
     parts' own are zero.
 
     >>> one = torch.ones(1, 1)
-    >>> fold([(one, one, one, 1.0), (one, one, one, 0.5)], 1, 3)[2]
+    >>> _fold([(one, one, one, 1.0), (one, one, one, 0.5)], 1, 3)[2]
     tensor([[1.0000, 0.5000, 0.0000]])
     """
     like = parts[0][0] if parts else torch.empty(0, hidden_size)

@@ -152,7 +152,7 @@ def of_stacked(
     return torch.stack([taken(part, axis - 1, order_W) for part, order_W in parts])
 
 
-def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
+def _neuron_axis(arch: MoEArch, leaf: str) -> int | None:
     """The axis of a fused tensor of experts that counts neurons; None: it has none."""
     if leaf == "down_proj":
         return 1 if arch.transposed else 2
@@ -174,7 +174,7 @@ def of_experts(
         neurons_EW: int64: each expert's neurons.
         width: the neurons that an expert had.
     """
-    axis, number = neuron_axis(arch, leaf), expert_number(stored)
+    axis, number = _neuron_axis(arch, leaf), expert_number(stored)
     if axis is None:
         return tensor
     if number is not None:
@@ -218,7 +218,7 @@ def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> 
     """Give routed experts room for another number of neurons, in place: new ones on meta."""
     experts = getattr(block, arch.experts)
     for leaf, tensor in list(experts.named_parameters()):
-        axis = neuron_axis(arch, leaf)
+        axis = _neuron_axis(arch, leaf)
         if axis is not None:
             _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
     _say_width([block, experts], before, width)

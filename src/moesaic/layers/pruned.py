@@ -156,7 +156,7 @@ class PrunedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         assert isinstance(arch, MoEArch)
-        resize_experts(layers[index], arch, header["experts"])
+        _resize_experts(layers[index], arch, header["experts"])
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class PrunedLayer(LayerPlan):
         return self if down_E is None else replace(self, down_E=down_E), figures
 
 
-def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
+def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
     """Give a routed block room for another number of experts, in place.
 
     Parameters that count experts become new ones on the meta device, and buffers new ones where

@@ -97,7 +97,7 @@ def evaluate(
     for each in models.values():
         tokens.check(each.config)
         if isinstance(each, Source):
-            check_unseen(each, tokens, data)
+            _check_unseen(each, tokens, data)
     drafts = {name: _drafts(each, device, dtype) for name, each in models.items() if mtp}
     options: JSON = {"device": device, "dtype": dtype, "keep": mtp, "track": track}
     result = scored(models, tokens, tokenizer, settings, **options)
@@ -239,7 +239,7 @@ def measured_text(source: Source, settings: Evaluation) -> tuple[Tokens, Tokeniz
             raise
         tokenizer = None
     tokens = _tokens(source, settings.data, tokenizer, settings)
-    check_unseen(source, tokens, settings.data)
+    _check_unseen(source, tokens, settings.data)
     return tokens, tokenizer
 
 
@@ -278,7 +278,7 @@ def _tokenizer(
     return tokenizer
 
 
-def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
+def _check_unseen(source: Source, tokens: Tokens, data: object) -> None:
     """Refuse to measure a result of ours on rows that it was calibrated or trained on.
 
     Args:

@@ -91,13 +91,13 @@ def generations(
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            figures[f"{temperature:g}"] = continuation_figures(
+            figures[f"{temperature:g}"] = _continuation_figures(
                 _continued(model, tokenizer, new_tokens, temperature)
             )
     return figures
 
 
-def continuation_figures(continuations: Sequence[Sequence[int]]) -> JSON:
+def _continuation_figures(continuations: Sequence[Sequence[int]]) -> JSON:
     """The figures of some continuations; see :func:`generations`."""
     return {
         "repetition": fmean(1 - distinct(c, 4) for c in continuations),

@@ -24,7 +24,7 @@ def main(request: str) -> None:
 
         with Engine(Path(folder), length + new_tokens + 1) as engine:
             engine(torch.arange(length).view(1, -1) % engine.vocabulary, new_tokens)
-        print(peak_resident())
+        print(_peak_resident())
         return
     from moesaic.config import parse_dtype
     from moesaic.io.source import Source
@@ -36,7 +36,7 @@ def main(request: str) -> None:
     if torch.device(device).type == "cuda":
         print(torch.cuda.max_memory_allocated(device))
     else:
-        print(peak_resident())
+        print(_peak_resident())
 
 
 def free_bytes(device: str | torch.device) -> int:
@@ -50,7 +50,7 @@ def free_bytes(device: str | torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def peak_resident() -> int:
+def _peak_resident() -> int:
     """In bytes. ``ru_maxrss`` counts the parent from before exec on Linux; VmHWM does not."""
     status = Path("/proc/self/status")
     if status.exists():

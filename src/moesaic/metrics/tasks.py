@@ -161,10 +161,10 @@ def answered(question: Question, likely: Sequence[float]) -> Answer:
     return Answer(tuple(likely), acc == question.answer, norm == question.answer)
 
 
-def standard_error(values: Sequence[float]) -> float:
+def _standard_error(values: Sequence[float]) -> float:
     """Of a mean: the sample's standard deviation over the root of its size; 0 of one value.
 
-    >>> round(standard_error([1, 0, 1, 1]), 4)
+    >>> round(_standard_error([1, 0, 1, 1]), 4)
     0.25
     """
     mean = sum(values) / len(values)
@@ -182,7 +182,7 @@ def accuracy(answers: Sequence[Answer]) -> JSON:
     summary: JSON = {}
     for name, error in (("acc", "stderr"), ("acc_norm", "acc_norm_stderr")):
         values = [float(getattr(answer, name)) for answer in answers]
-        summary |= {name: sum(values) / len(values), error: standard_error(values)}
+        summary |= {name: sum(values) / len(values), error: _standard_error(values)}
     return {**summary, "n": len(answers)}
 
 

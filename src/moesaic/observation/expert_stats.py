@@ -220,7 +220,7 @@ def evenly(count: int, share: float, before: int = 0) -> Tensor:
     return steps[1:] > steps[:-1]
 
 
-def spread_of(view: MoEFFN, i: int) -> float:
+def _spread_of(view: MoEFFN, i: int) -> float:
     """mean |w| / rms(w) over gate, up and down of expert ``i``: 1 where all are equally large."""
     weights = [w.float() for w in view.weights_of(i)]
     count = sum(w.numel() for w in weights)
@@ -252,7 +252,7 @@ def observe_experts(
         for x_TD, target_TD, number in zip(site.inputs(), site.targets(), numbers, strict=True)
     )
     if "weights" in parts:
-        spread = [spread_of(view, i) for i in range(view.count)]
+        spread = [_spread_of(view, i) for i in range(view.count)]
         merged.spread_E = torch.tensor(spread, dtype=torch.float64)
     return merged
 

@@ -96,9 +96,9 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         if process()[0] == 0:
             discard(folder)
     wait_for_all()  # nobody looks for finished layers in what is going away
-    done = [i for i in layers if layer_file(folder, i).exists()]
+    done = [i for i in layers if _layer_file(folder, i).exists()]
     for i in done:
-        differences = [*differing(StatsFile(layer_file(folder, i)).header, request)]
+        differences = [*differing(StatsFile(_layer_file(folder, i)).header, request)]
         if differences:
             raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
     if len(done) < len(layers):
@@ -114,9 +114,9 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
                 neurons = NeuronStats.merged(gathered(observe_neurons(site)))
                 stats = replace(ExpertStats.none(1), neurons=neurons)
             if process()[0] == 0:
-                save_layer(stats, folder, site.index, request)
+                _save_layer(stats, folder, site.index, request)
     if process()[0] == 0:
-        join({i: layer_file(folder, i) for i in layers}, out, request)
+        join({i: _layer_file(folder, i) for i in layers}, out, request)
     wait_for_all()  # nobody goes on without the file, and all have seen which layers were done
     if process()[0] == 0:
         discard(folder)
@@ -217,9 +217,9 @@ class StatsFile:
         return stats
 
 
-def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
+def _save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
     """Keep one layer's statistics on disk; they are there whole or not at all."""
-    with whole_file(layer_file(folder, index)) as partial:
+    with whole_file(_layer_file(folder, index)) as partial:
         save_file(stats.tensors(), partial, metadata=_metadata(header))
 
 
@@ -227,7 +227,7 @@ def _metadata(header: JSON) -> dict[str, str]:
     return {"moesaic": json.dumps({"format": FORMAT, **header})}
 
 
-def layer_file(folder: Path, index: int) -> Path:
+def _layer_file(folder: Path, index: int) -> Path:
     """The file that keeps one layer's statistics until all are there."""
     return folder / f"stats-{index:04d}.safetensors"
 
@@ -278,8 +278,8 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
     }
     with scratch_folder(out) as folder:
         for index in files[0].layers:
-            save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
-        join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
+            _save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
+        join({i: _layer_file(folder, i) for i in files[0].layers}, out, header)
 
 
 def _renumbered(files: Sequence[StatsFile], index: int) -> Iterator[ExpertStats]:

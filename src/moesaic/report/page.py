@@ -357,7 +357,7 @@ def _samples(record: Record) -> View | None:
         numbers = numbers or list(experts)
         first = experts.get(numbers[0]) or []
         pairs = zip(sample.get("tokens") or (), first, strict=False)
-        coded = ("".join(base36(j, digits) for j in experts.get(i, ())) for i in numbers)
+        coded = ("".join(_base36(j, digits) for j in experts.get(i, ())) for i in numbers)
         samples.append(
             {
                 "domain": sample.get("domain", ""),
@@ -377,10 +377,10 @@ def _samples(record: Record) -> View | None:
     }
 
 
-def base36(number: int, digits: int) -> str:
+def _base36(number: int, digits: int) -> str:
     """A number as JavaScript's ``parseInt(text, 36)`` reads it.
 
-    >>> base36(7, 1), base36(35, 1), base36(75, 2)
+    >>> _base36(7, 1), _base36(35, 1), _base36(75, 2)
     ('7', 'z', '23')
     """
     alphabet = "0123456789abcdefghijklmnopqrstuvwxyz"

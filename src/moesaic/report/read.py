@@ -52,7 +52,7 @@ def routing(record: Record) -> list[tuple[int, Values]]:
 # --- steps and layers ----------------------------------------------------------------------------
 
 
-def main_step(record: Record) -> Step | None:
+def _main_step(record: Record) -> Step | None:
     """The last step that changed the model's shape, else the last; None where there is none."""
     steps = [step for step in record.steps if step.ratio] or record.steps
     return steps[-1] if steps else None
@@ -60,13 +60,13 @@ def main_step(record: Record) -> Step | None:
 
 def by_projections(record: Record) -> bool:
     """Dense layers were made experts: what a token runs is told of their projections."""
-    step = main_step(record)
+    step = _main_step(record)
     return step is not None and step.ratio == "projections"
 
 
 def unit(record: Record) -> str:
     """The name of the things that the result's routers choose."""
-    step = main_step(record)
+    step = _main_step(record)
     return step.unit if step else "expert"
 
 
@@ -175,7 +175,7 @@ def warnings(record: Record) -> tuple[list[str], list[str]]:
 
 def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
     """The ratio that says most of the models of a run, in a word, and how to look it up."""
-    step = main_step(record)
+    step = _main_step(record)
     if step is not None and step.ratio == "stored":
         return "stored", lambda name: stored_ratio(record, name)
     return "active", lambda name: active_ratio(record, name)

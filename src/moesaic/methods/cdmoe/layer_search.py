@@ -316,7 +316,7 @@ class LayerSearch:
         for out, batch in stream.heads(final, logits=self.metric == "ppl"):
             windows, mask = len(batch.input_ids), batch.attention_mask
             if self.metric == "ppl":
-                yield window_perplexities(out, batch), [1] * windows
+                yield _window_perplexities(out, batch), [1] * windows
             elif mask is None:
                 yield valid(out, None), [out.shape[1]] * windows
             else:
@@ -392,7 +392,7 @@ def _by_window(parts: Sequence[Tensor]) -> Tensor:
     return sums_N / count_N.clamp(min=1)
 
 
-def window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:
+def _window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:
     """exp of the mean next-token loss of each window (B,); padding is not scored."""
     ids = batch.input_ids.to(logits_BLV.device)[:, 1:]
     losses = F.cross_entropy(logits_BLV[:, :-1].float().transpose(1, 2), ids, reduction="none")

@@ -100,13 +100,13 @@ def random_scores(experts: int, layer: int, seed: int) -> Tensor:
 # --- losses of sets ------------------------------------------------------------------------------
 
 
-def pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
+def _pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
     """The loss of dropping a set S if no token is rerouted: 1_S^T Q 1_S; sets (C, E) to (C,).
 
     Q_ij = sum over tokens of g_i g_j <f_i, f_j>.
 
     >>> import torch
-    >>> loss = pairwise_losses(torch.tensor([[1.0, -1.0], [-1.0, 2.0]]))
+    >>> loss = _pairwise_losses(torch.tensor([[1.0, -1.0], [-1.0, 2.0]]))
     >>> loss(torch.tensor([[False, True], [False, False]]))
     tensor([1., 1.])
     """
@@ -119,7 +119,7 @@ def pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _pairwise(layer: ScoredLayer) -> tuple[Losses, float]:
-    return pairwise_losses(layer.stats.pair_EE), layer.stats.pair_EE.sum().item() ** 0.5
+    return _pairwise_losses(layer.stats.pair_EE), layer.stats.pair_EE.sum().item() ** 0.5
 
 
 def _reconstruction(layer: ScoredLayer) -> tuple[Losses, float]:

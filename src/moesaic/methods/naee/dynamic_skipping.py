@@ -61,11 +61,11 @@ def mean_calls(weights_TK: Tensor, beta: float, rule: str) -> float:
     return survivors(weights_TK, beta, rule).sum().item() / max(1, len(weights_TK))
 
 
-def beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60) -> float:
+def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60) -> float:
     """The beta at which a token runs ``calls`` experts in the mean, by bisection.
 
     >>> w = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
-    >>> 1 / 9 < beta_for_calls(w, 1.5, "top2") < 2 / 3
+    >>> 1 / 9 < _beta_for_calls(w, 1.5, "top2") < 2 / 3
     True
     """
     low, high = 0.0, 2.0  # above 1 only the first expert stays
@@ -152,7 +152,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         if fixed is not None:
             beta = fixed
         elif config.calls is not None:
-            beta = beta_for_calls(weights_TK, config.calls, rule)
+            beta = _beta_for_calls(weights_TK, config.calls, rule)
         else:
             beta = quantile(ratios(weights_TK, rule), config.quantile)
         calls = mean_calls(weights_TK, beta, rule)

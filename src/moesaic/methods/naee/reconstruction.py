@@ -113,7 +113,7 @@ class Reconstruction(Neighbours):
                 x[block.to(self.device)] for x in (self.logits_SX, self.w_SA[:, None])
             )
             for at in torch.arange(len(kept_CE), device=self.device).split(sets):
-                diff_SCA = weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
+                diff_SCA = _weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
                 error_SC = squared_errors(diff_SCA, gram_SAA)
                 if len(stats.delta_S):
                     cross_SA, delta_S = (
@@ -140,7 +140,7 @@ class Reconstruction(Neighbours):
         return squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
 
 
-def weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
+def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
     """w', the combine weights with only a set of experts there (S, C, A), float64."""
     tokens, sets = len(logits_SX), len(kept_CE)
     every_NX = logits_SX.repeat_interleave(sets, 0)

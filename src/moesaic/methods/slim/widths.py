@@ -15,7 +15,7 @@ CLOSE = 0.01
 """Where a multiple is asked for, a width may miss its target by this share of the width before."""
 
 
-def multiple_for(width: int, target: float, row: int = 1) -> int:
+def _multiple_for(width: int, target: float, row: int = 1) -> int:
     """The largest multiple of which one lies close enough to a target.
 
     Args:
@@ -23,9 +23,9 @@ def multiple_for(width: int, target: float, row: int = 1) -> int:
         target: neurons that should stay.
         row: the least multiple, near the target or not, where it is one of the width.
 
-    >>> multiple_for(14_336, 7_168), multiple_for(1408, 704), multiple_for(96, 67.2)
+    >>> _multiple_for(14_336, 7_168), _multiple_for(1408, 704), _multiple_for(96, 67.2)
     (256, 64, 8)
-    >>> multiple_for(32, 4), multiple_for(32, 4, row=8), multiple_for(30, 4, row=8)
+    >>> _multiple_for(32, 4), _multiple_for(32, 4, row=8), _multiple_for(30, 4, row=8)
     (4, 8, 4)
     """
     row = 1 if width % row else row
@@ -67,7 +67,7 @@ def width_for(
     (500, 10)
     """
     if multiple is None:
-        step = multiple_for(width, target, row)
+        step = _multiple_for(width, target, row)
         return nearest(target, step, width), step
     if multiple > width:
         raise MoesaicError(
