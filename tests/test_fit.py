@@ -784,6 +784,9 @@ def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:
         ([], "Give a budget"),
         (["--memory", "100KB"], "--memory 100KB is out of reach: the least that works is"),
         (["--parameters", "10"], "--parameters 10 is out of reach"),
+        (["--parameters", "10", "--memory", "1TB"], "--parameters 10 is out of reach"),
+        (["--memory", "1TB"], "tiny-moe is within this budget as it is (memory 11.57MB)"),
+        (["--memory", "1TB", "--parameters", "1e9"], "(memory 11.57MB, parameters 5782784)"),
         (["--memory", "9MB", "--samples", "5000"], "samples"),
     ],
 )
@@ -795,6 +798,7 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(MoesaicError) as raised:
         CliRunner().invoke(app, given, catch_exceptions=False)
     assert said in str(raised.value)
+    assert "1TB is" not in str(raised.value)  # a budget that is met
     assert not any(tmp_path.iterdir())
 
 
@@ -833,7 +837,7 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
 
     monkeypatch.setattr(Trials, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
-        fit(recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes))
+        fit(recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes - 1))
     left = load_recipe(tmp_path / "out.search" / "best.yaml")
     assert (len(left.steps), left.calibration.samples) == (1, 4)
     assert f"loses least so far. Its recipe is in {tmp_path}" in caplog.text

@@ -125,9 +125,10 @@ class Search:
         """The candidate of least loss within the budget, and all that were measured.
 
         Raises:
-            MoesaicError: nothing fits; names what would.
+            MoesaicError: nothing fits, and names what would; or the model does as it is.
         """
         config, _ = self.config, self.texts.both  # too little text is said at once
+        self._check_too_large()
         every = forms(self.source, config)
         chosen = self._best(every, config) if config.sized else self._smallest(every)
         if chosen is None:
@@ -236,6 +237,16 @@ class Search:
 
     # --- sizes -----------------------------------------------------------------------------------
 
+    def _check_too_large(self) -> None:
+        weight = self.costs.weight(())
+        if self.files or not self.config.sized or weight is None or not weight.meets(self.config):
+            return
+        budgets = [name for name in BUDGETS if getattr(self.config, name) is not None]
+        sizes = ", ".join(f"{name} {_size(name, getattr(weight, name))}" for name in budgets)
+        raise MoesaicError(
+            f"{self.recipe.model} is within this budget as it is ({sizes}): give a smaller one."
+        )
+
     def share(self, form: Form, config: FitConfig) -> float | None:
         """The largest of a form's shares that a budget has room for; None where none is it."""
 
@@ -303,17 +314,16 @@ class Search:
         if not possible:
             reasons = dict.fromkeys(self.trials.refused.values())
             return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"
-        sentences = []
-        for name in BUDGETS:
-            budget = getattr(self.config, name)
-            if budget is not None:
-                least = min(getattr(weight, name) for weight in possible)
-                budget, least = map(in_unit if name == "memory" else int, (budget, least))
-                sentences.append(
-                    f"{name} {budget} is out of reach: the least that works is {least}"
-                )
+        budgets = {n: getattr(self.config, n) for n in BUDGETS if getattr(self.config, n)}
+        least = {name: min(getattr(weight, name) for weight in possible) for name in budgets}
+        short = [name for name in budgets if least[name] > budgets[name]]
+        sentences = [
+            f"{name} {_size(name, budgets[name])} is out of reach: the least that works is "
+            f"{_size(name, least[name])}"
+            for name in short or budgets  # where each alone would do, all of them
+        ]
         bits = " A GGUF file in fewer bits may be smaller (moesaic fit --type q4_k_m)."
-        return "; ".join(sentences) + f".{bits if self.config.memory is not None else ''}"
+        return "; ".join(sentences) + f".{bits if 'memory' in (short or budgets) else ''}"
 
     # --- trials ----------------------------------------------------------------------------------
 
@@ -378,6 +388,11 @@ class Search:
         if before is None or candidate.kl < before.kl:
             self._tried[steps] = candidate
         return candidate
+
+
+def _size(name: str, value: float) -> str | int:
+    """A size in the words of its budget."""
+    return in_unit(int(value)) if name == "memory" else int(value)
 
 
 def _near(trials: Sequence[Trial], factor: float) -> list[Trial]:
