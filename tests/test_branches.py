@@ -17,7 +17,6 @@ from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
 from moesaic.objectives import predicting
-from moesaic.observation.backward import labels_of
 from moesaic.observation.branches import branches, divergences
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import apply_layer
@@ -63,7 +62,7 @@ def test_divergences_tell_windows_apart(padded: Tokens) -> None:
     alone = [
         divergences(LayerStream(model, arch, w, view=arch.view), changes).item() for w in every
     ]
-    counts = torch.stack([predicting(labels_of(window)).sum() for window in every]).double()
+    counts = torch.stack([predicting(window.labels).sum() for window in every]).double()
     assert len({*counts.tolist()}) > 1
     wanted = torch.tensor(alone) * counts / counts.mean()
     torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-8)

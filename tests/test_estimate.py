@@ -48,7 +48,7 @@ from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
 from moesaic.methods.clustering import LIBRARIES
 from moesaic.metrics import machine
-from moesaic.metrics.score import _compared
+from moesaic.metrics.score import _figures
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
@@ -219,11 +219,11 @@ class Held(TorchDispatchMode):
 
 
 def test_logits_are_held_as_often_as_told() -> None:
-    """Two models' logits of a batch, and what comparing a window of them takes."""
+    """Two models' logits of a batch, and what comparing a chunk of them takes."""
     ids = torch.zeros(2, 512, dtype=torch.int64)
     theirs, ours = torch.ones(2, 512, 2000), torch.ones(2, 512, 2000)
     with Held(theirs, ours) as held:
-        _compared(theirs, ours, Tokens(ids))
+        _figures([theirs, ours], Tokens(ids).labels)
     assert held.most == pytest.approx(logits_held(2000, 512), rel=0.1)
 
 

@@ -50,6 +50,7 @@ from moesaic.metrics.forward import BATCH
 from moesaic.metrics.machine import environment, free_bytes
 from moesaic.metrics.size import Size, model_size
 from moesaic.metrics.speed import clock
+from moesaic.objectives import CHUNK
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.report.numbers import memory, span
@@ -471,14 +472,14 @@ def kept_of_token(uses: Sequence[LayerUse], hidden: int, item: int) -> float:
 def logits_held(vocabulary: int, length: int) -> int:
     """Bytes of logits while two models are compared, in float32.
 
-    Both models' of a batch; of a window both copied, their log-softmax, its difference, the terms
+    Both models' of a batch; of a chunk of tokens the log-probabilities, their difference, the terms
     of the divergence, and these in float64.
 
     Args:
         vocabulary: tokens.
         length: of a window.
     """
-    return 4 * vocabulary * (2 * max(BATCH, length) + 8 * length)
+    return 4 * (2 * vocabulary * max(BATCH, length) + 8 * max(CHUNK, vocabulary))
 
 
 def measuring(

@@ -6,7 +6,7 @@ Whoever only says what would be trained, as a dry run does, needs no more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -17,6 +17,9 @@ from moesaic.config import MethodConfig
 from moesaic.data.text import IGNORED
 from moesaic.data.training import Example
 from moesaic.foreign import Model
+
+CHUNK, ACCELERATED = 1 << 20, 1 << 26
+"""Log-probabilities that :func:`in_chunks` makes at a time on a CPU, 4 MB, and elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,22 @@ def log_probabilities(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return logits_BLV[:, :-1][labels_BL[:, 1:] != IGNORED].float().log_softmax(-1)
 
 
-def divergence(p_TV: Tensor, q_TV: Tensor, reduction: str = "sum") -> Tensor:
-    """Sum over tokens of KL(p || q), of log-probabilities; with ``none`` each term of it (T, V)."""
-    return F.kl_div(q_TV, p_TV, reduction=reduction, log_target=True)
+def in_chunks(logits_BLV: Tensor, labels_BL: Tensor) -> Iterator[Tensor]:
+    """The same a few tokens at a time, in order: what is made of them fits into a cache.
+
+    Of a vocabulary of 262,144 sums over it take a third of the time that they take at once.
+    """
+    chunk = CHUNK if logits_BLV.device.type == "cpu" else ACCELERATED
+    places_T2 = (labels_BL[:, 1:] != IGNORED).nonzero()
+    for some_T2 in places_T2.split(max(1, chunk // logits_BLV.shape[-1])):
+        yield logits_BLV[some_T2.unbind(1)].float().log_softmax(-1)
+
+
+def divergence(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL(p || q) of each token in nats (T), float64, of log-probabilities."""
+    # what p never predicts adds nothing, even where q never does either
+    difference_TV = (p_TV - q_TV).masked_fill_(p_TV == -torch.inf, 0)
+    return (p_TV.exp() * difference_TV).double().sum(-1)
 
 
 def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:
@@ -138,7 +154,7 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
     0.0
     """
     student, teacher = (log_probabilities(x, labels_BL) for x in (student_BLV, teacher_BLV))
-    return divergence(teacher, student)
+    return F.kl_div(student, teacher, reduction="sum", log_target=True)
 
 
 class Distillation(Objective):

@@ -126,6 +126,13 @@ class Tokens:
         return torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask
 
     @property
+    def labels(self) -> Tensor:
+        """int64 (N, L): what is predicted, ``IGNORED`` on padding and right behind it."""
+        real = self.real
+        behind = torch.nn.functional.pad(real[:, :-1], (1, 0), value=True)
+        return self.input_ids.where(real & behind, IGNORED)
+
+    @property
     def count(self) -> int:
         """Tokens, padding left out."""
         return int(self.real.sum())
@@ -164,8 +171,7 @@ class Tokens:
 
     def examples(self) -> list[dict[str, list[int]]]:
         """Windows to learn from, as input_ids and labels; padding is not predicted."""
-        labels = self.input_ids.where(self.real, IGNORED)
-        pairs = zip(self.input_ids.tolist(), labels.tolist(), strict=True)
+        pairs = zip(self.input_ids.tolist(), self.labels.tolist(), strict=True)
         return [{"input_ids": row, "labels": targets} for row, targets in pairs]
 
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.data.text import Tokens
+from moesaic.data.text import IGNORED, Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, silent
 from moesaic.metrics.forward import (
@@ -32,8 +30,8 @@ from moesaic.metrics.forward import (
 from moesaic.metrics.routing_counts import Routing
 from moesaic.metrics.size import model_size
 from moesaic.nn.phase import set_mode
+from moesaic.objectives import divergence, in_chunks
 
-P = TypeVar("P", bound="Part")
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is told: JSON has no infinity."""
 
@@ -184,147 +182,87 @@ def qualities(
         for run in others
     ]
     passes = [ours.run(batches, track), *passes]
-    losses = [_Losses() for _ in passes]
-    sums: list[Tensor] = []
-    windows: list[Tensor] = []
-    for parts in zip(*(passed.logits for passed in passes), strict=True):
-        batch = parts[0][1]
-        logits = [out for out, _ in parts]
+    of_windows: list[Tensor] = []
+    of_parts: list[Tensor] = []
+    for outputs in zip(*(passed.logits for passed in passes), strict=True):
+        batch = outputs[0][1]
+        logits = [out for out, _ in outputs]
         predicted = [out.shape[-1] for out in logits]
         if len({*predicted}) > 1:
             raise MoesaicError(
                 f"against: the original predicts {predicted[1]:,} tokens, the model "
                 f"{predicted[0]:,}; measure each by itself."
             )
-        for added, out in zip(losses, logits, strict=True):
-            added.add(out, batch)
-        for theirs in logits[1:]:
-            figures, kl_N = _compared(theirs, logits[0].to(theirs.device), batch)
-            sums.append(figures)
-            windows.append(kl_N)
-    quality, *compared = (
-        added.quality(tokens, passed.routing, shared)
-        for added, passed in zip(losses, passes, strict=True)
-    )
-    if others:
-        total, *of_parts = torch.stack(all_shares(sums, shared)).sum(0)
-        sources = {
-            name: _beside(part, sums_2)
-            for (name, part), sums_2 in zip(quality.sources.items(), of_parts, strict=True)
-        }
-        kl_N = torch.cat(all_shares(windows, shared))
-        share = quality.tokens / len(kl_N)
-        by_window = tuple((kl_N / share).tolist())
-        quality = _beside(replace(quality, sources=sources, kl_N=by_window), total)
+        figures_CNL = _figures(logits, batch.labels)
+        of_windows.append(figures_CNL.sum(-1))
+        of_parts.append(_by_part(batch, figures_CNL))
+    sums_CN = torch.cat(all_shares(of_windows, shared), 1)
+    parts_PC = torch.stack(all_shares(of_parts, shared)).sum(0)
+    scored_N, losses_MN, compared_N = sums_CN[0], sums_CN[1 : len(runs) + 1], sums_CN[-2]
+    if not scored_N.any():
+        raise MoesaicError("The text has no token behind another one to score.")
+    if not losses_MN.isfinite().all():
+        raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
+    total_C = sums_CN.sum(1)
+    window = total_C[0].item() / len(scored_N)
     return [
-        replace(q, sources={name: part for name, part in q.sources.items() if part.tokens})
-        for q in (quality, *compared)
+        Quality(
+            **vars(_part(total_C, n)),
+            routing=all_routing(passed.routing, shared),
+            sources={
+                name: _part(sums_C, n)
+                for name, sums_C in zip(tokens.parts, parts_PC, strict=True)
+                if sums_C[0]
+            },
+            kl_N=() if n or not others else tuple((compared_N / window).tolist()),
+        )
+        for n, passed in enumerate(passes)
     ]
 
 
-def _beside(part: P, sums_2: Tensor) -> P:
-    """The same with its divergence and its agreement, of their sums over its tokens."""
-    divergence, agreement = (sums_2 / max(1, part.tokens)).tolist()
-    return replace(part, kl=divergence, top1_agreement=agreement)
-
-
-class _Losses:
-    """Next-token losses, added up by window, and by part of the text."""
-
-    def __init__(self) -> None:
-        self.sums: list[Tensor] = []
-        self.counts: list[Tensor] = []
-        self.parts: list[Tensor] = []
-        """Of each batch the parts' losses and tokens, float64 (P, 2)."""
-
-    def add(self, logits: Tensor, batch: Tokens) -> None:
-        """Score a batch.
-
-        Args:
-            logits: (B, L, V), of the model.
-            batch: its tokens; padding is not scored, nor anything behind padding.
-        """
-        ids = batch.input_ids.to(logits.device)
-        predicted = logits[:, :-1].float()
-        loss = F.cross_entropy(predicted.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss_BL = loss.view(len(ids), -1).double()
-        scored_BL = _scored(batch).to(logits.device)
-        loss_BL = loss_BL.masked_fill(~scored_BL, 0)
-        self.sums.append(loss_BL.sum(1).cpu())
-        self.counts.append(scored_BL.sum(1).cpu())
-        both_T2 = torch.stack([loss_BL, scored_BL.double()], -1)[scored_BL].cpu()
-        self.parts.append(_by_part(batch, both_T2, scored_BL.cpu()))
-
-    def quality(self, tokens: Tokens, routing: dict[int, Routing], shared: bool) -> Quality:
-        """The mean over all windows, of all processes where they share them."""
-        sum_N = torch.cat(all_shares(self.sums, shared))
-        count_N = torch.cat(all_shares(self.counts, shared))
-        if not count_N.any():
-            raise MoesaicError("The text has no token behind another one to score.")
-        if not sum_N.isfinite().all():
-            raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
-        parts = [
-            Part(*_mean(loss, count))
-            for loss, count in torch.stack(all_shares(self.parts, shared)).sum(0)
-        ]
-        sources = dict(zip(tokens.parts, parts, strict=True))
-        every = all_routing(routing, shared)
-        return Quality(*_mean(sum_N, count_N), routing=every, sources=sources)
-
-
-def _scored(batch: Tokens) -> Tensor:
-    """Which next tokens are scored, bool (B, L - 1): those behind a real token, and real."""
-    return batch.real[:, 1:] & batch.real[:, :-1]
-
-
-def _mean(sum_N: Tensor, count_N: Tensor) -> tuple[float, int]:
-    """Perplexity, and the tokens that it is of."""
-    count = int(count_N.sum())
-    loss = sum_N.sum().item() / max(1, count)
-    return math.exp(min(loss, LARGEST)), count
-
-
-def _by_part(batch: Tokens, values_TC: Tensor, chosen_NL: Tensor) -> Tensor:
-    """Values of predicted tokens, added up by the part of the text that they are of (P, C).
+def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
+    """What is added up over predicted tokens (C, N, L - 1), float64, 0 where none is scored.
 
     Args:
-        batch: the tokens.
-        values_TC: of those that were chosen, in order.
-        chosen_NL: bool (N, L - 1): which of the predicted ones.
+        logits: of one model, or of a result and its original (N, L, V).
+        labels_NL: what they predict.
+
+    Returns:
+        1; the loss of each model; of two the divergence of the first from the second, and 1 where
+        both think the same token the most probable.
     """
-    sums_PC = values_TC.new_zeros(len(batch.parts), values_TC.shape[-1])
+    scored_NL = labels_NL[:, 1:] != IGNORED
+    figures_CT = torch.ones(3 * len(logits) - 1, int(scored_NL.sum()), dtype=torch.float64)
+    next_T1 = labels_NL[:, 1:][scored_NL][:, None]
+    first = 0
+    for log_p in zip(*(in_chunks(out, labels_NL.to(out.device)) for out in logits), strict=True):
+        here = slice(first, first := first + len(log_p[0]))
+        for n, p_TV in enumerate(log_p, 1):
+            figures_CT[n, here] = -p_TV.gather(1, next_T1[here].to(p_TV.device))[:, 0].double()
+        for p_TV in log_p[1:]:
+            q_TV = log_p[0].to(p_TV.device)
+            figures_CT[-2, here] = divergence(p_TV, q_TV)
+            figures_CT[-1, here] = (p_TV.argmax(-1) == q_TV.argmax(-1)).double()
+    figures_CNL = figures_CT.new_zeros(len(figures_CT), *scored_NL.shape)
+    figures_CNL[:, scored_NL] = figures_CT
+    return figures_CNL
+
+
+def _part(sums_C: Tensor, model: int) -> Part:
+    """How well one of the models predicts what these sums are of."""
+    tokens, *figures = sums_C.tolist()
+    mean = [figure / max(1, tokens) for figure in figures]
+    perplexity = math.exp(min(mean[model], LARGEST))
+    return Part(perplexity, int(tokens), *(mean[2:] if model == 0 else ()))
+
+
+def _by_part(batch: Tokens, figures_CNL: Tensor) -> Tensor:
+    """Figures added up by the part of the text that tokens are of (P, C)."""
+    sums_PC = figures_CNL.new_zeros(len(batch.parts), len(figures_CNL))
     if batch.part_NL is None:
         return sums_PC
-    return sums_PC.index_add_(0, batch.part_NL[:, 1:][chosen_NL], values_TC)
-
-
-def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> tuple[Tensor, Tensor]:
-    """Sums over the scored tokens of the divergence and of the agreement, of all and then of each
-    part of the text, float64 (1 + P, 2); and of the divergence alone by window (N,)."""
-    total, figures = torch.zeros(2, dtype=torch.float64), []
-    scored_NL = _scored(batch)
-    for p_LV, q_LV, scored_L in zip(theirs, ours, scored_NL, strict=True):
-        chosen = scored_L.to(theirs.device)
-        p, q = (x[:-1][chosen].float() for x in (p_LV, q_LV))
-        agreed = (p.argmax(-1) == q.argmax(-1)).double()
-        figures_T2 = torch.stack([kl(p, q), agreed], -1)
-        total += figures_T2.sum(0).cpu()
-        figures.append(figures_T2.cpu())
-    kl_N = torch.stack([figures_T2[:, 0].sum() for figures_T2 in figures])
-    return torch.cat([total[None], _by_part(batch, torch.cat(figures), scored_NL)]), kl_N
-
-
-def kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
-    """KL(p || q) of each token in nats (T), float64.
-
-    Args:
-        p_TV: logits of the one distribution.
-        q_TV: logits of the other.
-    """
-    log_p, log_q = p_TV.log_softmax(-1), q_TV.log_softmax(-1)
-    # what p never predicts adds nothing, even where q never does either
-    difference = (log_p - log_q).masked_fill(log_p == -torch.inf, 0)
-    return (log_p.exp() * difference).double().sum(-1)
+    scored_NL = batch.labels[:, 1:] != IGNORED
+    return sums_PC.index_add_(0, batch.part_NL[:, 1:][scored_NL], figures_CNL[:, scored_NL].T)
 
 
 def check_vocabularies(model: Tokenizer, original: Tokenizer) -> None:

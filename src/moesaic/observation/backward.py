@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.dense import Arch
-from moesaic.data.text import IGNORED, Tokens
 from moesaic.foreign import Track
 from moesaic.objectives import next_token_loss
 from moesaic.observation.job import Job
@@ -84,15 +83,9 @@ def _head_gradients(stream: LayerStream[object], states: Iterable[Tensor]) -> It
     heads = stream.heads(outputs, logits=True, gradients=True)
     for leaf, (logits, batch) in zip(leaves, heads, strict=True):
         with torch.enable_grad():
-            loss = next_token_loss(logits, labels_of(batch).to(logits.device))
+            loss = next_token_loss(logits, batch.labels.to(logits.device))
             (gradient,) = torch.autograd.grad(loss, leaf)
         yield gradient
-
-
-def labels_of(batch: Tokens) -> Tensor:
-    """What is predicted (B, L): every token, and nothing of padding."""
-    ids, mask = batch.input_ids, batch.attention_mask
-    return ids if mask is None else ids.masked_fill(~mask.bool(), IGNORED)
 
 
 def kept_for_backward(job: Job[Arch], tokens: int) -> int:

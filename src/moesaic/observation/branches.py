@@ -17,8 +17,7 @@ from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.layers.base import LayerPlan
-from moesaic.objectives import divergence, log_probabilities
-from moesaic.observation.backward import labels_of
+from moesaic.objectives import divergence, in_chunks
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.surgery import applied
 
@@ -109,12 +108,14 @@ def divergences(
             )
             changed = map(_rows, finals[len(first) :])
             for window, logits, *states in zip(windows, unchanged, *changed, strict=True):
-                labels = labels_of(window).to(logits.device)
-                p_TV = log_probabilities(logits, labels)
-                makes = (log_probabilities(finish(window, last), labels) for last in states)
-                sums = [divergence(p_TV, q_TV, "none").sum(-1).double().sum() for q_TV in makes]
+                labels = window.labels.to(logits.device)
+                chunks = [*in_chunks(logits, labels)]
+                sums = []
+                for last in states:
+                    pairs = zip(chunks, in_chunks(finish(window, last), labels), strict=True)
+                    sums.append(torch.cat([divergence(p_TV, q_TV) for p_TV, q_TV in pairs]).sum())
                 sums_CN.append(torch.stack(sums))
-                tokens_N.append(len(p_TV))
+                tokens_N.append(sum(map(len, chunks)))
         share = torch.tensor(tokens_N).double().mean().clamp(min=1.0)
         return torch.stack(sums_CN, 1) / share
     finally:
