@@ -25,15 +25,18 @@ import moesaic
 from moesaic import (
     Calibration,
     Evaluation,
+    LExIConfig,
     MoesaicError,
     MoREConfig,
     PruneConfig,
     Recipe,
     RunArgs,
     SkipConfig,
+    SlimConfig,
     pipeline,
     run_recipe,
 )
+from moesaic.arch.lookup import base_arch
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
@@ -50,6 +53,7 @@ from moesaic.pipeline import with_baselines
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
 from moesaic.report import frontier, words
+from moesaic.surgery import apply_plan
 
 CONFIG = MoREConfig(active=0.8, layers="all")
 MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
@@ -135,6 +139,29 @@ def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):
     moesaic.apply(str(llama_folder), tmp_path / "out" / "moesaic/plan.json", tmp_path / "again")
     assert equal(weights(tmp_path / "out"), weights(tmp_path / "again"))
     assert Plan.load(tmp_path / "again").header() == Plan.load(tmp_path / "out").header()
+
+
+@pytest.mark.parametrize("config", [SkipConfig(quantile=0.5), LExIConfig(top_k=1)])
+def test_what_skips_is_another_model_than_what_does_not(moe_folder, tmp_path, config):
+    """Though their weights are the same: for a plan, which has both steps, and for statistics."""
+    skipping, out, again, stats = (
+        tmp_path / name for name in ("skipping", "out", "again", "stats")
+    )
+    slimming = SlimConfig(keep=0.5, score="energy", refit=False)
+    moesaic.skip(str(moe_folder), config, **QUICK).save(skipping)
+    moesaic.slim(str(skipping), slimming, **QUICK).save(out)
+    for base in (moe_folder, skipping):
+        moesaic.apply(str(base), out, again, overwrite=True)
+        assert json.loads((again / "config.json").read_text("utf-8")) == json.loads(
+            (out / "config.json").read_text("utf-8")
+        )
+        assert equal(weights(again), weights(out))
+    moesaic.observe(str(moe_folder), stats, **QUICK)
+    with pytest.raises(MoesaicError, match="observed on another model"):
+        moesaic.slim(str(skipping), slimming, stats=stats)
+    model = AutoModelForCausalLM.from_pretrained(moe_folder)
+    with pytest.raises(MoesaicError, match="skips experts otherwise"):
+        apply_plan(model, base_arch(model.config), Plan.load(out))
 
 
 def test_apply_refuses_another_model(llama_folder, tmp_path):

@@ -11,9 +11,10 @@ from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import MoesaicError, PruneConfig, SkipConfig
+from moesaic import MoesaicError, PruneConfig, SkipConfig, SlimConfig
 from moesaic.methods.naee.dynamic_skipping import mean_calls, quantile, ratios
 from moesaic.metrics.routing_counts import counted
+from moesaic.metrics.size import model_size
 from moesaic.nn import skip, survivors
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Calibration, Evaluation, Recipe
@@ -222,6 +223,13 @@ def test_unequal_counts_can_skip_too(tokens, tmp_path):
     assert [layer.mlp.experts.num_experts for layer in loaded.model.layers] == counts
     ids = tokens.input_ids
     assert torch.equal(loaded(ids).logits, result.model(ids).logits)
+
+
+def test_experts_of_unequal_width_that_are_skipped_count_as_wide_as_they_are(tokens):
+    slimmed = SlimConfig(keep=0.5, allocate="experts", score="energy", refit=False)
+    uneven = moesaic.slim(tiny_moe("mixtral"), slimmed, calibration=tokens).model
+    skipping = moesaic.skip(uneven, calibration=tokens).model
+    assert model_size(skipping) == model_size(uneven)
 
 
 def test_stats_give_the_same_beta(tokens, tmp_path):

@@ -29,6 +29,7 @@ import moesaic
 from moesaic import MoesaicError, SlimConfig, Tokens
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.layers import recovery
 from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.recovery import helps
@@ -688,6 +689,20 @@ def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padde
     found = refit.analyses[i]["refit"]
     assert 0 < found["recovered"] < 1
     assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
+
+
+def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(tokens, monkeypatch):
+    """One of two, whose held-out tokens do not gain."""
+    gains = iter([False, True])
+    solved = recovery.refitted_downs
+    left = (None, None, {"lost": 1.0, "recovered": 0.0})
+    monkeypatch.setattr(
+        "moesaic.layers.slimmed.refitted_downs", lambda *a: solved(*a) if next(gains) else left
+    )
+    monkeypatch.setattr(recovery, "helps", lambda fit, held: True)
+    result = slimmed(tiny_moe("qwen2_moe"), tokens, keep=0.5, refit=True)
+    assert [layer.weights for layer in result.plan.layers.values()] == ["own", "refitted"]
+    assert result.model.config.model_type == "qwen2_moe"
 
 
 @pytest.mark.parametrize("outputs", [1, 8])

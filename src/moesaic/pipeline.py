@@ -55,6 +55,7 @@ from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run, check_step
 from moesaic.record import Record
 from moesaic.result import Result, save_applied
+from moesaic.surgery import routing_in
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,12 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     if not (base or steps[0].base.name):
         raise MoesaicError(f"The plan at {plan} names no base: it was made from a loaded model.")
     source = resolve(base or steps[0].base.name)
-    done = [number for number, step in enumerate(steps) if step.base.weights == source.fingerprint]
+    own, routing = source.fingerprint, ("", routing_in(source.config))
+    done = [
+        number
+        for number, step in enumerate(steps)
+        if step.base.weights == own and step.base.routing in routing
+    ]
     with whole_folder(out, overwrite, [source.name, place]) as folder:
         for number in range(max(done, default=0), len(steps)):
             last, before = number == len(steps) - 1, source.folder

@@ -41,6 +41,9 @@ class BaseShape:
     """Routed experts of every decoder layer, 0 for dense ones; empty for a dense model."""
     weights: str = field(default="", compare=False)
     """The fingerprint of its weights; shapes are compared without it."""
+    routing: str = field(default="", compare=False)
+    """A digest of what its config says of its layers beside that: two models of the same weights
+    may skip otherwise. Empty in plans that are older."""
     name: str = field(default="", compare=False)
     """The name that it went by."""
     dtype: str = field(default="", compare=False)

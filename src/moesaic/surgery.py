@@ -6,6 +6,8 @@ Both go through the layer kinds' ``convert``, a pure function of tensors.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
@@ -38,7 +41,16 @@ def base_shape(model: Model, arch: Arch) -> BaseShape:
         model.get_input_embeddings().weight.shape[1],
         tuple(arch.width_of(layer) for layer in layers),
         experts if any(experts) else (),
+        routing=routing_in(model.config),
     )
+
+
+def routing_in(config: Config) -> str:
+    """A digest of the layers' headers and of the experts a token."""
+    arch = base_arch(config)
+    top_k = getattr(config.get_text_config(), getattr(arch, "chosen", None) or "", None)
+    decided = json.dumps([headers_of(config), top_k], sort_keys=True)
+    return hashlib.sha256(decided.encode()).hexdigest()[:16]
 
 
 def check_base(plan: Plan, model: Model, arch: Arch) -> None:
@@ -51,6 +63,11 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
     if shape != plan.base:
         raise MoesaicError(
             f"The plan was made for {_described(plan.base)}; this is {_described(shape)}."
+        )
+    if plan.base.routing not in ("", shape.routing):
+        raise MoesaicError(
+            f"The plan was made for {plan.base.name or 'a model'} of the same shape that skips "
+            "experts otherwise, or of which other layers were changed."
         )
     for i, layer in plan.layers.items():
         try:

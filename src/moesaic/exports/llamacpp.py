@@ -43,6 +43,7 @@ from moesaic.io.outputs import check_file, put_file, scratch_folder, whole_file
 from moesaic.io.prediction import predicts
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import library, split_otherwise
+from moesaic.surgery import routing_in
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
@@ -212,7 +213,8 @@ class Rounding:
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""
         assert self.tokens is not None  # without text no types are chosen
-        made_by = __version__, library().__version__, self.native.fingerprint
+        own = self.native.fingerprint, routing_in(self.native.config)
+        made_by = __version__, library().__version__, *own
         key = " ".join([*made_by, self.tokens.fingerprint])
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         file = cache_folder() / f"types-{name}.json"

@@ -34,6 +34,7 @@ from moesaic.metrics.score import scores
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
+from moesaic.surgery import routing_in
 
 STATS = "observed.stats"
 ROOM = 8
@@ -94,7 +95,7 @@ class Trials:
         deciding, choosing = self.texts.both
         windows = choosing.rows(slice(WINDOWS))
         prints = self.source.fingerprint, deciding.fingerprint, windows.fingerprint
-        name = _key([__version__, *prints, str(self.dtype)])
+        name = _key([__version__, *prints, str(self.dtype), routing_in(self.source.config)])
         file = cache_folder() / f"steps-{name}.json"
         losses: dict[str, float] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         keys = {step: _key(steps_as_json((step,))) for step in steps}

@@ -16,9 +16,11 @@ from moesaic.nn.skipping_router import RULES, make_skipping
 
 @dataclass(frozen=True)
 class SkippingLayer(RoutingPlan):
-    """Weights stay as they are; the router compares a token's weights with beta."""
+    """Weights stay as they are, and so does what earlier steps made of the layer; the router
+    compares a token's weights with beta."""
 
     kind: ClassVar[str] = "skipping"
+    refines: ClassVar[bool] = True
 
     beta: float
     rule: str

@@ -208,8 +208,8 @@ class SlimmedLayer(PrunedLayer):
         if shared_S is None and width:
             shared_S = torch.arange(width)
         down_E, down_DS, figures = refitted_downs(site, self.kept, self.neurons_of, shared_S)
-        if down_E is None:
-            return self, figures
+        if down_E is None:  # in the same words as layers of which one changed
+            return replace(self, shared_S=shared_S), figures
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), figures
         placed_DS = down_DS.new_zeros(len(down_DS), len(shared_S))

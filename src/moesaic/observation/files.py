@@ -147,7 +147,9 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
         MoesaicError: it is of another model, or lacks what is needed.
     """
     file = StatsFile(Path(path))
-    differences = [*differing({"base": file.header["base"]}, {"base": plain(job.base)})]
+    base = plain(job.base)
+    stored = {"routing": base["routing"], **file.header["base"]}  # which older files do not say
+    differences = [*differing({"base": stored}, {"base": base})]
     if differences:
         raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
     if needs_gram and not file.header["gram"]:
