@@ -218,6 +218,14 @@ class Held(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.parametrize("verb", ["prune", "slim"])
+def test_layers_that_will_differ_are_told_to_differ(verb: str) -> None:
+    """Without statistics all lose alike; the result is none of the base's architecture."""
+    recipe = recipe_of("tiny-moe", "out", (verb, {"keep": 0.75, "allocate": "layers"}))
+    with foreseen(recipe) as (step,):
+        assert step.result.config.model_type == "moesaic_mixtral"
+
+
 def test_logits_are_held_as_often_as_told() -> None:
     """Two models' logits of a batch, and what comparing a chunk of them takes."""
     ids = torch.zeros(2, 512, dtype=torch.int64)

@@ -263,7 +263,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """What :meth:`decide` makes of layers of which nothing is known but their shapes."""
         sizes = self.sizes(job)
         decided = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
-        chosen = self.allocate(_losses(decided))
+        # what is spent by layer will differ: as if each lost more than the one before
+        losses = {
+            i: {size: loss * (1 + n) for size, loss in of_layer.items()}
+            for n, (i, of_layer) in enumerate(_losses(decided).items())
+        }
+        chosen = self.allocate(losses)
         layers = self.finish(job, {i: decided[i][size][0] for i, size in chosen.items()})
         cost = cost_of(self.needs, job, list(sizes), self.gram_bytes) + self.cost(job, sizes)
         refit = 0.0
