@@ -273,7 +273,7 @@ def test_what_is_made_on_the_way_is_swept_if_a_run_was_killed(
     with pytest.raises(KeyboardInterrupt):
         llamacpp.export_gguf("tiny-moe", out, ExportArgs(to="gguf", type="f16"))
     header = {"base": {}, "dtype": "", "layers": [0], "calibration": "", "tokens": 0, "gram": 0}
-    statistics = SimpleNamespace(layers=[0], header=header)
+    statistics = SimpleNamespace(path=out, layers=[0], header=header, sources=[])
     monkeypatch.setattr(files, "StatsFile", lambda _: statistics)
     monkeypatch.setattr(files.ExpertStats, "merged", look)
     with pytest.raises(KeyboardInterrupt):

@@ -774,6 +774,36 @@ def test_eval_refuses_what_a_result_was_calibrated_on(
     assert code == 0, err
 
 
+def test_statistics_know_the_text_that_they_were_observed_on(
+    moe_folder: Path, tmp_path: Path, command: Any
+) -> None:
+    """Neither prune nor eval measures on it, merged into others or not."""
+    parts = [
+        rows_file(
+            tmp_path / f"{name}.jsonl",
+            [{"text": f"row {name}{i} says little. " * 9} for i in range(60)],
+        )
+        for name in "ab"
+    ]
+    for file in parts:
+        text = ["--calibration", file, "--samples", 8, "--length", 24]
+        code, _, err = command("observe", moe_folder, f"{file}.stats", *text)
+        assert code == 0, err
+    both = tmp_path / "both.stats"
+    merged = [x for file in parts for x in ("--merge", f"{file}.stats")]
+    assert command("observe", moe_folder, both, *merged)[0] == 0
+    for stats in (f"{parts[1]}.stats", both):
+        given = [tmp_path / "out", "--keep", 6, "--stats", stats, "--overwrite"]
+        code, _, err = command("prune", moe_folder, *given, "--data", parts[1])
+        assert (code, f"{stats} was calibrated on rows of it" in err) == (2, True)
+        code, _, err = command("prune", moe_folder, *given, "--no-eval")
+        assert code == 0, err
+        code, _, err = command("eval", tmp_path / "out", "--data", parts[1])
+        assert (code, "was calibrated on rows of it" in err) == (2, True)
+    code, _, err = command("eval", moe_folder, "--data", parts[1])
+    assert code == 0, err
+
+
 def test_tune_is_not_measured_on_what_it_learned(
     llama_folder: Path, tmp_path: Path, command: Any
 ) -> None:

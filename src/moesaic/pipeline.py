@@ -162,7 +162,7 @@ def run_recipe(
                 Measurement,
                 original=original,
                 settings=settings,
-                text=measured_text(original, settings),
+                text=measured_text(original, settings, recipe.calibration.stats),
                 device=recipe.device,
                 dtype=parse_dtype(recipe.dtype),
                 track=log.track,

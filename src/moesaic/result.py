@@ -287,12 +287,12 @@ class Result:
             return {} if earlier is None else dict(earlier.calibration)
         used = {**settings, "fingerprint": fingerprint}
         used["length"] = used.get("length") or self.method.config.window
+        sources = [*self.job.observed]
         if "tokens" in vars(self.job):  # statistics from a file bring no text
             tokens = self.job.tokens
             used["samples"], used["length"] = tokens.input_ids.shape
-            if tokens.origins:
-                used["sources"] = [origin.as_json() for origin in tokens.origins]
-        return used
+            sources += [origin.as_json() for origin in tokens.origins]
+        return {**used, "sources": sources} if sources else used
 
     # --- shown -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
+from moesaic.observation.files import StatsFile
 from moesaic.record import Record
 
 ROOM = 1.25
@@ -224,10 +225,17 @@ def named(track: Track, name: str) -> Track:
 # --- text ----------------------------------------------------------------------------------------
 
 
-def measured_text(source: Source, settings: Evaluation) -> tuple[Tokens, Tokenizer | None]:
+def measured_text(
+    source: Source, settings: Evaluation, stats: str = ""
+) -> tuple[Tokens, Tokenizer | None]:
     """The windows that a model, and what is made of it, are measured on; its tokenizer.
 
     The tokenizer is None where the model has none, and nothing that is asked for needs one.
+
+    Args:
+        source: the model.
+        settings: how it is measured.
+        stats: a file of ``observe`` that decides, whose text is not measured.
 
     Raises:
         MoesaicError: there is no such text, too little of it, or it is not for the model.
@@ -240,6 +248,8 @@ def measured_text(source: Source, settings: Evaluation) -> tuple[Tokens, Tokeniz
         tokenizer = None
     tokens = _tokens(source, settings.data, tokenizer, settings)
     _check_unseen(source, tokens, settings.data)
+    if stats:
+        _check_rows(map(RowRange.of, StatsFile(Path(stats)).sources), tokens, stats)
     return tokens, tokenizer
 
 
@@ -301,14 +311,20 @@ def _check_unseen(source: Source, tokens: Tokens, data: object) -> None:
         ]
     except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
         return  # it is another version's, or damaged
-    for theirs in (origin.taken for origin in tokens.origins):
-        if not theirs.never_shared and any(theirs.meets(ours) for ours in used):
-            raise MoesaicError(
-                f"{theirs.source} is to be measured on, and {source.name} was calibrated on rows "
-                "of it. Measure on another text, split or slice."
-            )
+    _check_rows(used, tokens, source.name)
     if isinstance(data, str):
         check_apart(trained, data)
+
+
+def _check_rows(used: Iterable[RowRange], tokens: Tokens, name: str) -> None:
+    """Refuse to measure on rows that something of this name was calibrated on."""
+    ranges = [*used]
+    for theirs in (origin.taken for origin in tokens.origins):
+        if not theirs.never_shared and any(theirs.meets(ours) for ours in ranges):
+            raise MoesaicError(
+                f"{theirs.source} is to be measured on, and {name} was calibrated on rows of it. "
+                "Measure on another text, split or slice."
+            )
 
 
 # --- room ----------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         "layers": layers,
         "calibration": job.tokens.fingerprint,
         "tokens": job.tokens.count,
+        "sources": [origin.as_json() for origin in job.tokens.origins],
         "gram": gram_mb,
     }
     folder = unfinished(out)
@@ -186,12 +187,18 @@ class StatsFile:
                 f"format {FORMAT}. Observe the model again."
             )
         self.header: JSON = header
-        """``base``, ``dtype``, ``layers``, ``calibration``, ``tokens`` and ``gram``."""
+        """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``
+        and ``sources``."""
 
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the statistics themselves."""
         return of_stored(stored_in(self.path))
+
+    @property
+    def sources(self) -> list[JSON]:
+        """The rows that were observed, as records have them; none where nobody said."""
+        return list(self.header.get("sources", ()))
 
     @property
     def layers(self) -> list[int]:
@@ -276,6 +283,7 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
         **first,
         "calibration": "+".join(f.header["calibration"] for f in files),
         "tokens": sum(f.header["tokens"] for f in files),
+        "sources": [source for f in files for source in f.sources],
         "gram": max(f.header["gram"] for f in files),
     }
     with scratch_folder(out) as folder:

@@ -82,7 +82,9 @@ class Observation:
                 f"stats hold no {' and no '.join(lacking)}: these options need the model, and "
                 "cannot decide from stats."
             )
-        return from_file(self.job, path, needs_gram="gram" in self.needs)
+        file = from_file(self.job, path, needs_gram="gram" in self.needs)
+        self.job.observed = file.sources
+        return file
 
     @property
     def whole(self) -> bool:
