@@ -774,6 +774,31 @@ def test_eval_refuses_what_a_result_was_calibrated_on(
     assert code == 0, err
 
 
+def test_a_result_of_a_result_is_not_measured_on_what_the_first_was_made_by(
+    moe_folder: Path, tmp_path: Path, command: Any
+) -> None:
+    """Calibrated or trained on, however many steps ago."""
+    for what in ("calibrated", "trained"):
+        file = rows_file(
+            tmp_path / f"{what}.jsonl", [{"text": f"row {i} says little. " * 9} for i in range(60)]
+        )
+        first, short = tmp_path / what, ["--length", 24, "--no-eval"]
+        line = {
+            "calibrated": ["prune", moe_folder, first, "--keep", 6, "--calibration", file],
+            "trained": ["tune", moe_folder, first, "--train", file, "--what", "all", "--steps", 1],
+        }[what]
+        code, _, err = command(*line, *short)
+        assert code == 0, err
+        for before, out in ((first, f"{first}2"), (f"{first}2", f"{first}3")):
+            given = ["--keep", 0.5, "--score", "magnitude", "--no-refit", "--no-eval"]
+            code, _, err = command("slim", before, out, *given)
+            assert code == 0, err
+            code, _, err = command("eval", out, "--data", file)
+            assert (code, f"{what} on" in err) == (2, True)
+            code, _, err = command("slim", out, tmp_path / "not", *given[:-1], "--data", file)
+            assert (code, f"{what} on" in err) == (2, True)
+
+
 def test_statistics_know_the_text_that_they_were_observed_on(
     moe_folder: Path, tmp_path: Path, command: Any
 ) -> None:

@@ -222,6 +222,9 @@ class Record:
     moesaic: str = ""
     format: int = FORMAT
     calibration: Values = field(default_factory=dict)
+    before: Values = field(default_factory=dict)
+    """The text that the original was itself made by, where it is a result: ``sources``, the rows
+    that it was calibrated on, and ``trained``, the names of text that it was trained on."""
     environment: Values = field(default_factory=dict)
     log: Values = field(default_factory=dict)
     """``stages`` of the run with their seconds, the ``warnings`` that were given, and those of

@@ -33,6 +33,7 @@ from moesaic.io.prediction import NEXT, leave_out, predicts
 from moesaic.io.quantised import settle
 from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
+from moesaic.metrics.evaluate import text_behind
 from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Job
@@ -207,11 +208,23 @@ class Result:
     @property
     def _inputs(self) -> list[str | Path]:
         """What the result was made of: names of models, files and text."""
-        args, original = self.job.args, self.job.original
-        of_model = (
-            original.folder if self.job.on_disk else getattr(original.config, "_name_or_path", "")
-        )
-        return [of_model, *read_by(self.method.config), *read_by(args.calibration)]
+        args = self.job.args
+        return [self._place, *read_by(self.method.config), *read_by(args.calibration)]
+
+    @property
+    def _place(self) -> str | Path:
+        """The folder of the original, or the name that it was loaded by; empty without one."""
+        original = self.job.original
+        if self.job.on_disk:
+            return Path(original.folder)
+        return str(getattr(original.config, "_name_or_path", ""))
+
+    @property
+    def _before(self) -> JSON:
+        """The text that the original was made by, where it is a result of ours."""
+        rows, trained = text_behind(Path(self._place)) if self._place else ((), ())
+        before = {"sources": [row.as_json() for row in rows], "trained": [*trained]}
+        return {name: values for name, values in before.items() if values}
 
     @property
     def _earlier(self) -> tuple[Plan, ...]:
@@ -276,6 +289,7 @@ class Result:
             layers=layers,
             moesaic=__version__,
             calibration=self._calibration(calibration or {}, earlier),
+            before=self._before if earlier is None else earlier.before,
             environment=environment or {},
             measured=measured or {},
         )

@@ -288,6 +288,24 @@ def _tokenizer(
     return tokenizer
 
 
+def text_behind(folder: Path) -> tuple[list[RowRange], list[str]]:
+    """The rows that a result of ours was calibrated on, and the names of text that it was trained
+    on; those of the results that it was made of are among them. Nothing of any other model."""
+    file = placed(folder, RECORD)
+    if not file.is_file():
+        return [], []
+    try:
+        record = Record.from_json(mapping_of(file))
+        rows = [*record.calibration.get("sources", ()), *record.before.get("sources", ())]
+        steps = [(METHODS[f"{step.verb}.{step.method}"], step.config) for step in record.steps]
+        trained = [
+            step[name] for config, step in steps for name in text_fields(config) if step.get(name)
+        ]
+        return [*map(RowRange.of, rows)], [*trained, *record.before.get("trained", ())]
+    except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
+        return [], []  # it is another version's, or damaged
+
+
 def _check_unseen(source: Source, tokens: Tokens, data: object) -> None:
     """Refuse to measure a result of ours on rows that it was calibrated or trained on.
 
@@ -299,18 +317,7 @@ def _check_unseen(source: Source, tokens: Tokens, data: object) -> None:
     Raises:
         MoesaicError: some row is in both.
     """
-    file = placed(source.folder, RECORD)
-    if not file.is_file():
-        return
-    try:
-        record = Record.from_json(mapping_of(file))
-        used = [RowRange.of(values) for values in record.calibration.get("sources", ())]
-        steps = [(METHODS[f"{step.verb}.{step.method}"], step.config) for step in record.steps]
-        trained = [
-            step[name] for config, step in steps for name in text_fields(config) if step.get(name)
-        ]
-    except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
-        return  # it is another version's, or damaged
+    used, trained = text_behind(source.folder)
     _check_rows(used, tokens, source.name)
     if isinstance(data, str):
         check_apart(trained, data)
