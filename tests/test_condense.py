@@ -551,6 +551,14 @@ def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
         assert all(same(plan.layers[i], alone.plan.layers[i]) for i in plan.layers)
 
 
+def test_all_layers_that_route_are_counted(tokens: Tokens) -> None:
+    """Those too that were none to choose from, such as the first one of a kind of attention."""
+    model = tiny_moe("mixtral", num_hidden_layers=4)
+    for options in ({"keep": "nothing"}, {"keep": "attention", "candidates": (1, 2)}):
+        result = condense(model, CondenseConfig(count=1, **options), calibration=tokens)
+        assert result.current_record.steps[-1].title.startswith("1 of 4 ")
+
+
 # --- errors ----------------------------------------------------------------------------------
 
 

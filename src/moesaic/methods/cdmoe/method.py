@@ -209,9 +209,9 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     # --- words -----------------------------------------------------------------------------------
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
-        config = self.config
+        assert decision.plan is not None
+        config, every = self.config, len(decision.plan.base.routed)
         chosen: list[int] = decision.summary["layers"]
-        every = sum("cosine" in analysis for analysis in decision.analyses.values())
         shapes = [layers[i].shape for i in chosen]
         if config.keep == "shared" and shapes and not any(shape["shared"] for shape in shapes):
             # nothing was shared
