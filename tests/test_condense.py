@@ -559,6 +559,18 @@ def test_all_layers_that_route_are_counted(tokens: Tokens) -> None:
         assert result.current_record.steps[-1].title.startswith("1 of 4 ")
 
 
+def test_a_comparison_of_more_layers_is_refused_before_the_search(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the number is given; where bytes are, it is known only after."""
+    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    with pytest.raises(MoesaicError, match="at most the 0 condensed"):
+        condense(model, CondenseConfig(memory=10**9), calibration=tokens, compare=["1"])
+    monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))
+    with pytest.raises(MoesaicError, match="compare '3': .* at most the 2 condensed"):
+        condense(model, CondenseConfig(count=2), calibration=tokens, compare=["3"])
+
+
 # --- errors ----------------------------------------------------------------------------------
 
 

@@ -173,7 +173,21 @@ class CondenseConfig(MethodConfig):
     def base_label(self) -> str:
         return KEEPS[self.keep][0]
 
+    @staticmethod
+    def check_compared(name: str, condensed: int) -> None:
+        """Refuse a comparison of more layers than are condensed.
+
+        Raises:
+            MoesaicError: names both.
+        """
+        if int(name) > condensed:
+            raise MoesaicError(
+                f"compare {name!r}: give a number of layers, at most the {condensed} condensed."
+            )
+
     def compared(self, name: str) -> str:
         if not name.isdecimal():
             raise MoesaicError(f"compare {name!r}: give a number of layers.")
+        if self.count is not None:
+            self.check_compared(name, self.count)
         return f"{name} of the layers condensed, the first chosen"

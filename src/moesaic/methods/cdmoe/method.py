@@ -117,7 +117,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             chosen.append(i)
             steps.append({"layer": i, "losses": {str(j): x for j, x in losses.items()}})
         order.close()
-        counts = {name: _number(name, chosen) for name in job.args.compare}
+        for name in job.args.compare:
+            config.check_compared(name, len(chosen))
         layers = target.finish(chosen)
         analyses: dict[int, JSON] = {i: dict(finished["experts", i][1]) for i in candidates}
         for place, i in enumerate(chosen):
@@ -135,7 +136,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         def plan(some: dict[int, LayerPlan]) -> Plan:
             return Plan(config.name, job.base, some, options, fingerprint)
 
-        results = {name: plan(target.finish(chosen[:count])) for name, count in counts.items()}
+        results = {name: plan(target.finish(chosen[: int(name)])) for name in job.args.compare}
         results["result"] = plan(layers)
         if config.refit:
             results, refits = recover(job, results, finished)
@@ -424,11 +425,3 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> 
     if keep == "shared" and not view.shared_width and not force:
         return "it has no shared experts, so that nothing of a layer would stay"
     return view.apart(routed=keep == "shared+routed")
-
-
-def _number(name: str, chosen: Sequence[int]) -> int:
-    if int(name) > len(chosen):
-        raise MoesaicError(
-            f"compare {name!r}: give a number of layers, at most the {len(chosen)} condensed."
-        )
-    return int(name)
