@@ -149,17 +149,20 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
         if re.search(rf"(?<!\w){name}(?![\w])", title):
             assert name in config.label or name in METHODS[key].title, title
             assert name in config.base_label, f"{title} credits {name}"
-    if config.beyond:
+    assert {*step.beyond} <= {*config.beyond}  # an addition may have changed nothing
+    if step.beyond:
         credited = [name for name in NAMES if name in title]
         assert not credited or "beyond" in title, title
-        for what in config.beyond:
+        for what in step.beyond:
             assert what in card
     else:
         assert "beyond" not in title
+    for what in {*config.beyond} - {*step.beyond}:
+        assert what not in card
     assert step.paper == config.credit
     if config.credit:
         assert config.credit.rstrip(".") in card
-    assert step.label == config.label
+    assert step.label == config.label or step.beyond != config.beyond
 
     # nothing odd
     for name, text in everything.items():
