@@ -544,3 +544,24 @@ def test_what_was_recovered_is_plain_json(tokens):
     result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
     text = json.dumps(result.analyses, allow_nan=False)
     assert all({"lost", "recovered"} <= seen["refit"].keys() for seen in json.loads(text).values())
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("short_text")
+def test_an_addition_that_changed_nothing_is_not_claimed(tokens):
+    model = tiny_moe("mixtral")
+    refit, fewer = "refitted down projections", "fewer experts"
+    for call, config, added in (
+        (moesaic.prune, PruneConfig(keep=8), ()),
+        (moesaic.prune, PruneConfig(keep=6), (refit,)),
+        (moesaic.slim, moesaic.SlimConfig(keep=1.0, experts="auto"), ()),
+        (moesaic.slim, moesaic.SlimConfig(keep=0.5, experts="4"), (fewer, refit)),
+    ):
+        step = call(model, config, calibration=tokens).current_record.steps[-1]
+        assert step.beyond == added
+        for what in (refit, fewer):
+            assert (what in step.title) == (what in added)
+            assert (what in step.label) == (what in added)
+        assert ("then refitted" in step.told) == (refit in added)

@@ -363,6 +363,7 @@ class Result:
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:
         """This step in words."""
         config, decision, plan = self.method.config, self.decision, self.plan
+        effective = self.method.effective(plan)
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
         words = self.method.tell(layers, decision, active)
         summary, text = dict(decision.summary), words.text
@@ -374,11 +375,11 @@ class Result:
         return Step(
             verb=config.verb,
             method=config.name,
-            label=config.label,
+            label=effective.label,
             title=words.title,
             told=text,
             paper=config.credit,
-            beyond=config.beyond,
+            beyond=effective.beyond,
             weights="trained" if decision.trained is not None else strongest(changed),
             config=plan.config if plan is not None else asdict(config),
             variants={name: config.compared(name) for name in self.builders},

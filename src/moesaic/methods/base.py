@@ -146,6 +146,14 @@ class Method(ABC, Generic[C, A]):
         """
         raise MoesaicError(f"{self.config.title} cannot tell beforehand what it will make.")
 
+    def effective(self, plan: Plan | None) -> C:
+        """The options without additions that no layer of a plan has, for words."""
+        config: Any = self.config
+        if plan is None or not getattr(config, "refit", False):
+            return config
+        solved = any(layer.weights != "own" for layer in plan.layers.values())
+        return config if solved else replace(config, refit=False)
+
     @abstractmethod
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """What came of it, in words. Says what was done and nothing else.

@@ -211,7 +211,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         assert decision.plan is not None
-        config, every = self.config, len(decision.plan.base.routed)
+        config, every = self.effective(decision.plan), len(decision.plan.base.routed)
         chosen: list[int] = decision.summary["layers"]
         shapes = [layers[i].shape for i in chosen]
         if config.keep == "shared" and shapes and not any(shape["shared"] for shape in shapes):

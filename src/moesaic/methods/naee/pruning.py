@@ -276,15 +276,16 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     # --- words -----------------------------------------------------------------------------------
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+        config = self.effective(decision.plan)
         changed = [layer for layer in layers if layer.index in decision.analyses]
         stay = span([len(layer.shape["kept"]) for layer in changed])
         before = span([layer.shape["before"] for layer in changed])
-        comma = "," if self.config.beyond else ""
-        title = f"pruned{credited(self.config, 'by')}{comma} to {stay} of {before} experts"
-        chosen = self.config.chosen
+        comma = "," if config.beyond else ""
+        title = f"pruned{credited(config, 'by')}{comma} to {stay} of {before} experts"
+        chosen = config.chosen
         by = chosen.title + (" on calibration text" if chosen.observes else "")
         text = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
-        if self.config.refit:
+        if config.refit:
             text += " The down projections of the experts that stay were then refitted."
         return Summary(title, text)
 

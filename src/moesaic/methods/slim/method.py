@@ -453,18 +453,28 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             *super().figures(layers, decision),
         ]
 
+    def effective(self, plan: Plan | None) -> SlimConfig:
+        config = super().effective(plan)
+        if plan is None or any(
+            isinstance(layer, SlimmedLayer) and len(layer.experts) < plan.base.experts_of(i)
+            for i, layer in plan.layers.items()
+        ):
+            return config
+        return replace(config, experts="all")
+
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         assert decision.plan is not None
+        config = self.effective(decision.plan)
         changed = [layer for layer in layers if layer.index in decision.plan.layers]
         stay = span([layer.shape["neurons"] for layer in changed])
         before = span([layer.shape["of"] for layer in changed])
         mixture = any(layer.experts for layer in changed)
         each = " an expert" if mixture else " a layer"
-        beyond = f", with {', '.join(self.config.beyond)}" if self.config.beyond else ""
-        by = self.config.base_label
-        differ = " in the mean" if self.config.uneven else ""
+        beyond = f", with {', '.join(config.beyond)}" if config.beyond else ""
+        by = config.base_label
+        differ = " in the mean" if config.uneven else ""
         title = f"slimmed to {stay} of {before} neurons{each}{differ} by {by}{beyond}"
-        by += " on calibration text" if self.config.chosen.observes else ""
+        by += " on calibration text" if config.chosen.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
         text = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
         text += " Experts of a layer differ in width." if differ else ""
@@ -474,7 +484,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             kept = span([len(layer.shape["kept"]) for layer in fewer])
             were = span([layer.shape["before"] for layer in fewer])
             text += f" {kept} of {were} experts stay."
-        if self.config.refit:
+        if config.refit:
             text += " The down projections were then refitted."
         return Summary(title, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
 
