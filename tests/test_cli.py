@@ -228,10 +228,6 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
     assert 0 < beta[0] < 1
     code, printed, _ = command("inspect", skipping, "--json")
     assert [layer["experts"] for layer in json.loads(printed)["layers"]] == [5, 0, 5]
-    code, _, _ = command(
-        "observe", moe_folder, tmp_path / "twice", "--merge", stats, "--merge", stats
-    )
-    assert code == 0
 
 
 def exact(printed):
@@ -321,6 +317,7 @@ AT_ONCE = [
         "--baseline is for measuring: not with --no-eval",
     ),
     (["observe", "MODEL", "OUT", "--merge", "DONE", "--samples", "3"], "--samples is for running"),
+    (["observe", "MODEL", "OUT", "--merge", "DONE", "--resume"], "--resume is for running"),
     (["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MX"], "is not a number of bytes"),
     (
         ["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MB", "--type", "q8_0"],

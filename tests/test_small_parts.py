@@ -133,6 +133,22 @@ def test_statistics_are_not_merged_into_themselves(command, tmp_path):
     assert command("observe", "tiny-moe", tmp_path / "b", "--device", "nowhere")[0] == 2
 
 
+def test_no_text_counts_twice_in_merged_statistics(command, tmp_path):
+    """Neither a file that is named twice, nor one that another holds already."""
+    model, a, b, both = tiny_moe("mixtral"), *(tmp_path / name for name in ("a", "b", "ab"))
+    tokens = many_tokens()
+    for part, file in ((tokens.rows(slice(6)), a), (tokens.rows(slice(6, 9)), b)):
+        moesaic.observe(model, file, calibration=part, gram_mb=0)
+    assert command("observe", "tiny-moe", both, "--merge", a, "--merge", b)[0] == 0
+    assert files.StatsFile(both).header["tokens"] == 9 * 64
+    for first, second in ((a, a), (both, b)):
+        merged = ["--merge", first, "--merge", second]
+        code, _, err = command("observe", "tiny-moe", tmp_path / "twice", *merged)
+        assert code == 2
+        assert f"{second} and {first} were observed on the same text" in err
+    assert not (tmp_path / "twice").exists()
+
+
 def test_a_device_whose_package_is_not_here_is_refused_by_name():
     with pytest.raises(MoesaicError, match="device 'hpu' cannot be used here"):
         check_device("hpu")

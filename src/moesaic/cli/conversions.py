@@ -155,9 +155,9 @@ def observe(
     check_file(stats, overwrite, [model, *(merge or ())])
     if not merge:
         check_name(model)
-    elif options:
+    elif options or resume:
         raise MoesaicError(
-            f"{next(iter(options))} is for running MODEL: not with merge={merge[0]}."
+            f"{next(iter(options), 'resume')} is for running MODEL: not with merge={merge[0]}."
         )
     named, gram = taken(options, PLACE), taken(options, ("gram_mb",))
     where = place({**named})

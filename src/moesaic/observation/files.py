@@ -267,10 +267,11 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
     """One statistics file from several of the same model, made on different tokens.
 
     Raises:
-        MoesaicError: they are of different models.
+        MoesaicError: they are of different models, or some text would count twice.
     """
     files = [StatsFile(path) for path in paths]
     first = files[0].header
+    seen: dict[str, Path] = {}
     for file in files:
         same = {"base": file.header["base"], "layers": file.layers, "dtype": file.header["dtype"]}
         differences = [*differing(same, {name: first[name] for name in same})]
@@ -279,6 +280,13 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
                 f"{file.path} and {paths[0]} are of different models and cannot be merged: "
                 f"{differences[0]}."
             )
+        for text in file.header["calibration"].split("+"):
+            if text in seen:
+                raise MoesaicError(
+                    f"{file.path} and {seen[text]} were observed on the same text, which would "
+                    "count twice: leave one of them out."
+                )
+            seen[text] = file.path
     header = {
         **first,
         "calibration": "+".join(f.header["calibration"] for f in files),
