@@ -188,6 +188,12 @@ def test_statistics_of_other_weights_are_refused(
             call(pair[1], config, stats=str(a))
         assert pair[0] in str(refused.value)
         call(pair[0], config, stats=str(a))
+    blind = PruneConfig(keep=5, score="random")  # which needs nothing of it
+    with pytest.raises(MoesaicError, match="another model"):
+        moesaic.prune(pair[1], blind, stats=str(a))
+    plan = moesaic.prune(pair[0], blind, stats=str(a)).plan
+    assert plan is not None
+    assert not plan.calibration
     with pytest.raises(MoesaicError, match="different models"):
         merge_files([a, b], tmp_path / "both.st")
 

@@ -72,7 +72,9 @@ class Observation:
     def __init__(self, job: Job[Arch], needs: Collection[str], gram_bytes: int = 0) -> None:
         self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
         path = job.args.calibration.stats
-        self._file = self._opened(path) if path and self.needs else None
+        file = self._opened(path) if path else None
+        self._file = file if self.needs else None
+        job.observed = self._file.sources if self._file is not None else ()
         self.reads_text = self._file is None and bool(self.needs - OF_WEIGHTS)
 
     def _opened(self, path: str) -> StatsFile:
@@ -82,9 +84,7 @@ class Observation:
                 f"stats hold no {' and no '.join(lacking)}: these options need the model, and "
                 "cannot decide from stats."
             )
-        file = from_file(self.job, path, needs_gram="gram" in self.needs)
-        self.job.observed = file.sources
-        return file
+        return from_file(self.job, path, needs_gram="gram" in self.needs)
 
     @property
     def whole(self) -> bool:
