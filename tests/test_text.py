@@ -829,6 +829,43 @@ def test_statistics_know_the_text_that_they_were_observed_on(
     assert code == 0, err
 
 
+def test_text_beside_statistics_is_refused_or_read(
+    moe_folder: Path, tmp_path: Path, command: Any
+) -> None:
+    """What stands in the record was used: the windows of the statistics, and those of a refit."""
+    shipped = ["--calibration", "shipped:prose"]
+    for name, samples in (("a", 6), ("b", 5)):
+        text = [*shipped, "--samples", samples, "--length", 24, "--seed", samples]
+        assert command("observe", moe_folder, tmp_path / name, *text)[0] == 0
+    merged = ["--merge", tmp_path / "a", "--merge", tmp_path / "b"]
+    assert command("observe", moe_folder, tmp_path / "both", *merged)[0] == 0
+    given = [tmp_path / "out", "--stats", tmp_path / "both", "--no-eval", "--json", "--overwrite"]
+    prune, skip = ["prune", moe_folder, *given, "--keep", 6], ["skip", moe_folder, *given]
+    for line in (
+        [*prune, "--samples", 5],
+        [*prune, "--length", 99],
+        [*prune, "--documents"],
+        [*prune, *shipped],
+        [*skip, "--seed", 7],
+    ):
+        code, _, err = command(*line)
+        assert (code, "the statistics were observed on theirs" in err) == (2, True), line
+        assert f"{line[len(prune if line[0] == 'prune' else skip)]}" in err
+    own = {"samples": 11, "length": 24}
+    for line in (prune, skip):
+        code, printed, err = command(*line)
+        assert code == 0, err
+        used = json.loads(printed)["calibration"]
+        assert used.keys() == {"stats", "fingerprint", "samples", "length", "sources"}
+        assert {name: used[name] for name in own} == own
+        assert [source["windows"] for source in used["sources"]] == [6, 5]
+    code, printed, err = command(*prune, "--refit", *shipped, "--samples", 4, "--length", 20)
+    assert code == 0, err
+    used = json.loads(printed)["calibration"]
+    assert (used["samples"], used["length"], used["observed"]) == (4, 20, own)
+    assert [source["windows"] for source in used["sources"]] == [6, 5, 4]
+
+
 def test_tune_is_not_measured_on_what_it_learned(
     llama_folder: Path, tmp_path: Path, command: Any
 ) -> None:

@@ -66,7 +66,7 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     Raises:
         MoesaicError: the request cannot be met.
     """
-    check_step(config, args.calibration.stats, args.compare)
+    check_step(config, args.calibration, args.compare)
     method = implementation(config)
     job = Job(args, method.find, config.window)
     for sentence in method.settle(job):

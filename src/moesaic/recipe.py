@@ -100,10 +100,10 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     Raises:
         MoesaicError: names the field, its value and what would work.
     """
-    settings, stats = recipe.evaluation, recipe.calibration.stats
+    settings, calibration = recipe.evaluation, recipe.calibration
     compare = settings.compare if settings is not None else ()
     for number, step in enumerate(recipe.steps, 1):
-        check_step(step, stats, compare if number == len(recipe.steps) else ())
+        check_step(step, calibration, compare if number == len(recipe.steps) else ())
     if recipe.dtype not in DTYPES:
         raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
     check_name(recipe.model)
@@ -111,7 +111,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     check_apart(recipe.texts, "" if settings is None else settings.data)
     if settings is not None:
         wanted_tasks(settings.tasks, settings.shots, settings.limit)
-    if stats and not Path(stats).is_file():
+    if (stats := calibration.stats) and not Path(stats).is_file():
         raise MoesaicError(
             f"No statistics at {stats}; moesaic observe {recipe.model} {stats} makes them."
         )
@@ -127,19 +127,32 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def check_step(config: MethodConfig, stats: str, compare: Sequence[str]) -> None:
-    """Refuse statistics and comparisons that a step has no use for.
+def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence[str]) -> None:
+    """Refuse statistics, text beside them, and comparisons that a step has no use for.
 
     Raises:
         MoesaicError: names the field.
     """
     verb = VERBS[config.verb]
-    if stats and not verb.observes:
+    if calibration.stats and not verb.observes:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
+    own = {entry.name for entry in fields(config)}  # a seed may be the method's, too
+    for entry in fields(Calibration) if calibration.stats and not _reads_text(config) else ():
+        value = getattr(calibration, entry.name)
+        if entry.name not in ("stats", *own) and value != entry.default:
+            raise MoesaicError(
+                f"{entry.name}={value} is of text, and the statistics were observed on theirs "
+                "already: leave it out."
+            )
     if compare and not verb.compares:
         raise MoesaicError(f"{verb.name} compares nothing: leave compare out.")
     for name in compare:
         config.compared(name)
+
+
+def _reads_text(config: MethodConfig) -> bool:
+    """A step that decides from statistics reads text beside them, to refit on it."""
+    return bool(getattr(config, "refit", False))
 
 
 def step_config(verb: str, options: object, where: str = "") -> MethodConfig:

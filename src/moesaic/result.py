@@ -299,13 +299,18 @@ class Result:
         fingerprint = self.plan.calibration if self.plan is not None else ""
         if not fingerprint:
             return {} if earlier is None else dict(earlier.calibration)
-        used = {**settings, "fingerprint": fingerprint}
+        used, observed = {**settings, "fingerprint": fingerprint}, self.job.observed
         used["length"] = used.get("length") or self.method.config.window
-        sources = [*self.job.observed]
-        if "tokens" in vars(self.job):  # statistics from a file bring no text
+        windows = {name: observed[name] for name in ("samples", "length") if observed.get(name)}
+        sources = [*observed.get("sources", ())]
+        if "tokens" in vars(self.job):
             tokens = self.job.tokens
             used["samples"], used["length"] = tokens.input_ids.shape
+            used |= {"observed": windows} if observed else {}
             sources += [origin.as_json() for origin in tokens.origins]
+        elif observed:  # no text beside it
+            stats = self.job.args.calibration.stats
+            used = {"stats": stats, "fingerprint": fingerprint, **windows}
         return {**used, "sources": sources} if sources else used
 
     # --- shown -----------------------------------------------------------------------------------

@@ -214,7 +214,6 @@ class Trials:
             stats=str(self._stats) if stats else "",
             device=self.recipe.device,
             dtype=self.dtype,
-            seed=self.recipe.calibration.seed,
         )
 
     @cached_property

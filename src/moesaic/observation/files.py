@@ -84,6 +84,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         "layers": layers,
         "calibration": job.tokens.fingerprint,
         "tokens": job.tokens.count,
+        **dict(zip(("samples", "length"), job.tokens.input_ids.shape, strict=True)),
         "sources": [origin.as_json() for origin in job.tokens.origins],
         "gram": gram_mb,
     }
@@ -187,8 +188,8 @@ class StatsFile:
                 f"format {FORMAT}. Observe the model again."
             )
         self.header: JSON = header
-        """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``
-        and ``sources``."""
+        """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``,
+        ``sources``, its windows (``samples``) and their ``length``, where these are known."""
 
     @property
     def fingerprint(self) -> str:
@@ -287,10 +288,14 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
                     "count twice: leave one of them out."
                 )
             seen[text] = file.path
+    samples = [f.header.get("samples") or 0 for f in files]
+    lengths = {f.header.get("length") for f in files}
     header = {
         **first,
         "calibration": "+".join(f.header["calibration"] for f in files),
         "tokens": sum(f.header["tokens"] for f in files),
+        "samples": sum(samples) if all(samples) else None,
+        "length": lengths.pop() if len(lengths) == 1 else None,
         "sources": [source for f in files for source in f.sources],
         "gram": max(f.header["gram"] for f in files),
     }

@@ -81,8 +81,8 @@ class Job(Generic[A_co]):
             if self.home != "cpu":
                 self.device = self.home
         self.arch: A_co = find(self.original.config)
-        self.observed: Sequence[JSON] = ()
-        """The rows that statistics from a file were observed on, as records have them."""
+        self.observed: JSON = {}
+        """The header of the file of statistics that was decided from; empty without one."""
         self._length = length
 
     @staticmethod

@@ -74,7 +74,7 @@ class Observation:
         path = job.args.calibration.stats
         file = self._opened(path) if path else None
         self._file = file if self.needs else None
-        job.observed = self._file.sources if self._file is not None else ()
+        job.observed = self._file.header if self._file is not None else {}
         self.reads_text = self._file is None and bool(self.needs - OF_WEIGHTS)
 
     def _opened(self, path: str) -> StatsFile:
