@@ -866,6 +866,18 @@ def test_text_beside_statistics_is_refused_or_read(
     assert [source["windows"] for source in used["sources"]] == [6, 5, 4]
 
 
+def test_text_that_only_refits_is_not_measured_either(
+    moe_folder: Path, tmp_path: Path, command: Any
+) -> None:
+    """Where the weights alone say what goes."""
+    file = rows_file(tmp_path / "t.jsonl", [{"text": f"row {i} says. " * 9} for i in range(60)])
+    given = ["--keep", 0.5, "--score", "magnitude", "--calibration", file, "--length", 24]
+    code, _, err = command("slim", moe_folder, tmp_path / "out", *given, "--no-eval")
+    assert code == 0, err
+    code, _, err = command("eval", tmp_path / "out", "--data", file)
+    assert (code, "was calibrated on rows of it" in err) == (2, True)
+
+
 def test_tune_is_not_measured_on_what_it_learned(
     llama_folder: Path, tmp_path: Path, command: Any
 ) -> None:

@@ -162,6 +162,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         gram_bytes = max(method.gram_bytes for method in methods.values())
         observation = Observation(job, needs, gram_bytes)
         calibration, refit = observation.calibration, self._option("refit")
+        text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
             "config": asdict(config),
             "compare": list(job.args.compare),
@@ -179,7 +180,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             losses[name] = _losses(decided)
             chosen = {i: decided[i][size] for i, size in method.allocate(losses[name]).items()}
             layers = method.finish(job, {i: layer for i, (layer, _) in chosen.items()})
-            plans[name] = Plan(config.name, job.base, layers, asdict(method.config), calibration)
+            plans[name] = Plan(config.name, job.base, layers, asdict(method.config), text)
             analyses[name] = {i: analysis for i, (_, analysis) in chosen.items()}
         if refit:
             follow = self._option("progressive")
