@@ -278,6 +278,8 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "--variant", "best"], "-o variant: Input should be"),
     (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
+    (["prune", "MIXTURE", "OUT", "--keep", "6", "-o", "keep=4"], "--keep is given twice"),
+    (["carve", "MODEL", "OUT", "-o", "rounds=0", "-o", "rounds=3"], "-o rounds is given twice"),
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2.0 must be at most 1"),
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
     (["carve", "MODEL", "OUT", "--compare", "static"], "--compare static: WINA has no comparisons"),

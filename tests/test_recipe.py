@@ -110,6 +110,8 @@ def test_overrides():
     ("text", "message"),
     [
         ("model: [", "not valid YAML"),
+        (TEXT.replace("active: 0.7", "active: 0.7, active: 0.8"), "active stands twice.*line 4"),
+        (TEXT + "model: tiny-moe\n", "model stands twice.*line 5"),
         ("- 1", "must be a mapping"),
         ("model: a\nout: b", "steps must be a list"),
         (TEXT.replace("model:", "# model:"), r"^model is missing\.$"),

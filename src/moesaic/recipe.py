@@ -43,6 +43,18 @@ if TYPE_CHECKING:
 D = TypeVar("D", bound="DataclassInstance")
 
 
+class _OneValueEach(yaml.SafeLoader):
+    """YAML, refused where a mapping has a key twice, of which the last would silently win."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and keys.setdefault(key.value, key) is not key:
+                raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
+        return node
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One run: model, calibration, steps, evaluation."""
@@ -312,7 +324,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
         MoesaicError: the recipe is not valid; the message names the place.
     """
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _OneValueEach)
     except (yaml.YAMLError, ValueError) as error:
         raise MoesaicError(
             f"{where} is not valid YAML: {' '.join(str(error).split()):.300}"

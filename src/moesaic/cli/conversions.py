@@ -107,6 +107,8 @@ def command(verb: Verb) -> Callable[..., None]:
         extra = pairs(options.pop("option", None))
         device, calibration = taken(options, PLACE), taken(options, text)
         measured = taken(options, ("data", "max_tokens", "compare", "baselines"))
+        for name in options.keys() & extra.keys():  # without text, of which -o may mean a method's
+            raise MoesaicError(f"{name} is given twice; give one value.")
         if not verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
             raise MoesaicError(
                 "data is what is measured: name what is trained on, too, with train=FILE, or "

@@ -240,13 +240,15 @@ def pairs(arguments: Sequence[str] | None) -> JSON:
     {'prompt': '[INST] hi'}
 
     Raises:
-        MoesaicError: one is no such pair.
+        MoesaicError: one is no such pair, or of a key that another has.
     """
     values = {}
     for pair in arguments or []:
         key, equals, value = pair.partition("=")
         if not equals:
             raise MoesaicError(f"option {pair!r} is not key=value.")
+        if key in values:
+            raise MoesaicError(f"{key} is given twice; give one value.")
         values[key] = value
         if re.match(r"\s*[\[{]|null$", value):
             with suppress(yaml.YAMLError):  # text that only begins like a list
