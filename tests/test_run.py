@@ -533,7 +533,7 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     assert not measured["samples"]
     found = moesaic.evaluate(bare, data=str(file))
     assert found.tokens > 0
-    with pytest.raises(MoesaicError, match="no usable tokenizer"):
+    with pytest.raises(MoesaicError, match="no tokenizer files"):
         run_recipe(replace(asked, out=str(tmp_path / "other"), evaluation=Evaluation()))
 
 

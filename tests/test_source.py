@@ -41,8 +41,15 @@ def test_a_tokenizer_that_is_made_up_for_the_architecture_is_none(moe_folder, tm
     """Of some, transformers makes one without a vocabulary, to which every text is empty."""
     bare = tmp_path / "bare"
     shutil.copytree(moe_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
+    (bare / "added_tokens.json").write_text("{}")
     with pytest.raises(MoesaicError, match="no usable tokenizer: its vocabulary is in no file"):
         _ = resolve(str(bare)).tokenizer
+
+
+def test_a_model_that_was_saved_alone_is_said_to_lack_its_tokenizer(llama_folder, tmp_path):
+    resolve(str(llama_folder)).load().save_pretrained(tmp_path)
+    with pytest.raises(MoesaicError, match=r"no tokenizer files: .*tokenizer\.save_pretrained"):
+        _ = resolve(str(tmp_path)).tokenizer
 
 
 def test_gguf_that_is_none(tmp_path, monkeypatch):

@@ -16,18 +16,22 @@ PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
 RECIPE, RECORD, PAGE, PICTURE = "recipe.yaml", "result.json", "report.html", "picture.svg"
 FILES = "files.json"
 """Names every file that was written to the folder, so that no other is ever deleted."""
-SIDE_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "*processor_config.json",
     "tekken.json",
     "*.tiktoken",
     "*.model",
+)
+"""What a tokenizer is read from."""
+SIDE_FILES = (
+    *TOKENIZER_FILES,
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""

@@ -28,7 +28,7 @@ from moesaic.io.checkpoint import Checkpoint, check_finite, shape_of
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.language import predicts_tokens
-from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, placed
+from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.naming import Naming, language
 from moesaic.io.packaged import packaged_file
@@ -116,6 +116,11 @@ class Source:
             MoesaicError: there is none, or the folder is no model.
         """
         _ = self.config  # which says what is wrong with the folder itself
+        if not any(file for names in TOKENIZER_FILES for file in self.folder.glob(names)):
+            raise MoesaicError(
+                f"{self.name} has no tokenizer files: save them there too "
+                "(tokenizer.save_pretrained), or give token ids in a .safetensors file."
+            )
         try:
             tokenizer: Tokenizer = pretrained(AutoTokenizer, self.folder)
             if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
