@@ -731,6 +731,21 @@ def test_eval_takes_16384_tokens_and_says_so(command: Any, llama_folder: Path) -
     assert "at most 512 tokens" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("data", ["", "prose=3,code=1", "ids.safetensors", ["some words " * 90]])
+def test_no_more_is_measured_than_was_said(
+    data: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that nobody asked for gives way; one of a length that was given does not."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"input_ids": torch.arange(120)[None]}, "ids.safetensors")
+    for most in (9, 50, 100):
+        assert most - 4 < evaluation_tokens(data, tokenizer, max_tokens=most).count <= most
+    assert evaluation_tokens(data, tokenizer, 20, 100).count in (80, 100)
+    for length, most in ((20, 19), (None, 1)):
+        with pytest.raises(MoesaicError, match=f"max_tokens {most}.* is less than one window of"):
+            evaluation_tokens(data, tokenizer, length, most)
+
+
 def test_each_source_has_rows_of_its_own() -> None:
     """S7: a mix is told source by source."""
     table = columns({"m": {"total_parameters": 5, "sources": {"a_b": {"perplexity": 3.0}}}})

@@ -323,30 +323,38 @@ def evaluation_tokens(
     Args:
         source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
         tokenizer: of the model; not used for a file of token ids.
-        length: tokens of a window; None for 512, or for a token file's own.
+        length: tokens of a window; None for 512, or for a token file's own, or for as many as are
+            measured at most.
         max_tokens: at most this much; 0 or None for all of it. A mix shares it by its weights.
         config: of the model that will read them, so that they are checked against it; 512 is then
             no more than its positions.
 
     Raises:
-        MoesaicError: a source cannot be read, does not fill one window, or is not for the model.
+        MoesaicError: a source cannot be read, does not fill one window, or is not for the model; or
+            no window is as short as ``max_tokens``.
     """
     usual = LENGTH if config is None else min(LENGTH, positions(config) or LENGTH)
+    sources = sources_of(source, "evaluation") if isinstance(source, str) else ()
+    weights = [s.weight for s in sources] or [1.0]
+    shares = split_evenly(max_tokens, weights) if max_tokens else [None] * len(weights)
+    lengths = [length or min(usual, share or usual) for share in shares]
+    for share, window in zip(shares, lengths, strict=True):
+        if share is not None and share < (least := max(window, 2)):
+            of_it = "" if len(shares) == 1 else f", of which a source gets {share},"
+            raise MoesaicError(
+                f"max_tokens {max_tokens}{of_it} is less than one window of {least} tokens."
+            )
     if isinstance(source, str):
-        sources = sources_of(source, "evaluation")
-        shares: list[int | None] = [None] * len(sources)
-        if max_tokens:
-            shares = [*split_evenly(max_tokens, [s.weight for s in sources])]
         parts = [
             _first_of_file(Path(s.name), length, share)
             if s.tokenised
-            else _first(open_rows(s, "evaluation"), tokenizer, length or usual, share)
-            for s, share in zip(sources, shares, strict=True)
+            else _first(open_rows(s, "evaluation"), tokenizer, window, share)
+            for s, share, window in zip(sources, shares, lengths, strict=True)
         ]
         tokens = joined([_with_mix(part, s) for part, s in zip(parts, sources, strict=True)])
     else:
         rows = IndexedRows(source, RowRange(INLINE))
-        tokens = _first(rows, tokenizer, length or usual, max_tokens or None)
+        tokens = _first(rows, tokenizer, lengths[0], shares[0])
     if config is not None:
         tokens.check(config)
     return tokens
@@ -363,15 +371,17 @@ def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None
         )
     domains = _domains([*islice(kept, len(texts))], texts, tokenizer, length)
     tokens = Tokens(ids, None, (Origin(rows.taken, len(ids)),), *domains)
-    return tokens if max_tokens is None else tokens.rows(slice(max(1, max_tokens // length)))
+    return tokens if max_tokens is None else tokens.rows(slice(max_tokens // length))
 
 
 def _first_of_file(path: Path, length: int | None, max_tokens: int | None) -> Tokens:
     tokens = token_file(path, length)
     if max_tokens is None:
         return tokens
+    if int(tokens.real[0].sum()) > max_tokens:
+        tokens = token_file(path, max_tokens)
     so_far = tokens.real.sum(1).cumsum(0)
-    return tokens.rows(slice(max(1, int((so_far <= max_tokens).sum()))))
+    return tokens.rows(slice(int((so_far <= max_tokens).sum())))
 
 
 def calibration_tokens(

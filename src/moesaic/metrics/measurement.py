@@ -262,7 +262,7 @@ def activity(
         return {}
     means = {}
     for domain in DOMAINS:
-        text = evaluation_tokens(domain, tokenizer, length, tokens)
+        text = evaluation_tokens(domain, tokenizer, length, max(tokens, length))
         routing = score(model, text).routing
         means[domain] = {str(i): r.calls for i, r in routing.items()}
     return means
