@@ -24,7 +24,15 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports import llamacpp
 from moesaic.io import outputs
-from moesaic.io.outputs import alone, check_out, scratch_folder, whole_file, whole_folder
+from moesaic.io.outputs import (
+    GGUF,
+    alone,
+    check_file,
+    check_out,
+    scratch_folder,
+    whole_file,
+    whole_folder,
+)
 from moesaic.io.source import resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.config import PruneConfig
@@ -352,6 +360,32 @@ def test_a_drawing_replaces_no_file_but_one_of_ours(
     with pytest.raises(MoesaicError, match="did not draw it"):
         result.plot(thesis)
     assert thesis.read_text() == "<svg>precious</svg>"
+
+
+# --- single files --------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_by_one_of_its_kind_alone(
+    command: Command, moe_folder: Path, tmp_path: Path, tokens: Tokens
+) -> None:
+    stats, empty, gguf = tmp_path / "a.stats", tmp_path / "empty", tmp_path / "a.gguf"
+    empty.touch()
+    for out in (stats, empty, stats):
+        moesaic.observe(str(moe_folder), out, calibration=tokens, gram_mb=0, overwrite=True)
+    assert command("observe", moe_folder, empty, "--merge", stats, "--overwrite")[0] == 0
+    gguf.write_bytes(b"GGUF, and what follows")
+    check_file(gguf, True, (), GGUF)
+    thesis = tmp_path / "thesis.md"
+    thesis.write_text("precious")
+    shutil.copy(next(moe_folder.glob("*.safetensors")), tmp_path / "weights")
+    for out in (thesis, gguf, tmp_path / "weights"):
+        content = out.read_bytes()
+        code, _, err = command("observe", moe_folder, out, "--merge", stats, "--overwrite")
+        assert (code, "no file such as this command makes" in err) == (2, True), err
+        assert out.read_bytes() == content
+    for out in (thesis, stats):
+        code, _, err = command("export", moe_folder, out, "--to", "gguf", "--overwrite")
+        assert (code, "no file such as this command makes" in err) == (2, True), err
 
 
 # --- models of strangers -------------------------------------------------------------------------

@@ -27,7 +27,14 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
 from moesaic.io.layout import PAGE, RECIPE, RECORD, placed
 from moesaic.io.names import check_name
-from moesaic.io.outputs import check_drawing, check_file, check_free, check_out, write_drawing
+from moesaic.io.outputs import (
+    GGUF,
+    check_drawing,
+    check_file,
+    check_free,
+    check_out,
+    write_drawing,
+)
 from moesaic.recipe import Recipe, check_run, load_recipe, plain_values, step_config
 
 if TYPE_CHECKING:
@@ -202,7 +209,10 @@ def export(
     options = plain_values(ExportArgs, options)
     args = ExportArgs(**options)  # before anything slow is imported
     check_name(model)
-    (check_file if args.to == "gguf" else check_out)(out, overwrite, [model])
+    if args.to == "gguf":
+        check_file(out, overwrite, [model], GGUF)
+    else:
+        check_out(out, overwrite, [model])
     from moesaic.exports import export
 
     record = export(model, out, overwrite=overwrite, **options)

@@ -39,7 +39,7 @@ from moesaic.io.checkpoint import shape_of
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
-from moesaic.io.outputs import check_file, put_file, scratch_folder, whole_file
+from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
 from moesaic.io.prediction import predicts
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import library, split_otherwise
@@ -106,7 +106,7 @@ def export_gguf(
     plain = args.type in CONVERTED and args.memory is None
     if not plain:
         library()
-    check_file(out, overwrite, [model, args.calibration])
+    check_file(out, overwrite, [model, args.calibration], GGUF)
     source = resolve(model)
     with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}

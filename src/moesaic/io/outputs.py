@@ -30,6 +30,9 @@ except ImportError:  # Windows: two runs of one output are found out at the end 
 
 DRAWN = "<!-- made by Moesaic -->"
 """In every page and drawing, so that it can be told from anybody else's."""
+STATISTICS = re.compile(rb'.{8}\{"__metadata__": \{"moesaic": ', re.DOTALL)
+GGUF = re.compile(b"GGUF")
+"""The beginnings of files that are made, by which others of their kind are known."""
 DAY = 86_400.0
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 SCRATCH = (
@@ -116,8 +119,19 @@ def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
             raise MoesaicError(f"{out} is a file of {name}, which is read. Choose another OUT.")
 
 
-def check_file(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
+def check_file(
+    out: Path,
+    overwrite: bool = False,
+    inputs: Iterable[str | Path] = (),
+    kind: re.Pattern[bytes] | None = STATISTICS,
+) -> None:
     """Refuse a file that exists, cannot be made, or is read.
+
+    Args:
+        out: the file to make.
+        overwrite: replace ``out`` if it is an older one of its kind, or empty.
+        inputs: names of what is read.
+        kind: the beginning of such files; None where the caller looks itself at what exists.
 
     Raises:
         MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
@@ -128,6 +142,20 @@ def check_file(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] 
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
     check_free(out, overwrite)
     check_inputs(out, inputs)
+    if kind is not None and out.exists() and not _begins(out, kind):
+        raise MoesaicError(
+            f"{out} exists, and is no file such as this command makes; it will not be overwritten. "
+            "Choose another name."
+        )
+
+
+def _begins(file: Path, kind: re.Pattern[bytes]) -> bool:
+    """Whether a file is of a kind, or empty."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    return not start or kind.match(start) is not None
 
 
 def check_drawing(out: Path, *suffixes: str) -> None:
@@ -142,7 +170,7 @@ def check_drawing(out: Path, *suffixes: str) -> None:
     """
     if out.suffix not in suffixes:
         raise MoesaicError(f"{out}: the name of what is drawn ends in {' or '.join(suffixes)}.")
-    check_file(out, overwrite=True)
+    check_file(out, overwrite=True, kind=None)
     if os.path.lexists(out) and (out.is_symlink() or DRAWN.encode() not in out.read_bytes()):
         raise MoesaicError(f"{out} exists, and Moesaic did not draw it. Choose another name.")
 
