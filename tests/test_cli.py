@@ -588,6 +588,25 @@ def test_interrupt(command, monkeypatch, tmp_path):
     code, _, err = command("carve", "smollm2", tmp_path / "out", "--resume")
     assert code == 130
     assert "--resume continues" in err
+    for place in ("moesaic.metrics.evaluate.evaluate", "moesaic.fitting.run.fit"):
+        monkeypatch.setattr(place, interrupted)
+    assert command("eval", "tiny-moe")[::2] == (130, "Error: Interrupted.")
+    fit = ["fit", "tiny-moe", tmp_path / "fitted", "--memory", "9MB"]
+    assert "Nothing is finished yet" in command(*fit)[2]
+    (tmp_path / "fitted.search").mkdir()
+    code, _, err = command(*fit, "--resume")
+    assert (code, "--resume continues" in err) == (130, True)
+
+
+def test_an_interruption_that_an_import_calls_an_error_is_one(command, monkeypatch):
+    def imported(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        except BaseException as error:
+            raise ModuleNotFoundError("Could not import module 'AutoConfig'") from error
+
+    monkeypatch.setattr("moesaic.metrics.evaluate.evaluate", imported)
+    assert command("eval", "tiny-moe")[::2] == (130, "Error: Interrupted.")
 
 
 # --- help ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
-from moesaic.io.outputs import resumable
+from moesaic.io.outputs import resumable, searched
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def register(
             run(**parsed)
         except MoesaicError as error:
             raise MoesaicError(in_flags(str(error), flags)) from error
+        except (KeyboardInterrupt, EOFError):  # here, for typer says nothing of them
+            interrupted(parsed.get("out") or parsed.get("stats") if "resume" in parsed else None)
 
     leading = [p for p in switches if p.name not in LAST]
     following = [p for p in switches if p.name in LAST]
@@ -310,12 +312,7 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
             recipe, overwrite=overwrite, resume=resume, track=bars, checked=beforehand
         )
     except KeyboardInterrupt:
-        message = (
-            "Finished layers are kept; --resume continues from them."
-            if resumable(recipe.out)
-            else "Nothing is finished yet: the same command begins anew."
-        )
-        fail(f"Interrupted. {message}", 130)
+        interrupted(recipe.out)
 
 
 def tell(line: str) -> None:
@@ -324,6 +321,16 @@ def tell(line: str) -> None:
 
     if line:
         err_console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def interrupted(out: str | Path | None) -> NoReturn:
+    """Say that a command was interrupted, and what is kept of what it was to make."""
+    message = "Interrupted."
+    if out and (resumable(out) or searched(out).exists()):
+        message += " What is finished is kept; --resume continues from it."
+    elif out and not Path(out).exists():
+        message += " Nothing is finished yet: the same command begins anew."
+    fail(message, 130)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -17,7 +17,7 @@ import wrapt
 
 from moesaic import __version__
 from moesaic.cli import conversions, fitting, guide, measure, results
-from moesaic.cli.commands import app, fail
+from moesaic.cli.commands import app, fail, interrupted
 from moesaic.errors import MoesaicError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -54,8 +54,10 @@ def explained() -> Iterator[None]:
     except BrokenPipeError:
         sys.exit(1)
     except KeyboardInterrupt:
-        fail("Interrupted.", 130)
+        interrupted(None)
     except Exception as error:
+        if any(isinstance(one, KeyboardInterrupt) for one in _with_causes(error)):
+            interrupted(None)  # modules that are imported turn it into an error of theirs
         if os.environ.get("MOESAIC_DEBUG"):
             raise
         if disk_full(error):
@@ -76,10 +78,18 @@ def explained() -> Iterator[None]:
 
 def disk_full(error: BaseException) -> bool:
     """Whether an error, or one behind it, says that the disk is full."""
-    behind = error.__cause__ or error.__context__
-    full = isinstance(error, OSError) and error.errno in FULL
-    full = full or any(message in str(error) for message in (*map(os.strerror, FULL), TORCH))
-    return full or (behind is not None and disk_full(behind))
+    messages = (*map(os.strerror, FULL), TORCH)
+    return any(
+        (isinstance(one, OSError) and one.errno in FULL) or any(m in str(one) for m in messages)
+        for one in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def quiet_libraries() -> None:

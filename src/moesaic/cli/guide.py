@@ -5,14 +5,25 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from moesaic.cli.commands import GUIDE, app, check_push, emit, pushed, register, show_page, tell
+from moesaic.cli.commands import (
+    GUIDE,
+    app,
+    check_push,
+    emit,
+    fail,
+    pushed,
+    register,
+    show_page,
+    tell,
+)
 from moesaic.cli.fitting import search_options, search_recipe
 from moesaic.cli.options import (
     AsJson,
@@ -127,7 +138,12 @@ def guide(
         chosen = 1
     session = Session(search, points, rounding, recipe.out, overwrite, resume)
     if ask:
-        session.menu(chosen)
+        try:
+            session.menu(chosen)
+        except (KeyboardInterrupt, EOFError):
+            if not search.work.exists():  # what it had tried went when a point was saved
+                raise
+            _stopped()
         return
     record = session.save(chosen, folder)
     from moesaic import report
@@ -155,7 +171,7 @@ def explored(
         asks_again: asks what matters; None where nobody is asked.
 
     Raises:
-        MoesaicError: nothing meets it, or the search was interrupted; says how to go on.
+        MoesaicError: nothing meets it.
     """
     from moesaic.cli.bars import err_console
 
@@ -173,9 +189,14 @@ def explored(
             err_console.print(f"Not possible: {message}", style="yellow")
             goal = asks_again()
         except KeyboardInterrupt:
-            again = shlex.join(["moesaic", *sys.argv[1:]])
-            resumed = again if "--resume" in again else f"{again} --resume"
-            raise MoesaicError(f"Interrupted; nothing was saved. To go on: {resumed}") from None
+            _stopped()
+
+
+def _stopped() -> NoReturn:
+    """Say how a search that was interrupted goes on."""
+    again = shlex.join(["moesaic", *sys.argv[1:]])
+    resumed = again if "--resume" in again else f"{again} --resume"
+    fail(f"Interrupted; nothing was saved. To go on: {resumed}", 130)
 
 
 # --- what there is -------------------------------------------------------------------------------
@@ -521,7 +542,8 @@ class Session:
 
         arguments = [str(word) for word in words]
         err_console.print(f"$ {shlex.join(['moesaic', *arguments])}", style="dim", soft_wrap=True)
-        app(arguments, standalone_mode=False)
+        with suppress(SystemExit):  # one that was interrupted, which it has said
+            app(arguments, standalone_mode=False)
 
     def _asked(self, what: str, default: str) -> str:
         from rich.prompt import Prompt
