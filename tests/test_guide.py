@@ -25,6 +25,7 @@ from moesaic.cli.guide import GOALS, Goal
 from moesaic.config import Calibration
 from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.run import opened
 from moesaic.fitting.sizes import Weight
 from moesaic.ladder import Shape
 from moesaic.methods import METHODS
@@ -33,6 +34,7 @@ from moesaic.metrics.rounding import rounded
 from moesaic.recipe import Recipe
 
 TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
+FAST = FitConfig(active_parameters=2_500_000)
 TEXT += ["--calibration", pages("calibration"), "--data", pages("evaluation")]
 
 
@@ -113,6 +115,18 @@ def test_the_size_that_is_offered_is_one_that_is_taken(monkeypatch):
     )
     situation = guide.Situation((), 2 * 1010 * 2**20, 0, 2**40, {})
     assert guide._asked_goal(situation) == (GOALS[0], 1010 * 2**20)
+
+
+def test_figures_and_caption_are_those_of_the_goal():
+    """Parameters as the table writes them; of rounding where there is any."""
+    situation = guide.Situation((), 2**23, 3_128_576, 2**40, {})
+    points = [candidate(2**20, 0.1, 2_032_000), candidate(2**19, 0.2, 1_600_000)]
+    rounding = [{"form": "rounded to q8_0", "memory": 2**22, "kl": 0.01, "loss": 0.0}]
+    for kind, beside, figure in ((GOALS[2], [], "2.03M"), (GOALS[0], rounding, "4.00")):
+        view = guide.drawn(points, beside, Goal(kind, (), 0.05), situation)
+        picture, table = view.renderables
+        assert picture.plain.splitlines()[-1].split()[-1] == figure
+        assert ("rounding alone" in table.caption) == bool(beside)
 
 
 def test_nothing_is_saved_for_an_upload_that_is_not_wanted(monkeypatch):
@@ -264,6 +278,7 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     said = " ".join(saved.said.split())
     assert "experts in each of" in said
     assert "This machine: " in said
+    assert "What can be tried: " in said
     assert "KL from the original over MiB" in said
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
@@ -275,6 +290,19 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
         for name in (f"{moe_folder.name}-smaller", "again")
     )
     assert one == two
+
+
+def test_of_what_is_fastest_no_way_is_named_that_keeps_a_tokens_work(tmp_path, monkeypatch):
+    """prune leaves a token as many experts as before."""
+    said: list[str] = []
+    search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST, tell=said.append)
+    monkeypatch.setattr(type(search), "redundancy", None)
+    monkeypatch.setattr(search, "_tried_quickly", lambda *_: [])
+    with pytest.raises(MoesaicError):
+        search.frontier([FAST])
+    (named,) = (line for line in said if line.startswith("What can be tried"))
+    assert "prune" not in named
+    assert "channels; " in named
 
 
 def test_every_end_of_the_menu(moe_folder, tmp_path):

@@ -223,7 +223,6 @@ def look(recipe: Recipe) -> Situation:
 
     from moesaic.config import parse_dtype
     from moesaic.estimates import Built
-    from moesaic.fitting.forms import forms
     from moesaic.io.source import resolve
     from moesaic.metrics.machine import environment, free_bytes
     from moesaic.report.numbers import count, memory
@@ -240,8 +239,6 @@ def look(recipe: Recipe) -> Situation:
             f"{first.top_k}"
         )
     fits = "fits" if built.bytes <= ROOM * free else "does not fit"
-    config = FitConfig(memory=built.bytes, active_parameters=size.active_parameters)
-    ways = [form.name for form in forms(source, config) if form.single]
     machine = environment(recipe.device)
     number = torch.cuda.device_count()
     name = machine["processor"] or machine["machine"]
@@ -252,7 +249,6 @@ def look(recipe: Recipe) -> Situation:
         f"parameters, {count(size.active_parameters)} of them a token.",
         f"This machine: {name}, {threads}, {accelerator}; {memory(free)} are free.",
         f"Its weights take {memory(built.bytes)}: that {fits}.",
-        f"What can be tried: {'; '.join(dict.fromkeys(ways))}.",
     )
     facts = {**machine, "free_bytes": free, "weight_bytes": built.bytes}
     return Situation(lines, built.bytes, size.active_parameters, free, facts)
@@ -317,16 +313,18 @@ def drawn(
     from rich.console import Group
 
     from moesaic.report.console import plane
-    from moesaic.report.numbers import memory
+    from moesaic.report.numbers import count, memory, rate
 
     unit = 1 if goal.size == "active_parameters" else 2**20
     ours = [(getattr(c.weight, goal.size) / unit, c.kl, str(n)) for n, c in enumerate(points, 1)]
     theirs = [(baseline["memory"] / unit, baseline["kl"], "·") for baseline in rounding]
     name = "parameters a token uses" if unit == 1 else "MiB"
-    picture = plane([*theirs, *ours], f"KL from the original over {name}")
+    write = count if unit == 1 else rate
+    picture = plane([*theirs, *ours], f"KL from the original over {name}", write)
     table = _table(points, rounding)
     original = memory(situation.bytes)
-    table.caption = f"The original takes {original}. · is rounding alone, as llama.cpp's files are."
+    table.caption = f"The original takes {original}."
+    table.caption += " · is rounding alone, as llama.cpp's files are." if rounding else ""
     return Group(picture, table)
 
 

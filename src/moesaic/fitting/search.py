@@ -163,6 +163,9 @@ class Search:
             if not self._tried:  # each of the others takes less: fewer forms are left
                 self._foretell(sized)
             sized = self._hopeful(sized)
+            if not self._tried and self.tell is not None:
+                names = dict.fromkeys(form.name for form, _ in sized)
+                self.tell(f"What can be tried: {'; '.join(names)}.")
             trials = self._tried_quickly(sized, budget)
             self._refined(self._worth_care(trials, budget), budget)
             singles = [trial.form for trial in _near(trials, FAR)] or singles

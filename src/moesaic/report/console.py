@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -81,12 +81,17 @@ WIDE, HIGH = 60, 14
 """Characters of a plane."""
 
 
-def plane(points: Sequence[tuple[float, float, str]], title: str) -> Text:
+def plane(
+    points: Sequence[tuple[float, float, str]],
+    title: str,
+    write: Callable[[float], str] = "{:,.4g}".format,
+) -> Text:
     """Points by their marks, upwards on a logarithmic scale; of two at one place the later one.
 
     Args:
         points: across, upwards (above 0), and a mark.
         title: of both axes.
+        write: how figures across are written.
 
     >>> plane([(1, 0.01, "a"), (3, 0.1, "b")], "loss over size").plain.splitlines()[1].split()
     ['0.1', '┤', 'b']
@@ -103,5 +108,5 @@ def plane(points: Sequence[tuple[float, float, str]], title: str) -> Text:
         rows[HIGH - 1 - place(y, up, HIGH)][left : left + len(mark)] = mark
     ends = {0: f"{10 ** max(up):.2g}", HIGH - 1: f"{10 ** min(up):.2g}"}
     lines = [f"{ends.get(n, ''):>8} ┤{''.join(row).rstrip()}" for n, row in enumerate(rows)]
-    foot = f"{min(across):,.4g}".ljust(WIDE - 8) + f"{max(across):,.4g}"
+    foot = write(min(across)).ljust(WIDE - 8) + write(max(across))
     return Text("\n".join([title, *lines, " " * 9 + "└" + "─" * WIDE, " " * 10 + foot]))
