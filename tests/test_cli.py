@@ -321,6 +321,7 @@ AT_ONCE = [
     (["observe", "MODEL", "OUT", "--merge", "DONE", "--samples", "3"], "--samples is for running"),
     (["observe", "MODEL", "OUT", "--merge", "DONE", "--resume"], "--resume is for running"),
     (["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MX"], "is not a number of bytes"),
+    (["fit", "MODEL", "OUT", "--memory", "50%"], "--memory '50%' is not a number of bytes"),
     (
         ["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MB", "--type", "q8_0"],
         "leave --type q8_0 out",
@@ -344,6 +345,8 @@ LATER = [
     (["bench", "MODEL", "--engine", "llamacpp", "--dtype", "float32"], "--engine transformers"),
     (["generate", "tiny-moe", "hi", "--chat"], "--chat: this model has no chat template"),
     (["generate", "MODEL", "\udcff"], "The prompt is no text in UTF-8"),
+    (["eval", "MODEL", "--data", "a.jsonl,prose"], "a mix is written as a.jsonl=1,prose=1"),
+    (["export", "MIXTURE", "OUT", "--target", "x"], "models may become mixtral, granitemoeshared"),
     (["eval", "MODEL", "--data", "prose=nan,code=1"], "is not a mix such as"),
     (["eval", "MODEL", "--data", '{"name": "prose", "weight": Infinity}'], "weight of a source"),
     (["prune", "MIXTURE", "OUT", "--keep", "1"], "needs at least 2"),
@@ -430,6 +433,17 @@ def test_a_folder_without_text_is_refused_in_words(command, llama_folder, tmp_pa
     assert code == 2
     assert "dataset_name" not in err
     assert "can be reached" in err
+
+
+def test_a_folder_of_another_encoding_is_told_so(command, llama_folder, tmp_path):
+    (tmp_path / "a.txt").write_bytes("Un café. ".encode("latin-1") * 90)
+    code, _, err = command("eval", llama_folder, "--data", tmp_path)
+    assert (code, "holds text that is not UTF-8" in err) == (2, True), err
+
+
+def test_a_slash_behind_the_name_of_a_model_that_ships_is_none(command):
+    for words in (["inspect", "tiny-moe/"], ["eval", "tiny-moe/", "--max-tokens", 64]):
+        assert command(*words)[0] == 0
 
 
 def test_a_tilde_is_the_users_folder(command, llama_folder, tmp_path, monkeypatch):

@@ -109,11 +109,14 @@ def test_too_little_text_says_how_much_there_is(tokenizer):
     with pytest.raises(MoesaicError, match=r"fills \d windows of 8 tokens.*pass samples=\d"):
         calibration_tokens(["A short text of a few words only."], tokenizer, 100, 8)
     with pytest.raises(MoesaicError, match="length 8: .* shorter than one window; lower it"):
-        calibration_tokens([""], tokenizer, 100, 8)
+        calibration_tokens(["A"], tokenizer, 100, 8)
+    for tokens in (calibration_tokens, evaluation_tokens):
+        with pytest.raises(MoesaicError, match="nothing but blanks"):
+            tokens(["", " \n"], tokenizer, length=8)
     with pytest.raises(MoesaicError, match="documents: .* has none"):
         calibration_tokens(["", " "], tokenizer, 100, 8, documents=True)
     with pytest.raises(MoesaicError, match="shorter than one window"):
-        evaluation_tokens([""], tokenizer, 8)
+        evaluation_tokens(["A"], tokenizer, 8)
 
 
 def test_tokenised_file_is_used_as_it_is(tmp_path, tokenizer):

@@ -101,6 +101,10 @@ def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch: pytest.Mon
     assert step_config("carve", {"recipe": "best", "gradient_tokens": 9}).name == "wina"
 
 
+def test_an_empty_section_is_none():
+    assert parse_recipe(TEXT + "calibration:\n") == parse_recipe(TEXT)
+
+
 def test_overrides():
     recipe = parse_recipe(TEXT, ["steps.0.carve.active=0.9", "out=there", "calibration.samples=5"])
     assert (recipe.steps[0].active, recipe.out, recipe.calibration.samples) == (0.9, "there", 5)

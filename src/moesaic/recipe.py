@@ -258,7 +258,10 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
     for entry in fields(config):
         value = options.get(entry.name)
         if about(entry).parse == "bytes" and isinstance(value, str):
-            values[entry.name] = parse_bytes(value)
+            try:
+                values[entry.name] = parse_bytes(value)
+            except MoesaicError as error:
+                raise MoesaicError(f"{entry.name} {error}") from None
         if about(entry).parse == "text" and isinstance(value, dict | list):
             values[entry.name] = spelled(value)
     return values
@@ -344,6 +347,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
             raise MoesaicError(f"{where}: steps.{i} must have one key: {', '.join(VERBS)}.")
         ((verb, options),) = step.items()
         configs.append(step_config(verb, options, f"steps.{i}.{verb}"))
+    if data.get("calibration") is None:  # as if it were not there
+        data.pop("calibration", None)
     for name, config in (("calibration", Calibration), ("evaluation", Evaluation)):
         if isinstance(data.get(name), dict):
             data[name] = checked(config, data[name], name)

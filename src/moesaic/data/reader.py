@@ -399,6 +399,9 @@ def _reached(name: str) -> Iterator[None]:
     except MoesaicError:
         raise
     except Exception as error:
+        cause = error.__cause__
+        if isinstance(cause, UnicodeDecodeError):
+            raise MoesaicError(f"{name!r} holds text that is not UTF-8: {cause}") from error
         raise MoesaicError(
             f"{name!r} is neither a file nor a data set that can be reached "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''!s:.120}). "

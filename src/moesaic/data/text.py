@@ -223,7 +223,12 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """Non-overlapping windows (N, length) of the texts joined by blank lines.
 
     No BOS or other special token is added; the last partial window is dropped.
+
+    Raises:
+        MoesaicError: the texts are blank.
     """
+    if not any(text.strip() for text in texts):
+        raise MoesaicError("The text is nothing but blanks; give text that has some words.")
     return _cut(_ids(BETWEEN.join(texts), tokenizer), length)
 
 

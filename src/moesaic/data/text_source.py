@@ -126,8 +126,11 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     if spec.lstrip().startswith(("{", "[")):
         return _from_json(spec)
     spec = at_home(spec)
-    if "=" not in spec or Path(spec).exists():
+    if Path(spec).exists() or ("=" not in spec and "," not in spec):
         return (_parsed(spec),)
+    if "=" not in spec:
+        mix = ",".join(f"{name.strip()}=1" for name in spec.split(","))
+        raise MoesaicError(f"{spec!r} has no weights: a mix is written as {mix}.")
     sources = []
     for pair in spec.split(","):
         name, _, weight = pair.rpartition("=")

@@ -303,7 +303,7 @@ def _whole(rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answer
         example = answered(pair, tokenizer, length)
         if example is not None:
             examples.add(example["input_ids"], example["labels"].count(IGNORED))
-    for window in windows(texts, tokenizer, length) if texts else ():
+    for window in windows(texts, tokenizer, length) if any(map(str.strip, texts)) else ():
         examples.add(window.tolist())
     if not examples:
         raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")

@@ -20,6 +20,7 @@ from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.engines import limits
 from moesaic.exports.form import CODE, Export, run_script
 from moesaic.exports.reduced import reduced
+from moesaic.exports.targets import TARGETS
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, path_of, shape_of
@@ -97,7 +98,11 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
             raise MoesaicError(obstacle)
     if isinstance(arch, MoEArch):
         if target not in ("", arch.model_type):
-            raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
+            others = ", ".join(other.model_type for other in TARGETS)
+            raise MoesaicError(
+                f"target {target!r}: a mixture stays what it is, here {arch.model_type}; carved "
+                f"models may become {others}."
+            )
         return reduced(source, arch, stacks, ep)
     if source.beside:
         raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")

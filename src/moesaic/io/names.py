@@ -24,6 +24,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
 
 
+def without_slash(name: str) -> str:
+    """A model's name without the slash that shells put behind that of a folder.
+
+    >>> without_slash("tiny-moe/"), without_slash("mine/")
+    ('tiny-moe', 'mine/')
+    """
+    return name.rstrip("/") if name.rstrip("/") in NAMES else name
+
+
 def names_model(word: str) -> bool:
     """Whether a word can only be a model's name: that of one, a folder, a file or a hub id."""
     shipped = word in NAMES or word.endswith(".gguf")
@@ -48,7 +57,7 @@ def check_name(name: str) -> None:
         MoesaicError: there is no such folder or file, and it is no hub id either.
     """
     path = Path(name).expanduser()
-    if path.is_dir() or name in NAMES:
+    if path.is_dir() or without_slash(name) in NAMES:
         return
     if path.suffix == ".gguf":
         if not path.is_file():

@@ -29,7 +29,7 @@ from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
-from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
 from moesaic.io.naming import Naming, language
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
@@ -263,6 +263,7 @@ def resolve(name: str) -> Source:
     path = Path(name).expanduser()
     if path.is_dir():
         return Source(name, path)
+    name = without_slash(name)
     if name in PACKAGED:
         return Source(name, folder_of(packaged_file(name)))
     if name in SHIPPED:
