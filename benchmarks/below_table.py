@@ -16,14 +16,18 @@ from slim_table import rewritten, stats
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-FIT, VERB, LAYERS, PLAIN = "`fit`", "one verb, narrowest type", "types by layer", "one type"
+FIT, VERB, LAYERS, PLAIN = "`fit`", "one verb, rounded", "types by layer", "one type"
 COLOURS = {FIT: "#0072b2", VERB: "#d55e00", LAYERS: "#009e73", PLAIN: "#7d858c"}
 Points = dict[tuple[str, str], list[tuple[float, ...]]]
 """By kind and name of a row the MB, KL and perplexity of its draws, and the KL of each source."""
 SOURCES = ("prose", "reference", "code")
+COLUMNS = 3
+"""Panels of a line."""
 DRAWN = (
     "q6_k",
     "q5_k_m",
+    "q3_k_m",
+    "q2_k",
     "iq2_xs",
     "iq1_m",
     "prune to 3, iq1_s",
@@ -37,7 +41,8 @@ def grouped(record: Mapping[str, Any]) -> dict[str, Points]:
     """The rows of each model."""
     points: dict[str, Points] = defaultdict(lambda: defaultdict(list))
     for name, row in record["results"].items():
-        model, *parts = name.split(" | ")
+        folder, *parts = name.split(" | ")
+        model = Path(folder).name
         if parts[0].startswith("fit"):
             name = f"--memory {parts[1]}`{parts[0].removeprefix('fit')}"
             key, size = (FIT, name), row["fit"]["gguf"]["bytes"]
@@ -103,8 +108,13 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 10})
     models = grouped(record)
-    figure, panels = plt.subplots(1, len(models), figsize=(5.2 * len(models), 5.6), squeeze=False)
-    for axes, (model, rows) in zip(panels[0], models.items(), strict=True):
+    lines = -(-len(models) // COLUMNS)
+    size = (5.2 * COLUMNS, 5.0 * lines)
+    figure, grid = plt.subplots(lines, COLUMNS, figsize=size, squeeze=False)
+    panels = [*grid.flat]
+    for axes in panels[len(models) :]:
+        axes.remove()
+    for axes, (model, rows) in zip(panels, models.items(), strict=False):
         kinds: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
         for (kind, name), points in rows.items():
             kinds[kind].append((mean(p[0] for p in points), mean(p[1] for p in points), name))
@@ -115,15 +125,15 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
             order = 3 if kind == FIT else 2
             axes.plot(xs, ys, f"o{line}", color=colour, label=kind.replace("`", ""), zorder=order)
             for x, y, name in named if kind in (PLAIN, VERB) else ():
-                label = name.removesuffix(", iq1_s")
+                label = name.removesuffix(", iq1_s").removesuffix(", iq3_xxs")
                 axes.annotate(label, (x, y), (7, -3), textcoords="offset points", fontsize=7)
         axes.set_yscale("log")
         axes.set_xlabel("megabytes of the GGUF file")
+        axes.set_ylabel("KL from the original, nats a token")
         axes.set_title(model, loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("KL from the original, nats a token")
-    panels[0][-1].legend(frameon=False)
+    panels[0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 

@@ -41,10 +41,8 @@ LISTED = (
     "slim --score energy",
     f"slim {PLAIN}",
     "prune",
-    "prune --score reap",
     "prune --recipe paper",
     "prune --score random --no-refit",
-    "condense --no-refit",
 )
 """The rows of docs/slim.md."""
 DRAWN = {
