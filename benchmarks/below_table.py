@@ -33,6 +33,7 @@ DRAWN = (
     "prune to 3, iq1_s",
     "prune to 2, iq1_s",
     "slim to 1/3, iq1_s",
+    "4 of eight, iq3_xxs",
 )
 """Rows of which only the picture tells."""
 
