@@ -374,7 +374,7 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
         moesaic.observe(str(moe_folder), out, calibration=tokens, gram_mb=0, overwrite=True)
     assert command("observe", moe_folder, empty, "--merge", stats, "--overwrite")[0] == 0
     gguf.write_bytes(b"GGUF, and what follows")
-    check_file(gguf, True, (), GGUF)
+    check_file(gguf, GGUF, overwrite=True)
     thesis = tmp_path / "thesis.md"
     thesis.write_text("precious")
     shutil.copy(next(moe_folder.glob("*.safetensors")), tmp_path / "weights")

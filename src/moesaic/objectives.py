@@ -129,9 +129,10 @@ def log_probabilities(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
 
 
 def in_chunks(logits_BLV: Tensor, labels_BL: Tensor) -> Iterator[Tensor]:
-    """The same a few tokens at a time, in order: what is made of them fits into a cache.
+    """:func:`log_probabilities`, a few tokens at a time and in order.
 
-    Of a vocabulary of 262,144 sums over it take a third of the time that they take at once.
+    What is made of them then fits into a processor's cache: summing up a vocabulary of 262,144
+    takes a third of the time that it takes at once.
     """
     chunk = CHUNK if logits_BLV.device.type == "cpu" else ACCELERATED
     places_T2 = (labels_BL[:, 1:] != IGNORED).nonzero()

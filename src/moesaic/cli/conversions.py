@@ -35,7 +35,7 @@ from moesaic.cli.options import (
 from moesaic.config import Calibration, Evaluation, Verb, about
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
-from moesaic.io.outputs import check_file
+from moesaic.io.outputs import STATISTICS, check_file
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, former_options, method_of, renewed, step_config
 
@@ -154,7 +154,7 @@ def observe(
     **options: Value,
 ) -> None:
     """Observe a model once; prune, slim and skip then decide in seconds with --stats."""
-    check_file(stats, overwrite, [model, *(merge or ())])
+    check_file(stats, STATISTICS, overwrite, [model, *(merge or ())])
     if not merge:
         check_name(model)
     elif options or resume:

@@ -210,7 +210,7 @@ def export(
     args = ExportArgs(**options)  # before anything slow is imported
     check_name(model)
     if args.to == "gguf":
-        check_file(out, overwrite, [model], GGUF)
+        check_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
     from moesaic.exports import export

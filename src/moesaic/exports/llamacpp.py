@@ -106,7 +106,7 @@ def export_gguf(
     plain = args.type in CONVERTED and args.memory is None
     if not plain:
         library()
-    check_file(out, overwrite, [model, args.calibration], GGUF)
+    check_file(out, GGUF, overwrite, [model, args.calibration])
     source = resolve(model)
     with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}

@@ -128,7 +128,7 @@ class Search:
             MoesaicError: nothing fits, and names what would; or the model does as it is.
         """
         config, _ = self.config, self.texts.both  # too little text is said at once
-        self._check_too_large()
+        self._check_needed()
         every = forms(self.source, config)
         chosen = self._best(every, config) if config.sized else self._smallest(every)
         if chosen is None:
@@ -240,7 +240,8 @@ class Search:
 
     # --- sizes -----------------------------------------------------------------------------------
 
-    def _check_too_large(self) -> None:
+    def _check_needed(self) -> None:
+        """Refuse a budget that the model meets as it is."""
         weight = self.costs.weight(())
         if self.files or not self.config.sized or weight is None or not weight.meets(self.config):
             return

@@ -121,17 +121,17 @@ def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
 
 def check_file(
     out: Path,
+    kind: re.Pattern[bytes] | None,
     overwrite: bool = False,
     inputs: Iterable[str | Path] = (),
-    kind: re.Pattern[bytes] | None = STATISTICS,
 ) -> None:
     """Refuse a file that exists, cannot be made, or is read.
 
     Args:
         out: the file to make.
+        kind: the beginning of such files; None where the caller looks itself at what exists.
         overwrite: replace ``out`` if it is an older one of its kind, or empty.
         inputs: names of what is read.
-        kind: the beginning of such files; None where the caller looks itself at what exists.
 
     Raises:
         MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
@@ -170,7 +170,7 @@ def check_drawing(out: Path, *suffixes: str) -> None:
     """
     if out.suffix not in suffixes:
         raise MoesaicError(f"{out}: the name of what is drawn ends in {' or '.join(suffixes)}.")
-    check_file(out, overwrite=True, kind=None)
+    check_file(out, None, overwrite=True)
     if os.path.lexists(out) and (out.is_symlink() or DRAWN.encode() not in out.read_bytes()):
         raise MoesaicError(f"{out} exists, and Moesaic did not draw it. Choose another name.")
 

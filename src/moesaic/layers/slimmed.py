@@ -208,7 +208,7 @@ class SlimmedLayer(PrunedLayer):
         if shared_S is None and width:
             shared_S = torch.arange(width)
         down_E, down_DS, figures = refitted_downs(site, self.kept, self.neurons_of, shared_S)
-        if down_E is None:  # in the same words as layers of which one changed
+        if down_E is None:  # its header names the shared path as those of refitted layers do
             return replace(self, shared_S=shared_S), figures
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), figures

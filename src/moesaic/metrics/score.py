@@ -232,6 +232,7 @@ def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
         both think the same token the most probable.
     """
     scored_NL = labels_NL[:, 1:] != IGNORED
+    # of one model two, of a result and its original five
     figures_CT = torch.ones(3 * len(logits) - 1, int(scored_NL.sum()), dtype=torch.float64)
     next_T1 = labels_NL[:, 1:][scored_NL][:, None]
     first = 0

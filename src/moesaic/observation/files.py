@@ -26,7 +26,15 @@ from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_stored, stored_in
 from moesaic.io.headers import header_of
-from moesaic.io.outputs import alone, check_file, discard, scratch_folder, unfinished, whole_file
+from moesaic.io.outputs import (
+    STATISTICS,
+    alone,
+    check_file,
+    discard,
+    scratch_folder,
+    unfinished,
+    whole_file,
+)
 from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
@@ -71,7 +79,7 @@ def observe(
     """
     out, args = Path(out).expanduser(), RunArgs.of(model, **options)
     names = [model] if isinstance(model, str | Path) else []
-    check_file(out, overwrite, [*names, *read_by(args.calibration)])
+    check_file(out, STATISTICS, overwrite, [*names, *read_by(args.calibration)])
     with alone(out) if process()[0] == 0 else nullcontext():
         return _observe(args, out, gram_mb, overwrite, resume)
 
