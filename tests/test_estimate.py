@@ -400,6 +400,32 @@ def test_a_long_run_is_told_before_anything_is_computed(
         json.loads(out)
 
 
+def test_choosing_types_is_told_and_its_progress_shown(
+    command: Any, moe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file with types by layer; one of a single type takes no such look."""
+    monkeypatch.setattr(estimates, "in_words", lambda seconds, *_: f"{seconds}")
+    monkeypatch.setattr(Machine, "here", lambda *_: Machine(1.0, 0.0, math.inf, 0.0, 0))
+    bars: list[Any] = []
+
+    def written(*_: Any, track: Any, **__: Any) -> None:
+        bars.append(track)
+        raise MoesaicError("not written")
+
+    monkeypatch.setattr("moesaic.exports.export", written)
+    given = ("export", moe_folder, tmp_path / "model.gguf", "--to", "gguf")
+    _, _, err = command(*given, "--memory", "1MB", "--among", "q8_0", "--among", "q4_k_m")
+    built = Built(resolve(str(moe_folder)).config, None)
+    changes = (3 * built.depth + 2) * (2 + 6)  # groups in two types, then in three twice
+    told = float(err.partition("Error")[0])
+    assert told == pytest.approx(
+        sum(estimates.comparing(built, n, 8 * 256, 0.5).operations for n in (changes, 0))
+    )
+    _, _, err = command(*given, "--type", "q4_k_m")
+    assert err.startswith("Error: not written")
+    assert all(callable(track) for track in bars)
+
+
 def test_what_is_looked_at_beside_is_told_too(
     command: Any, moe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,10 +24,10 @@ import moesaic
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
-from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
+from moesaic.config import Calibration, Evaluation, ExportArgs, MethodConfig, parse_bytes
 from moesaic.data.text import Tokens, apart, calibration_tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, Machine
+from moesaic.estimates import Built, Machine, scoring
 from moesaic.exports.mixed import Layout, Sensitivities, tensor_types
 from moesaic.exports.quantiser import Rounded
 from moesaic.fitting import run, search, trials
@@ -144,7 +144,9 @@ class PlainFiles:
 
     def __init__(self, source: Source, *_: Any) -> None:
         self.whole, self.folder = Built(source.config, None), Path()
-        self.original = SimpleNamespace(layout=self.layout(self.whole), sensitivities=self.table)
+        self.original = SimpleNamespace(
+            layout=self.layout(self.whole), sensitivities=self.table, unmeasured=tensor_types
+        )
         self.improved: list[Any] = []
 
     def layout(self, built: Built) -> Layout:
@@ -217,18 +219,12 @@ def test_forms_of_files_are_native_and_of_whole_blocks() -> None:
 def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
     tmp_path: Path, plain: PlainFiles
 ) -> None:
-    """And takes a look at each group in each type."""
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
     costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain)  # type: ignore[arg-type]
     weight, alone = costs.weight((last,)), costs.weight((ExportArgs(to="gguf", type="q8_0"),))
     assert weight is not None
     assert alone is not None
     assert weight.memory == 9 < alone.memory
-    # two groups in two types each, beside the file itself
-    one, many = (costs._cost((file,)) for file in (ExportArgs(to="gguf", type="q8_0"), last))
-    assert one is not None
-    assert many is not None
-    assert len(many.making) - len(one.making) == 2 * 2 * len(many.measuring)
 
 
 def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
@@ -752,6 +748,42 @@ def test_seconds_are_those_of_statistics_steps_and_measuring_counted_once(
     assert greedy / cosine == pytest.approx((2 + 4 + (6 + 5 + 4) / 2) / (2 + 4))
     # in races a third of that
     assert racing / cosine == pytest.approx((2 + 4 + (6 + 5 + 4) / 2 / 3) / (2 + 4))
+
+
+def test_of_files_what_steps_and_types_lose_alone_is_told_beforehand(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that counts operations, of shares of layers a half and heads in whole."""
+    monkeypatch.setattr(Machine, "here", lambda _: Machine(1.0, 0.0, inf, 0.0, 0))
+    monkeypatch.setattr(search, "in_words", lambda seconds, *_: f"{seconds}")
+    lines: list[str] = []
+
+    def told(shares: int, known: tuple[str, ...] = (), windows: int = 4) -> float:
+        drop = Form("prune", tuple(n / 8 for n in range(2, 2 + shares)), pruned, pruned)
+        monkeypatch.setattr(search, "forms", lambda *_: [drop])
+        plain.original.unmeasured = lambda types: {*tensor_types(types)} - {*known}
+        config = FitConfig(memory=1 << 40, types=(WIDE, NARROW), windows=windows)
+        work = tmp_path / f"{shares}{known}{windows}"
+        looking = FileSearch(recipe_of(tmp_path / "out"), config, work, tell=lines.append)
+
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(looking, "_rounded", stop)
+        with pytest.raises(KeyboardInterrupt):
+            looking.run()
+        return float(lines.pop())
+
+    size, length = plain.whole.size.active_parameters, MethodConfig.window
+    head = plain.whole.hidden * plain.whole.vocabulary
+    half = 2 * (head + (size - head) / 2) * 8 * length  # of a group in a type
+    every = told(2)
+    assert every - told(2, (NARROW,)) == pytest.approx(2 * half)  # two groups
+    assert every - told(2, (WIDE, NARROW)) == pytest.approx(4 * half)
+    assert told(3) - every == pytest.approx(2 * size * 16 * length)  # one share more
+    # a careful file is made and measured three times; few experts less do not matter
+    more = scoring([plain.whole, plain.whole], Evaluation(max_tokens=4 * 64)).operations
+    assert told(2, windows=8) - every == pytest.approx(3 * more, rel=0.01)
 
 
 def test_what_was_condensed_before_may_be_slimmed_to_a_budget(

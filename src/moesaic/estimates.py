@@ -32,6 +32,7 @@ from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import SAMPLES
 from moesaic.data.training import foretold_tokens
 from moesaic.exports.engines import ENGINES, limits
+from moesaic.exports.mixed import PARTS, TYPES, WINDOWS, tensor_types
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
@@ -82,6 +83,9 @@ MEASURED = 150_000
 """Tokens of all text that ships to measure on, about."""
 STREAM_BATCH = 2048
 """Tokens that pass a layer at a time."""
+AGAIN = 6
+"""Types of a group that are measured once more beside the chosen ones of others: three, in each of
+two rounds."""
 
 
 @dataclass(frozen=True)
@@ -538,6 +542,44 @@ def scoring(
     )
 
 
+def comparing(model: Built, changes: int, tokens: int, share: float = 1.0) -> Stage:
+    """What changes of some layers do to a model's output, all looked at in passing.
+
+    Args:
+        model: with which each is compared.
+        changes: how many.
+        tokens: of the text, in windows of the default length.
+        share: of the layers, which a change runs anew; and the head.
+    """
+    batches, active = -(-tokens // STREAM_BATCH), model.size.active_parameters
+    head = model.hidden * model.vocabulary
+    # a window's logits, those of a change, its log-softmax, and the terms of the divergence
+    logits = 5 * 4 * model.vocabulary * MethodConfig.window
+    states = min(SPILL, 4 * (1 + changes) * tokens * model.hidden)
+    return Stage(
+        memory=DECIDING + 2 * model.held("cpu") // model.depth + logits + states,
+        operations=2.0 * tokens * (active + changes * (head + share * (active - head))),
+        calls=(1 + changes * share) * model.calls * batches,
+        bytes=float(model.bytes),
+    )
+
+
+def choosing_types(model: Built, groups: int, types: int) -> list[Stage]:
+    """What each group of a model's tensors loses in each type, and again beside the chosen ones.
+
+    Args:
+        model: without values.
+        groups: of tensors; each is rounded alone.
+        types: that are not measured yet.
+    """
+    tokens = WINDOWS * MethodConfig.window
+    # in memory as it is, unrounded, in all types, and while it is read: as Live.model asks for
+    held = 16 * model.size.total_parameters
+    measured = (groups * types, AGAIN * groups)
+    stages = [comparing(model, changes, tokens, share=0.5) for changes in measured]
+    return [replace(stage, memory=stage.memory + held) for stage in stages]
+
+
 def _layer_by_layer(models: Sequence[Built], settings: Evaluation, device: str) -> bool:
     """Whether models are measured without being loaded whole."""
     weights = sum(model.held(device) for model in models)
@@ -598,6 +640,22 @@ def notice_of_observing(
     machine = Machine.here(recipe.device)
     seconds = sum(map(machine.seconds, stages))
     return in_words(seconds, machine.resident + max(stage.memory for stage in stages))
+
+
+@_stopping_nothing
+def notice_of_choosing(model: str, types: Sequence[str]) -> str:
+    """What types chosen by layer are predicted to take, in a line; empty where that is no minute.
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        types: of files; by default all that are chosen from.
+    """
+    built = Built(resolve(model).config, None)
+    groups = 3 * min(PARTS, built.depth) + 2  # attention and two of the FFN; embeddings, head
+    stages = choosing_types(built, groups, len(tensor_types(types or TYPES)))
+    machine = Machine.here()
+    peak = machine.resident + max(stage.memory for stage in stages)
+    return in_words(sum(map(machine.seconds, stages)), peak)
 
 
 @_stopping_nothing

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.commands import carried_out, carry_out, emit, figure, register, show_page
+from moesaic.cli.commands import (
+    carried_out,
+    carry_out,
+    emit,
+    figure,
+    register,
+    show_page,
+    tell,
+)
 from moesaic.cli.options import (
     AsJson,
     DryRun,
@@ -213,9 +221,14 @@ def export(
         check_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
+    from moesaic.cli.bars import bars
     from moesaic.exports import export
 
-    record = export(model, out, overwrite=overwrite, **options)
+    if args.memory is not None:
+        from moesaic.estimates import notice_of_choosing
+
+        tell(notice_of_choosing(model, args.among))
+    record = export(model, out, overwrite=overwrite, track=bars, **options)
     emit(as_json, record, exported(record))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from moesaic.config import ExportArgs
-from moesaic.foreign import JSON, at_home
+from moesaic.foreign import JSON, Track, at_home, silent
 
 FORMS = {
     "native": "moesaic.exports.native:export_native",
@@ -16,7 +16,13 @@ FORMS = {
 
 
 def export(
-    model: str, out: str | Path, to: str = "native", *, overwrite: bool = False, **options: object
+    model: str,
+    out: str | Path,
+    to: str = "native",
+    *,
+    overwrite: bool = False,
+    track: Track = silent,
+    **options: object,
 ) -> JSON:
     """Write a model in the form that other engines load.
 
@@ -26,6 +32,7 @@ def export(
         to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
             (:func:`moesaic.exports.llamacpp.export_gguf`).
         overwrite: replace ``out`` if it exists.
+        track: shows progress of what looks at text.
         options: the other fields of :class:`moesaic.config.ExportArgs`.
 
     Raises:
@@ -33,4 +40,5 @@ def export(
     """
     args = ExportArgs(to=to, **options)  # type: ignore[arg-type]
     form: Callable[..., JSON] = resolve_name(FORMS[args.to])
-    return form(at_home(model), Path(out).expanduser(), args, overwrite)
+    shown = {"track": track} if args.to == "gguf" else {}
+    return form(at_home(model), Path(out).expanduser(), args, overwrite, **shown)

@@ -80,6 +80,7 @@ def export_gguf(
     out: str | Path,
     args: ExportArgs | None = None,
     overwrite: bool = False,
+    track: Track = silent,
 ) -> JSON:
     """Write a model and its tokenizer as one GGUF file.
 
@@ -92,6 +93,7 @@ def export_gguf(
             a k-quant (256 weights) do not divide rows, llama.cpp takes another type for them.
             With ``memory`` types are chosen layer by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
+        track: shows progress of what looks at text.
 
     Returns:
         ``out``, ``type``, ``bytes``, and ``types``: how many weights each of llama.cpp's types
@@ -128,7 +130,7 @@ def export_gguf(
         work = place / "model.gguf"
         convert(script, folder, source.folder, work, args.type if plain else "f32")
         if not plain:
-            rounding = Rounding(folder, work, args.calibration)
+            rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
             if args.memory is None:
                 rounding.uniform(work, args.type)
@@ -210,20 +212,31 @@ class Rounding:
         chosen = {name: types[group] for name, group in self.layout.rounded.items()}
         quantise(self.whole, out, OTHERS, self.weights, chosen)
 
-    def sensitivities(self, types: Sequence[str]) -> Sensitivities:
-        """What it loses by types, of which each is measured once and kept in the cache."""
+    @property
+    def _kept(self) -> Path:
+        """The file in the cache that keeps what it loses by types."""
         assert self.tokens is not None  # without text no types are chosen
         own = self.native.fingerprint, routing_in(self.native.config)
         made_by = __version__, library().__version__, *own
         key = " ".join([*made_by, self.tokens.fingerprint])
-        name = hashlib.sha256(key.encode()).hexdigest()[:16]
-        file = cache_folder() / f"types-{name}.json"
-        table = Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
-        new = [type for type in tensor_types(types) if table is None or type not in table.types]
-        if new:
+        return cache_folder() / f"types-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+    def _table(self) -> Sensitivities | None:
+        file = self._kept
+        return Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
+
+    def unmeasured(self, types: Sequence[str]) -> list[str]:
+        """The types of tensors of which it is not known what they lose."""
+        table = self._table()
+        return [type for type in tensor_types(types) if table is None or type not in table.types]
+
+    def sensitivities(self, types: Sequence[str]) -> Sensitivities:
+        """What it loses by types, of which each is measured once and kept in the cache."""
+        table = self._table()
+        if new := self.unmeasured(types):
             measured = self.live.sensitivities(new)
             table = measured if table is None else table.beside(measured)
-            with whole_file(file) as partial:
+            with whole_file(self._kept) as partial:
                 partial.write_text(json.dumps(table.as_json()), "utf-8")
         assert table is not None
         return table.among(tensor_types(types))

@@ -14,17 +14,22 @@ from functools import cached_property
 
 from moesaic.config import ExportArgs, MethodConfig, in_unit
 from moesaic.errors import MoesaicError
+from moesaic.estimates import Stage, choosing_types, comparing
 from moesaic.exports.live import Types
 from moesaic.exports.mixed import Sensitivities
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, ending, filed
 from moesaic.fitting.gguf_files import Files
+from moesaic.fitting.redundancy import WINDOWS
 from moesaic.fitting.search import FAR, Search
 from moesaic.fitting.sizes import Steps, conversions
 
 JOINT = 8
 """Shares of a form that are told apart where bits are shared out with it."""
+
+MADE = 3
+"""Of them those that are made: about so many, the best one and its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,9 @@ class FileSearch(Search):
         """The best file within the budget: of the original, or of what a form makes of it."""
         if self._least(every) > self.budget:
             return None
-        self._foretell([(filed(form, self.last), form.shares[0]) for form in every])
+        possible = [form for form in every if self._possible(form)]
+        ended = [(filed(form, self.last), self._possible(form)[0]) for form in possible]
+        self._foretell(ended, self._beforehand(possible), MADE)
         candidates = self._rounded()
         places = self._places(every)
         near = places[: config.confirm]
@@ -98,6 +105,19 @@ class FileSearch(Search):
         if self.mixed:
             return min(self.files.layout(built).least(self.config.types) for built in results)
         return min(self.files.size(built, self.last) for built in results)
+
+    def _beforehand(self, every: Sequence[Form]) -> list[Stage]:
+        """What it takes to measure what all forms' steps and all types lose alone."""
+        quick = [form.quick(share) for form in every for share in _spread(self._possible(form))]
+        steps = {step for several in quick for step in conversions(several)}
+        stages = [comparing(self.original, len(steps), WINDOWS * MethodConfig.window)]
+        if any(self.costs.decided(step, 0) for step in steps):
+            stages += self.costs.observing
+        if self.mixed:
+            groups = {*self.files.original.layout.rounded.values()}
+            types = self.files.original.unmeasured(self.config.types)
+            stages += choosing_types(self.original, len(groups), len(types))
+        return stages
 
     def _native(self, steps: Steps) -> bool:
         weight = self.costs.weight(steps)

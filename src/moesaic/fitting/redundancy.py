@@ -24,7 +24,7 @@ from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.config import Calibration, MethodConfig, RunArgs
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import DECIDING, STREAM_BATCH, Built, Stage
+from moesaic.estimates import Built, Stage, comparing
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.source import resolve
 from moesaic.layers.base import LayerPlan
@@ -208,17 +208,7 @@ def looking(model: Built) -> list[Stage]:
     """What :func:`observed_redundancy` takes: a mixture itself and a branch for each change."""
     if not any(use.experts for use in model.size.layers):
         return []
-    branches, tokens = 1 + 2 * len(PARTS), WINDOWS * MethodConfig.window
-    # a window's logits, those of a change, its log-softmax, and the terms of the divergence
-    logits = 5 * 4 * model.vocabulary * MethodConfig.window
-    return [
-        Stage(
-            memory=DECIDING + 2 * model.held("cpu") // model.depth + logits,
-            operations=branches * 2.0 * model.size.active_parameters * tokens,
-            calls=branches * model.calls * -(-tokens // STREAM_BATCH),
-            bytes=float(model.bytes),
-        )
-    ]
+    return [comparing(model, 2 * len(PARTS), WINDOWS * MethodConfig.window)]
 
 
 def _figures(stats: StatsFile) -> tuple[float | None, float, float]:

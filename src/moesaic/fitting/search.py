@@ -19,7 +19,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, in_words
+from moesaic.estimates import Built, Stage, in_words
 from moesaic.fitting.candidates import Candidate, plainest, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, forms, guessed, largest
@@ -331,17 +331,25 @@ class Search:
 
     # --- trials ----------------------------------------------------------------------------------
 
-    def _foretell(self, sized: Sequence[Sized]) -> None:
-        """Tell what it takes to try some forms, and then to refine as many as may be refined."""
+    def _foretell(
+        self, sized: Sequence[Sized], instead: Sequence[Stage] = (), times: int = 1
+    ) -> None:
+        """Tell what it takes to try some forms, and then to refine as many as may be refined.
+
+        Args:
+            sized: the forms.
+            instead: what is done instead of making each.
+            times: that each is refined.
+        """
         quick = [form.quick(share) for form, share in sized]
         careful = [form.careful(share) for form, share in sized if form.careful]
         if self.tell is None or not quick:
             return
-        seconds, peak = self.costs.predicted(quick)
+        seconds, peak = self.costs.predicted([] if instead else quick, instead)
         refined = min(self.config.confirm, len(careful))
         each = self.costs.predicted(careful)[0] / max(1, len(careful))
         more = f"{len(quick)} forms and {refined} refined; the result itself comes on top"
-        if line := in_words(seconds + refined * each, peak, more):
+        if line := in_words(seconds + refined * times * each, peak, more):
             self.tell(line)
 
     def _tried_quickly(self, sized: Sequence[Sized], config: FitConfig) -> list[Trial]:

@@ -24,7 +24,6 @@ from moesaic.estimates import (
     observing,
     outlined,
 )
-from moesaic.exports.mixed import TYPES
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.redundancy import looking
@@ -105,10 +104,16 @@ class Costs:
         """
         return self._cost(steps).built
 
-    def predicted(self, several: Sequence[Steps]) -> tuple[float, int]:
+    def predicted(
+        self, several: Sequence[Steps], beside: Sequence[Stage] = ()
+    ) -> tuple[float, int]:
         """Seconds in which results are made and measured, and bytes of memory meanwhile.
 
         Statistics and steps that several have in common are counted once.
+
+        Args:
+            several: steps of recipes.
+            beside: what else is done.
         """
         parts: dict[str, list[Stage]] = {}
         for steps in several:
@@ -119,8 +124,8 @@ class Costs:
                     parts[f"measured {_key(steps)}"] = cost.measuring
             if self.decided(steps[0], 0):
                 with suppress(MoesaicError):  # told as a prune, which converted models cannot have
-                    parts["statistics"] = self._observing
-        stages = [stage for part in parts.values() for stage in part]
+                    parts["statistics"] = self.observing
+        stages = [*beside, *(stage for part in parts.values() for stage in part)]
         machine = Machine.here(self.recipe.device)
         peak = max((stage.memory for stage in stages), default=0)
         return sum(map(machine.seconds, stages)), machine.resident + peak
@@ -135,7 +140,7 @@ class Costs:
         return not number and getattr(step, "decides_from_stats", False)
 
     @cached_property
-    def _observing(self) -> list[Stage]:
+    def observing(self) -> list[Stage]:
         """Observing statistics, and looking by them where a mixture is redundant."""
         return observing(self._source, self.recipe) + looking(self._original)
 
@@ -173,11 +178,8 @@ class Costs:
         cost = self._cost(steps)
         assert self.files is not None  # whoever looks among files has given them
         memory = self.files.size(cost.built, file)
-        # types by layer follow from what the original loses by each, which is measured first
-        measured = 0 if steps or file.memory is None else len(file.among or TYPES)
-        measured *= len({*self.files.original.layout.rounded.values()})
-        stages = [Stage(bytes=4.0 * memory)] + measured * cost.measuring
-        return replace(cost, weight=replace(cost.weight, memory=memory), making=stages)
+        weight = replace(cost.weight, memory=memory)
+        return replace(cost, weight=weight, making=[Stage(bytes=4.0 * memory)])
 
     def _carried_out(self, source: Weightless, steps: Steps) -> Step:
         last, folder = steps[-1], self.folder / str(len(self._steps))
