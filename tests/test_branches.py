@@ -69,7 +69,8 @@ def test_divergences_tell_windows_apart(padded: Tokens) -> None:
 
 
 def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
-    """Those of a whole batch would take gigabytes of a vocabulary of today's size."""
+    """Those of a whole batch would take gigabytes of a vocabulary of today's size. Changes
+    that come to the same model meet the head once."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
     arch, rows = base_arch(model.config), list[int]()
 
@@ -78,8 +79,12 @@ def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
 
     model.lm_head.register_forward_hook(made)
     stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
-    assert divergences(stream, [{0: narrower("mixtral", 8)}]).shape == (1, len(tokens.input_ids))
-    assert rows == [1] * 2 * len(tokens.input_ids)
+    one, other = narrower("mixtral", 8), narrower("mixtral", 4)
+    kl_CN = divergences(stream, [{0: one}, {}, {0: other}, {0: one}, {}])
+    assert kl_CN.shape == (5, len(tokens.input_ids))
+    assert torch.equal(kl_CN[[0, 1]], kl_CN[[3, 4]])
+    assert kl_CN[:3].mean(1).unique().numel() == 3
+    assert rows == [1] * 4 * len(tokens.input_ids)  # of the original and of three
 
 
 def test_what_is_alike_goes_together(tokens: Tokens) -> None:

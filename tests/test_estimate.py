@@ -416,7 +416,7 @@ def test_choosing_types_is_told_and_its_progress_shown(
     given = ("export", moe_folder, tmp_path / "model.gguf", "--to", "gguf")
     _, _, err = command(*given, "--memory", "1MB", "--among", "q8_0", "--among", "q4_k_m")
     built = Built(resolve(str(moe_folder)).config, None)
-    changes = (3 * built.depth + 2) * (2 + 6)  # groups in two types, then in three twice
+    changes = (3 * built.depth + 2) * (2 + 4)  # groups in two types, then in two others twice
     told = float(err.partition("Error")[0])
     assert told == pytest.approx(
         sum(estimates.comparing(built, n, 8 * 256, 0.5).operations for n in (changes, 0))

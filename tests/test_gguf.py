@@ -666,13 +666,25 @@ def test_only_choosing_types_takes_the_model_in_memory(rounding, tmp_path, monke
         )
 
 
-def test_what_rounding_a_group_loses_is_measured_alone_or_among_the_others(rounding):
-    """Each as the whole model with that group rounded; far types are left out among others."""
+def test_what_rounding_a_group_loses_is_measured_alone_or_among_the_others(rounding, monkeypatch):
+    """Each as the whole model with that group rounded; far types are left out among others, and
+    the type that a group is in already is not tried as a change."""
     live, among = rounding("mixtral").live, ("q8_0", "q4_k_m", "q2_k")
     alone = live.sensitivities(among)
     assert alone.types == ("q8_0", "q4_k", "q2_k")
     near = dict.fromkeys(alone.groups, "q4_k") | {"down 1": "q2_k"}
-    others = live.sensitivities(among, near)
+    kind = live.__class__
+    tried, real = [], kind.rounded
+
+    def rounded(self, types, within=""):
+        tried.extend(types.items() if len(types) == 1 else ())
+        return real(self, types, within)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "rounded", rounded)
+        others = live.sensitivities(among, near)
+    assert len(tried) == 2 * len(near) - 1  # of the one in q2_k only the next wider one
+    assert not {*tried} & {*near.items()}
     for g, name in enumerate(alone.groups):
         for c, type in enumerate(alone.types):
             assert alone.loss_GC[g, c] == pytest.approx(live.loss({name: type}), rel=1e-5)

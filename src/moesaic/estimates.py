@@ -83,9 +83,9 @@ MEASURED = 150_000
 """Tokens of all text that ships to measure on, about."""
 STREAM_BATCH = 2048
 """Tokens that pass a layer at a time."""
-AGAIN = 6
-"""Types of a group that are measured once more beside the chosen ones of others: three, in each of
-two rounds."""
+AGAIN = 4
+"""Types of a group that are measured beside the chosen ones of others: the next wider one and the
+next narrower one, in two rounds."""
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class Live:
             near: types by groups, in which the others are meanwhile, instead of unrounded; then a
                 group is measured in its own type, and in the next wider and narrower ones.
         """
-        choices, groups = tensor_types(types), tuple(self.matrices)
+        choices, groups, near = tensor_types(types), tuple(self.matrices), near or {}
         loss_GC = np.full((len(groups), len(choices)), np.inf)
         places = [
             (g, c)
@@ -185,24 +185,30 @@ class Live:
             for c in range(len(choices))
             if not near or abs(c - choices.index(near[group])) <= 1
         ]
-        inside = [(g, c) for g, c in places if groups[g] not in OUTSIDE]
-        with self.rounded(near or {}):
+        outside = [(g, c) for g, c in places if self._whole(groups[g], choices[c], near)]
+        inside = [place for place in places if place not in outside]
+        with self.rounded(near):
             stream = LayerStream(self.model, self.arch, self.windows, view=lambda layer: layer)
-            changes = [self._change(groups[g], choices[c]) for g, c in inside]
+            changes = [self._change(groups[g], choices[c], near) for g, c in inside]
             losses = divergences(stream, changes, self.track, self._logits).mean(1).tolist()
             for place, loss in zip(inside, losses, strict=True):
                 loss_GC[place] = loss
-            for g, c in places:
-                if groups[g] in OUTSIDE:
-                    loss_GC[g, c] = self.loss({groups[g]: choices[c]})
+            for g, c in outside:
+                loss_GC[g, c] = self.loss({groups[g]: choices[c]})
         return Sensitivities(groups, choices, loss_GC)
 
     def _logits(self, batches: Sequence[Tokens]) -> Iterator[tuple[Tensor, Tokens]]:
         """The reference's (B, L, V), with the tokens of each batch."""
         return self.reference.run(batches).logits
 
-    def _change(self, group: str, type: str) -> Change:
-        """The layers that a group is in, with it in one type."""
+    def _whole(self, group: str, type: str, near: Types) -> bool:
+        """A group in one type is another model from the first layer on."""
+        return group in OUTSIDE and near.get(group) != type
+
+    def _change(self, group: str, type: str, near: Types) -> Change:
+        """The layers that a group is in, with it in one type; none where it is in it already."""
+        if near.get(group) == type:
+            return {}
         layers = {int(name.split(".")[1]) for name in self.matrices[group]}
         return {layer: partial(self._in_type, group, type, layer) for layer in layers}
 

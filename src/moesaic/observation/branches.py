@@ -96,6 +96,7 @@ def divergences(
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
+    different = {id(spill): spill for spill in finals[len(first) :]}  # some may be the same
     batches = stream.batches
     windows = [b.rows(slice(n, n + 1)) for b in batches for n in range(len(b.input_ids))]
     sums_CN, tokens_N = list[torch.Tensor](), list[int]()
@@ -106,7 +107,7 @@ def divergences(
                 if original
                 else map(finish, windows, _rows(finals[0]))
             )
-            changed = map(_rows, finals[len(first) :])
+            changed = map(_rows, different.values())
             for window, logits, *states in zip(windows, unchanged, *changed, strict=True):
                 labels = window.labels.to(logits.device)
                 chunks = [*in_chunks(logits, labels)]
@@ -117,7 +118,9 @@ def divergences(
                 sums_CN.append(torch.stack(sums))
                 tokens_N.append(sum(map(len, chunks)))
         share = torch.tensor(tokens_N).double().mean().clamp(min=1.0)
-        return torch.stack(sums_CN, 1) / share
+        place = {key: number for number, key in enumerate(different)}
+        places_C = [place[id(spill)] for spill in finals[len(first) :]]
+        return torch.stack(sums_CN, 1)[places_C] / share
     finally:
         for spill in finals:
             spill.clear()
