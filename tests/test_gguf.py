@@ -28,6 +28,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
+from moesaic.exports import quantiser
 from moesaic.exports.mixed import Sensitivities, least
 from moesaic.exports.quantiser import types_of
 from moesaic.io.checkpoint import ShardWriter, skeleton
@@ -651,6 +652,24 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
             for name, parameter in model.named_parameters():
                 assert torch.allclose(parameter, read[name], atol=1e-6), name
     assert all(torch.equal(p, before[name]) for name, p in whole.live.model.named_parameters())
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_k", "iq2_xxs"])
+def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
+    """Those of one matrix, row by row, and of several, each by its own inputs' weights."""
+    pytest.importorskip("llama_cpp")
+    generator = torch.Generator().manual_seed(0)
+    matrix_ERI = torch.randn(2, 300, 256, generator=generator)
+    weights_EI = torch.rand(2, 256, generator=generator)
+    each = [
+        quantiser.held_rows(matrix_ERI[e, row : row + 1], type, weights_EI[e])
+        for e in range(2)
+        for row in range(300)
+    ]
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        held = quantiser.held_rows(matrix_ERI, type, weights_EI.flatten())
+        assert np.array_equal(held, np.concatenate(each))
 
 
 def test_only_choosing_types_takes_the_model_in_memory(rounding, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +25,8 @@ ALIGNED = 32
 """Tensors begin at multiples of so many bytes."""
 NARROW = "q2_k"
 """The narrowest type that needs no text to round by."""
+ROWS = 128
+"""Of a matrix that one thread rounds at a time."""
 OTHERS = "q8_0"
 """The type of tensors of which none is said, where it is said of some."""
 Held: TypeAlias = "npt.NDArray[np.uint8]"
@@ -89,17 +92,23 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
     mean_EI = None if weights is None else weights.float().contiguous().numpy()
     experts, rows, inputs = source_ERI.shape
     held = np.zeros((experts, rows, inputs // block * size), np.uint8)
-    for e in range(experts):
-        mean_I = None if mean_EI is None else mean_EI.reshape(-1, inputs)[e]
+
+    def hold(expert: int, start: int) -> None:
+        mean_I = None if mean_EI is None else mean_EI.reshape(-1, inputs)[expert]
         chunk(
             ctypes.c_int(GGMLQuantizationType[type.upper()].value),
-            source_ERI[e].ctypes.data_as(floats),
-            held[e].ctypes.data_as(ctypes.c_void_p),
-            ctypes.c_int64(0),
-            ctypes.c_int64(rows),
+            source_ERI[expert].ctypes.data_as(floats),
+            held[expert].ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_int64(start * inputs),
+            ctypes.c_int64(min(ROWS, rows - start)),
             ctypes.c_int64(inputs),
             None if mean_I is None else mean_I.ctypes.data_as(floats),
         )
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        parts = [(e, start) for e in range(experts) for start in range(0, rows, ROWS)]
+        for _ in threads.map(lambda part: hold(*part), parts):
+            pass  # raises what a part raised
     return held.reshape(experts * rows, -1)
 
 
