@@ -48,7 +48,7 @@ def branches(
     """
     states, kwargs = stream.record()
     groups = [(list(range(len(changes))), states)]
-    for block in track(stream.blocks(kwargs), "Comparing outputs", stream.count):
+    for block in track(stream.blocks(kwargs), "Running changes", stream.count):
         regrouped: list[tuple[list[int], Spill]] = []
         for members, hidden in groups:
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
@@ -107,8 +107,9 @@ def divergences(
                 if original
                 else map(finish, windows, _rows(finals[0]))
             )
-            changed = map(_rows, different.values())
-            for window, logits, *states in zip(windows, unchanged, *changed, strict=True):
+            together = zip(windows, unchanged, *map(_rows, different.values()), strict=True)
+            tracked = track(together, "Comparing outputs", len(windows))
+            for window, logits, *states in tracked:
                 labels = window.labels.to(logits.device)
                 chunks = [*in_chunks(logits, labels)]
                 sums = []
