@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
 from moesaic.metrics import measurement as measuring
 from moesaic.metrics import tasks as tasking
-from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.forward import BATCH, Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
 from moesaic.metrics.score import _part, score, scores
 from moesaic.objectives import divergence
@@ -191,6 +192,26 @@ def test_questions_may_begin_with_a_byte_order_mark(tmp_path, questions):
 
 
 # --- divergence ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_logits_of_one_batch_are_gone_before_those_of_the_next(whole, tmp_path):
+    """Of a vocabulary of 262,144 those of a batch take a gigabyte. Of two models both are there."""
+    model, made, alive = tiny_moe("mixtral"), [], []
+    model.save_pretrained(tmp_path)
+    runs = [Whole(model), Whole(model) if whole else Layerwise(resolve(str(tmp_path)), keep=True)]
+
+    def before(_, __):
+        alive.append(sum(logits() is not None for logits in made))
+
+    def after(_, __, logits):
+        made.append(weakref.ref(logits))
+
+    for head in {run.shape.lm_head for run in runs}:
+        head.register_forward_pre_hook(before)
+        head.register_forward_hook(after)
+    scores(runs, Tokens(torch.zeros(3 * BATCH // 64, 64, dtype=torch.int64)))
+    assert alive == [0, 1] * 3
 
 
 def test_kl_is_the_sum_over_the_vocabulary():

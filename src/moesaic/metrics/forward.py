@@ -78,22 +78,27 @@ class Whole:
         routing: dict[int, Routing] = {}
         return Pass(self._logits(batches, track, label, routing), routing)
 
-    @torch.no_grad()
     def _logits(
         self, batches: Sequence[Tokens], track: Track, label: str, counts: dict[int, Routing]
     ) -> Iterator[tuple[Tensor, Tokens]]:
-        model = self.shape
-        device = model.get_input_embeddings().weight.device
-        options = {"use_cache": False, **logits_alone(model.config)}
-        with counted(model) as routing, set_mode(model, "always"):
+        with counted(self.shape) as routing, set_mode(self.shape, "always"):
             for batch in track(batches, label, len(batches)):
-                mask = batch.attention_mask
-                mask = None if mask is None else mask.to(device)
-                routing.look_at(mask)
-                ids = batch.input_ids.to(device)
-                out = model(input_ids=ids, attention_mask=mask, **options)
-                yield out.logits, batch
+                routing.look_at(batch.attention_mask)
+                yield self._logits_of(batch), batch  # which nothing here holds on to
             counts.update(routing)
+
+    @torch.no_grad()
+    def _logits_of(self, batch: Tokens) -> Tensor:
+        model, mask = self.shape, batch.attention_mask
+        device = model.get_input_embeddings().weight.device
+        output = model(
+            input_ids=batch.input_ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            use_cache=False,
+            **logits_alone(model.config),
+        )
+        logits: Tensor = output.logits
+        return logits
 
 
 @dataclass

@@ -184,18 +184,12 @@ def qualities(
     passes = [ours.run(batches, track), *passes]
     of_windows: list[Tensor] = []
     of_parts: list[Tensor] = []
-    for outputs in zip(*(passed.logits for passed in passes), strict=True):
-        batch = outputs[0][1]
-        logits = [out for out, _ in outputs]
-        predicted = [out.shape[-1] for out in logits]
-        if len({*predicted}) > 1:
-            raise MoesaicError(
-                f"against: the original predicts {predicted[1]:,} tokens, the model "
-                f"{predicted[0]:,}; measure each by itself."
-            )
-        figures_CNL = _figures(logits, batch.labels)
+    for batch in batches:  # of the one before nothing is left when the next one's are made
+        figures_CNL = _figures([next(passed.logits)[0] for passed in passes], batch.labels)
         of_windows.append(figures_CNL.sum(-1))
         of_parts.append(_by_part(batch, figures_CNL))
+    for passed in passes:
+        next(passed.logits, None)  # its end, where routing is whole
     sums_CN = torch.cat(all_shares(of_windows, shared), 1)
     parts_PC = torch.stack(all_shares(of_parts, shared)).sum(0)
     scored_N, losses_MN, compared_N = sums_CN[0], sums_CN[1 : len(runs) + 1], sums_CN[-2]
@@ -230,7 +224,16 @@ def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
     Returns:
         1; the loss of each model; of two the divergence of the first from the second, and 1 where
         both think the same token the most probable.
+
+    Raises:
+        MoesaicError: vocabularies differ.
     """
+    predicted = [out.shape[-1] for out in logits]
+    if len({*predicted}) > 1:
+        raise MoesaicError(
+            f"against: the original predicts {predicted[1]:,} tokens, the model "
+            f"{predicted[0]:,}; measure each by itself."
+        )
     scored_NL = labels_NL[:, 1:] != IGNORED
     # of one model two, of a result and its original five
     figures_CT = torch.ones(3 * len(logits) - 1, int(scored_NL.sum()), dtype=torch.float64)
