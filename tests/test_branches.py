@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
     assert torch.equal(kl_CN[[0, 1]], kl_CN[[3, 4]])
     assert kl_CN[:3].mean(1).unique().numel() == 3
     assert rows == [1] * 4 * len(tokens.input_ids)  # of the original and of three
+
+    def original(batches: Sequence[Tokens]) -> Iterator[tuple[torch.Tensor, Tokens]]:
+        return Whole(model).run(batches).logits
+
+    rows.clear()
+    assert torch.allclose(
+        divergences(stream, [{0: one}, {}], original=original), kl_CN[:2], atol=1e-6
+    )
+    assert rows == [1] * 3 * len(tokens.input_ids)
 
 
 def test_what_is_alike_goes_together(tokens: Tokens) -> None:

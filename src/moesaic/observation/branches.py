@@ -97,13 +97,12 @@ def divergences(
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
     different = {id(spill): spill for spill in finals[len(first) :]}  # some may be the same
-    batches = stream.batches
-    windows = [b.rows(slice(n, n + 1)) for b in batches for n in range(len(b.input_ids))]
+    windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
     sums_CN, tokens_N = list[torch.Tensor](), list[int]()
     try:
         with stream.headed(logits=True) as finish:
             unchanged = (
-                _rows(logits for logits, _ in original(batches))
+                (logits for logits, _ in original(windows))
                 if original
                 else map(finish, windows, _rows(finals[0]))
             )
