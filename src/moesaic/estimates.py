@@ -32,7 +32,7 @@ from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import SAMPLES
 from moesaic.data.training import foretold_tokens
 from moesaic.exports.engines import ENGINES, limits
-from moesaic.exports.mixed import PARTS, TYPES, WINDOWS, tensor_types
+from moesaic.exports.mixed import PARTS, PER_WEIGHT, TYPES, WINDOWS, tensor_types
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
@@ -549,7 +549,7 @@ def comparing(model: Built, changes: int, tokens: int, share: float = 1.0) -> St
         model: with which each is compared.
         changes: how many.
         tokens: of the text, in windows of the default length.
-        share: of the layers, which a change runs anew; and the head.
+        share: of the layers that a change runs anew; the head it always runs.
     """
     batches, active = -(-tokens // STREAM_BATCH), model.size.active_parameters
     head = model.hidden * model.vocabulary
@@ -573,8 +573,7 @@ def choosing_types(model: Built, groups: int, types: int) -> list[Stage]:
         types: that are not measured yet.
     """
     tokens = WINDOWS * MethodConfig.window
-    # in memory as it is, unrounded, in all types, and while it is read: as Live.model asks for
-    held = 16 * model.size.total_parameters
+    held = PER_WEIGHT * model.size.total_parameters
     measured = (groups * types, AGAIN * groups)
     stages = [comparing(model, changes, tokens, share=0.5) for changes in measured]
     return [replace(stage, memory=stage.memory + held) for stage in stages]
@@ -637,9 +636,7 @@ def notice_of_observing(
     with TemporaryDirectory(prefix="moesaic-") as folder:
         source = foretold(recipe.model, Path(folder))
         stages = [*observing(source, recipe), *further(Built(source.config, None))]
-    machine = Machine.here(recipe.device)
-    seconds = sum(map(machine.seconds, stages))
-    return in_words(seconds, machine.resident + max(stage.memory for stage in stages))
+    return _told(stages, recipe.device)
 
 
 @_stopping_nothing
@@ -652,10 +649,7 @@ def notice_of_choosing(model: str, types: Sequence[str]) -> str:
     """
     built = Built(resolve(model).config, None)
     groups = 3 * min(PARTS, built.depth) + 2  # attention and two of the FFN; embeddings, head
-    stages = choosing_types(built, groups, len(tensor_types(types or TYPES)))
-    machine = Machine.here()
-    peak = machine.resident + max(stage.memory for stage in stages)
-    return in_words(sum(map(machine.seconds, stages)), peak)
+    return _told(choosing_types(built, groups, len(tensor_types(types or TYPES))))
 
 
 @_stopping_nothing
@@ -680,13 +674,17 @@ def notice_of_scoring(
     if 2.0 * sum(source.checkpoint.nbytes() for source in sources) * tokens < QUICK:
         return ""
     models = [Built(source.config, dtype) for source in sources]
-    machine = Machine.here(device)
     settings = replace(settings, max_tokens=tokens, rounds=0)
     stages = [scoring(models, settings, device)]
     stages += [_drafting(models, settings, device)] if mtp else []
-    seconds, held = sum(map(machine.seconds, stages)), max(stage.memory for stage in stages)
-    beside = ["tasks beside that"] if settings.tasks else []
-    return in_words(seconds, machine.resident + held, *beside)
+    return _told(stages, device, *(["tasks beside that"] if settings.tasks else []))
+
+
+def _told(stages: Sequence[Stage], device: str = "cpu", *more: str) -> str:
+    """What stages are predicted to take on this machine, in a line."""
+    machine = Machine.here(device)
+    peak = machine.resident + max(stage.memory for stage in stages)
+    return in_words(sum(map(machine.seconds, stages)), peak, *more)
 
 
 # --- this machine --------------------------------------------------------------------------------

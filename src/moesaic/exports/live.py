@@ -22,7 +22,15 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.importance import importance, names_in
-from moesaic.exports.mixed import OUTSIDE, WINDOWS, Layout, Sensitivities, group_of, tensor_types
+from moesaic.exports.mixed import (
+    OUTSIDE,
+    PER_WEIGHT,
+    WINDOWS,
+    Layout,
+    Sensitivities,
+    group_of,
+    tensor_types,
+)
 from moesaic.exports.quantiser import Held, held_rows, values_of
 from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
@@ -72,7 +80,7 @@ class Live:
         Raises:
             MoesaicError: with what it is rounded from and to it does not fit into memory.
         """
-        need = 16 * sum(tensor.numel for tensor in self.layout.tensors.values())
+        need = PER_WEIGHT * sum(tensor.numel for tensor in self.layout.tensors.values())
         if need > free_bytes("cpu"):
             raise MoesaicError(
                 f"memory: types are chosen of a model that is in memory four times in float32, "

@@ -227,13 +227,12 @@ class Rounding:
 
     def unmeasured(self, types: Sequence[str]) -> list[str]:
         """The types of tensors of which it is not known what they lose."""
-        table = self._table()
-        return [type for type in tensor_types(types) if table is None or type not in table.types]
+        return _new(types, self._table())
 
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""
         table = self._table()
-        if new := self.unmeasured(types):
+        if new := _new(types, table):
             measured = self.live.sensitivities(new)
             table = measured if table is None else table.beside(measured)
             with whole_file(self._kept) as partial:
@@ -309,6 +308,11 @@ def puzzle_settings(config: Config) -> JSON:
         "block_configs": blocks,
         "moe_latent_size": config.moe_latent_size or 0,
     }
+
+
+def _new(types: Sequence[str], table: Sensitivities | None) -> list[str]:
+    """The types of tensors that a table does not have."""
+    return [type for type in tensor_types(types) if table is None or type not in table.types]
 
 
 def _names_of(file: Path, source: Source) -> Callable[[str], str | None]:

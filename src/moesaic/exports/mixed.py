@@ -30,6 +30,9 @@ from moesaic.foreign import JSON
 
 WINDOWS = 8
 """Of the text by which groups are measured."""
+PER_WEIGHT = 16
+"""Bytes of memory for each weight while types are chosen: as it is, unrounded, in all types, and
+while it is read, in float32."""
 PARTS = 8
 """Layers are told apart up to so many; of more, neighbours have the same types."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -93,7 +94,8 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
     experts, rows, inputs = source_ERI.shape
     held = np.zeros((experts, rows, inputs // block * size), np.uint8)
 
-    def hold(expert: int, start: int) -> None:
+    def hold(place: tuple[int, int]) -> None:
+        expert, start = place
         mean_I = None if mean_EI is None else mean_EI.reshape(-1, inputs)[expert]
         chunk(
             ctypes.c_int(GGMLQuantizationType[type.upper()].value),
@@ -106,9 +108,8 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
         )
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        parts = [(e, start) for e in range(experts) for start in range(0, rows, ROWS)]
-        for _ in threads.map(lambda part: hold(*part), parts):
-            pass  # raises what a part raised
+        places = product(range(experts), range(0, rows, ROWS))
+        list(threads.map(hold, places))  # raises what one of them raised
     return held.reshape(experts * rows, -1)
 
 

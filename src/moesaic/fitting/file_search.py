@@ -29,7 +29,7 @@ JOINT = 8
 """Shares of a form that are told apart where bits are shared out with it."""
 
 MADE = 3
-"""Of them those that are made: about so many, the best one and its neighbours."""
+"""Of these shares those that are made, about: the best one and its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class FileSearch(Search):
         """The best file within the budget: of the original, or of what a form makes of it."""
         if self._least(every) > self.budget:
             return None
-        possible = [form for form in every if self._possible(form)]
-        ended = [(filed(form, self.last), self._possible(form)[0]) for form in possible]
-        self._foretell(ended, self._beforehand(possible), MADE)
+        first = [(form, shares[0]) for form in every if (shares := self._possible(form))]
+        ended = [(filed(form, self.last), share) for form, share in first]
+        self._foretell(ended, self._beforehand(every), MADE)
         candidates = self._rounded()
         places = self._places(every)
         near = places[: config.confirm]
@@ -108,7 +108,7 @@ class FileSearch(Search):
 
     def _beforehand(self, every: Sequence[Form]) -> list[Stage]:
         """What it takes to measure what all forms' steps and all types lose alone."""
-        quick = [form.quick(share) for form in every for share in _spread(self._possible(form))]
+        quick = [form.quick(share) for form in every for share in self._shares(form)]
         steps = {step for several in quick for step in conversions(several)}
         stages = [comparing(self.original, len(steps), WINDOWS * MethodConfig.window)]
         if any(self.costs.decided(step, 0) for step in steps):
@@ -168,10 +168,14 @@ class FileSearch(Search):
             if share is not None:
                 yield Place(form, share, None, 0.0)
             return
-        for share in _spread(self._possible(form)[:-1]):
+        for share in self._shares(form):
             if self._native(form.quick(share)):
                 with suppress(MoesaicError):
                     yield Place(form, share, *self._choice(form.quick(share)))
+
+    def _shares(self, form: Form) -> Sequence[float]:
+        """The shares of a form, rising, at which bits are shared out with it; less than all."""
+        return _spread(self._possible(form)[:-1])
 
     def _moved(self, places: Sequence[Place]) -> list[Candidate]:
         """Files of a form from its best place on, to fewer weights or more, while they lose less.

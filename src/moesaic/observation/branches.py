@@ -96,7 +96,8 @@ def divergences(
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
-    different = {id(spill): spill for spill in finals[len(first) :]}  # some may be the same
+    changed = finals[len(first) :]
+    different = [*dict.fromkeys(changed)]  # what is the same model is one object
     windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
     sums_CN, tokens_N = list[torch.Tensor](), list[int]()
     try:
@@ -106,7 +107,7 @@ def divergences(
                 if original
                 else map(finish, windows, _rows(finals[0]))
             )
-            together = zip(windows, unchanged, *map(_rows, different.values()), strict=True)
+            together = zip(windows, unchanged, *map(_rows, different), strict=True)
             tracked = track(together, "Comparing outputs", len(windows))
             for window, logits, *states in tracked:
                 labels = window.labels.to(logits.device)
@@ -118,8 +119,7 @@ def divergences(
                 sums_CN.append(torch.stack(sums))
                 tokens_N.append(sum(map(len, chunks)))
         share = torch.tensor(tokens_N).double().mean().clamp(min=1.0)
-        place = {key: number for number, key in enumerate(different)}
-        places_C = [place[id(spill)] for spill in finals[len(first) :]]
+        places_C = [different.index(spill) for spill in changed]
         return torch.stack(sums_CN, 1)[places_C] / share
     finally:
         for spill in finals:
