@@ -148,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", default=[*SHAPES], metavar="NAME")
     parser.add_argument("--values", choices=("none", "random", "holes"), default="none")
     parser.add_argument("--fp8", action="store_true", help="holes as DeepSeek-V3 has its weights")
+    parser.add_argument("--layers", type=int, help="this many of the layers")
     args = parser.parse_args(arguments)
     fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     for name in args.names:
@@ -156,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = {**SHAPES[name], "dtype": "bfloat16"}
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]]
         settings |= {"quantization_config": fp8} if args.fp8 else {}
+        settings |= {"num_hidden_layers": args.layers} if args.layers else {}
         text = json.dumps(settings, indent=1)
         (folder / "config.json").write_text(text, "utf-8")
         if args.values == "none":

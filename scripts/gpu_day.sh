@@ -1,18 +1,38 @@
 #!/bin/sh
-# What only a GPU can show, in order of worth, within about 40 minutes. Each part leaves its output in
-# FOLDER as it ends, and is not run again: what was got is kept when the machine goes.
-#   gpu_day.sh FOLDER            PYTHON=..., DEVICE=cpu to try the script itself
+# What only a GPU can show, most important first, in nine minutes on a bare machine without network.
+#   gpu_day.sh --wheels WHEELS   where there is a network: fetch what images with torch 2.11 and
+#                                transformers 5.17 lack (Python 3.12)
+#   gpu_day.sh FOLDER            PYTHON=python3 WHEELS=.wheels SECONDS_LEFT=540 DEVICE=cuda
+# DEVICE=cpu MODEL=tiny-moe tries the script itself. Each part leaves its output in FOLDER/NAME.txt and
+# its time in FOLDER/NAME.json as it ends; a part that has a .json is not run again.
 set -u
-folder=${1:?where results go}
-python=${PYTHON:-.venv/bin/python}
+if [ "${1:?FOLDER, or --wheels WHEELS}" = --wheels ]; then
+    python3 -m pip --disable-pip-version-check --quiet download --no-deps --only-binary=:all: \
+        --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
+        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest "${2:?WHEELS}" \
+        gguf pydantic==2.12.5 pydantic-core==2.41.5 typing-inspection annotated-types
+    exit
+fi
+folder=$1
+python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
-models=${MODELS:-$folder/models}
-mkdir -p "$folder" "$models"
+wheels=${WHEELS:-.wheels}
+shape=${SHAPE:-qwen1.5-moe-a2.7b}
+end=$(($(date +%s) + ${SECONDS_LEFT:-540}))
+mkdir -p "$folder" "$folder/made"
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$folder/site${PYTHONPATH:+:$PYTHONPATH}"
+if ! "$python" -c 'import gguf, pydantic' 2>/dev/null; then
+    "$python" -m pip --disable-pip-version-check --quiet install --no-index --no-deps \
+        --target "$folder/site" "$wheels"/*.whl
+fi
 
-part() { # name, seconds, command: its output and errors are name.txt, what it took name.json
+part() { # name, seconds, command...: output in name.txt; time and exit code in name.json
     name=$1 limit=$2
     shift 2
     [ -f "$folder/$name.json" ] && return
+    left=$((end - $(date +%s)))
+    [ "$left" -lt 15 ] && echo "== $name: no time left" && return
+    [ "$left" -lt "$limit" ] && limit=$left
     echo "== $name (at most $limit s)"
     start=$(date +%s)
     timeout "$limit" "$@" >"$folder/$name.txt" 2>&1
@@ -21,40 +41,32 @@ part() { # name, seconds, command: its output and errors are name.txt, what it t
         "$(echo "$*" | tr '"' "'")" "$code" "$(($(date +%s) - start))" >"$folder/$name.json"
     [ "$code" = 0 ] || tail -n 3 "$folder/$name.txt"
 }
-moesaic() { part "$1" "$2" "$python" -m moesaic "$3" "$4" "$folder/made-$1" --device "$device" --overwrite --json $5; }
-bench() { part "$1" "$2" "$python" -m moesaic bench "$3" --against "$4" --device "$device" --json $5; }
+moesaic() { part "$1" "$2" "$python" -m moesaic $3 --device "$4" --json; }
+ratio() { # name, on the GPU, on the CPU: their seconds beside each other
+    [ -f "$folder/$2.json" ] && [ -f "$folder/$3.json" ] && "$python" - "$folder" "$@" <<'PY'
+import json, sys
+folder, name, *both = sys.argv[1:]
+gpu, cpu = (json.load(open(f"{folder}/{one}.json"))["seconds"] for one in both)
+print(f"{name}: {gpu} s on the GPU, {cpu} s on the CPU")
+PY
+}
 
-# 1. Right at all: the tests that want CUDA, then the kernel on the GPU itself.
-part tests 480 "$python" -m pytest -m gpu -rs tests
-part kernel 240 "$python" -m pytest tests/test_triton.py
-
-# 2. Is a token that reads fewer channels faster? SmolLM2, and a wide layer.
-part wide 120 "$python" benchmarks/shapes.py "$models" llama-2048 --values random
-for model in smollm2 "$models/llama-2048"; do
-    base=$(basename "$model")
-    for active in 0.8 0.6; do
-        moesaic "channels-$base-$active" 180 carve "$model" \
-            "--method wina --active $active --samples 8 --no-eval --dtype bfloat16"
-        bench "speed-$base-$active" 180 "$folder/made-channels-$base-$active" "$model" \
-            "--dtype bfloat16 --rounds 9"
-    done
+# 1. Right at all: the tests that want CUDA.
+part tests 150 "$python" -m pytest -m gpu -rs -p no:cacheprovider tests
+# 2. A generated mixture of real widths, six layers of it: deciding and converting, beside the CPU.
+part model 60 "$python" benchmarks/shapes.py "$folder/made" "$shape" --layers 6 --values random
+model=${MODEL:-$folder/made/$shape}
+text="--samples 16 --no-eval --overwrite"
+for verb in "prune --keep 0.5" "slim --keep 0.5"; do
+    name=${verb%% *}
+    moesaic "$name-gpu" 90 "$name $model $folder/made/$name ${verb#* } $text" "$device"
+    moesaic "$name-cpu" 120 "$name $model $folder/made/$name-cpu ${verb#* } $text" cpu
+    ratio "$name" "$name-gpu" "$name-cpu"
 done
-
-# 3. A real mixture's shape (28 GB): what deciding takes, and whether the result is faster.
-shape=qwen1.5-moe-a2.7b
-part mixture 300 "$python" benchmarks/shapes.py "$models" $shape --values random
-moesaic slim 300 slim "$models/$shape" "--keep 0.5 --samples 16 --no-eval"
-moesaic prune 300 prune "$models/$shape" "--keep 30 --samples 16 --no-eval"
-moesaic skip 120 skip "$models/$shape" "--top-k 2 --no-eval"
-for made in slim prune skip; do
-    bench "speed-$made" 240 "$folder/made-$made" "$models/$shape" "--rounds 5"
+# 3. A budget, searched on the GPU.
+moesaic fit-gpu 120 "fit $model $folder/made/fit --parameters ${PARAMETERS:-2e9} --samples 8 --overwrite" "$device"
+# 4. Is what came out faster there?
+for name in prune slim; do
+    moesaic "speed-$name" 60 "bench $folder/made/$name --against $model --rounds 5" "$device"
 done
-
-# 4. Training: both papers that learn, for as long as there is.
-moesaic tomoe 480 carve smollm2 "--method tomoe --active 0.8 -o steps=500 --max-tokens 16384"
-moesaic dsmoe 480 carve smollm2 "--method dsmoe --active 0.8 -o steps=300 --max-tokens 16384"
-
-# 5. vLLM with its own GPU kernels, where it is installed.
-part engines 480 env ENGINES_JSON="$folder/engines.record.json" \
-    "$python" -m pytest -m engines tests/engines -k "transformers or vllm"
 echo "Results in $folder"
