@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 USER_VENV := .venv-user
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-vllm test-mlx test-llamacpp test-triton test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
+.PHONY: help demo test test-vllm test-mlx test-llamacpp test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -73,13 +73,6 @@ test-install: $(VENV)/.build  ## Wheel and sdist in fresh environments without e
 
 test-documents: $(VENV)/.dev  ## Run every command of the documents, on small models
 	LLAMA_CPP=$(abspath $(wildcard build/llamacpp/llama.cpp)) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -m documents -rs tests/test_documents_run.py
-
-build/triton: | $(VENV)/.dev
-	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ triton
-
-test-triton: build/triton  ## Run the GPU kernel in Triton's interpreter and compile it (1 GB)
-	PYTHONPATH=$< TRITON_INTERPRET=1 $(BIN)/pytest tests/test_triton.py
-	PYTHONPATH=$< $(BIN)/pytest tests/test_triton.py
 
 $(VENV)/.mutants: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install 'mutmut==3.8.1' 'tomli; python_version < "3.11"'

@@ -24,23 +24,10 @@ part() { # name, seconds, command: its output and errors are name.txt, what it t
 moesaic() { part "$1" "$2" "$python" -m moesaic "$3" "$4" "$folder/made-$1" --device "$device" --overwrite --json $5; }
 bench() { part "$1" "$2" "$python" -m moesaic bench "$3" --against "$4" --device "$device" --json $5; }
 
-# 1. Right at all: the tests that want CUDA, then the kernel on the GPU itself.
+# 1. Right at all: the tests that want CUDA.
 part tests 480 "$python" -m pytest -m gpu -rs tests
-part kernel 240 "$python" -m pytest tests/test_triton.py
 
-# 2. Is a token that reads fewer channels faster? SmolLM2, and a wide layer.
-part wide 120 "$python" benchmarks/shapes.py "$models" llama-2048 --values random
-for model in smollm2 "$models/llama-2048"; do
-    base=$(basename "$model")
-    for active in 0.8 0.6; do
-        moesaic "channels-$base-$active" 180 carve "$model" \
-            "--method wina --active $active --samples 8 --no-eval --dtype bfloat16"
-        bench "speed-$base-$active" 180 "$folder/made-channels-$base-$active" "$model" \
-            "--dtype bfloat16 --rounds 9"
-    done
-done
-
-# 3. A real mixture's shape (28 GB): what deciding takes, and whether the result is faster.
+# 2. A real mixture's shape (28 GB): what deciding takes, and whether the result is faster.
 shape=qwen1.5-moe-a2.7b
 part mixture 300 "$python" benchmarks/shapes.py "$models" $shape --values random
 moesaic slim 300 slim "$models/$shape" "--keep 0.5 --samples 16 --no-eval"
@@ -50,11 +37,11 @@ for made in slim prune skip; do
     bench "speed-$made" 240 "$folder/made-$made" "$models/$shape" "--rounds 5"
 done
 
-# 4. Training: both papers that learn, for as long as there is.
+# 3. Training: both papers that learn, for as long as there is.
 moesaic tomoe 480 carve smollm2 "--method tomoe --active 0.8 -o steps=500 --max-tokens 16384"
 moesaic dsmoe 480 carve smollm2 "--method dsmoe --active 0.8 -o steps=300 --max-tokens 16384"
 
-# 5. vLLM with its own GPU kernels, where it is installed.
+# 4. vLLM with its own GPU kernels, where it is installed.
 part engines 480 env ENGINES_JSON="$folder/engines.record.json" \
     "$python" -m pytest -m engines tests/engines -k "transformers or vllm"
 echo "Results in $folder"

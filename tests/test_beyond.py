@@ -293,6 +293,15 @@ def test_prompts_run_dense_where_petals_save_them_nothing(options, prompts, toke
     assert ("prompts run dense" in plan.layers[0].describe(0).text) == (prompts == "dense")
 
 
+@pytest.mark.parametrize("width", [64, 520])
+def test_by_default_petals_are_as_fine_as_layers_allow(width, tokens):
+    """256 of them, or half as many as there are neurons; the active ratio is met all the same."""
+    result = moesaic.carve(tiny_model("llama", intermediate_size=width), calibration=tokens)
+    layers = result.plan.layers.values()
+    assert {len(layer.petals) for layer in layers} == {min(256, width // 2)}
+    assert model_size(result.model).active_ratio == pytest.approx(0.8, abs=0.02)
+
+
 @pytest.mark.parametrize("name", ["llama", "phi"])
 def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
     """Without a refit nothing of a prompt changes; what is decoded runs its petals."""
@@ -415,7 +424,7 @@ def test_an_unknown_router_is_refused():
 
 
 def test_options_are_read_from_text():
-    config = step_config("carve", {"router": "ridge", "refit": "true"})
+    config = step_config("carve", {"method": "more", "router": "ridge", "refit": "true"})
     assert config == MoREConfig(router="ridge", refit=True)
     assert step_config("prune", {"keep": "4", "refit": "true"}).refit
 

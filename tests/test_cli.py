@@ -274,7 +274,7 @@ def test_condense_then_tune(command, moe_folder, tmp_path):
 # --- wrong requests ------------------------------------------------------------------------------
 
 AT_ONCE = [
-    (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: wina"),
+    (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: more"),
     (["carve", "MODEL", "OUT", "--variant", "best"], "-o variant: Input should be"),
     (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
@@ -282,7 +282,10 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "-o", "rounds=0", "-o", "rounds=3"], "-o rounds is given twice"),
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2.0 must be at most 1"),
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
-    (["carve", "MODEL", "OUT", "--compare", "static"], "--compare static: WINA has no comparisons"),
+    (
+        ["carve", "MODEL", "OUT", "--method", "tomoe", "--compare", "static"],
+        "--compare 'static' is none of",
+    ),
     (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),
     (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
     (["carve", "MODEL", "OUT", "--max-tokens", "-1"], "--max-tokens -1 must be at least 0"),
@@ -296,7 +299,7 @@ AT_ONCE = [
     (["prune", "MODEL", "OUT", "--keep", "6", "--score", "magic"], "--score 'magic'"),
     (["prune", "MODEL", "OUT", "--keep", "6", "-o", "keeep=3"], "mean 'keep'?"),
     (["prune", "MODEL", "OUT", "--keep", "6", "--score", "reapp"], "Did you mean 'reap'?"),
-    (["carve", "MODEL", "OUT", "--method", "wna"], "Did you mean 'wina'?"),
+    (["carve", "MODEL", "OUT", "--method", "mor"], "Did you mean 'more'?"),
     (["carve", "smolm2", "OUT"], "Did you mean 'smollm2'?"),
     (["prune", "MODEL", "OUT", "--keep", "5.5"], "--allocate layers"),
     (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),

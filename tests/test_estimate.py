@@ -63,8 +63,11 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
     ("tiny-shared-moe", [("condense", {"count": 2, "shared_gate": "mean"})]),
     ("tiny-moe", [("condense", {"count": 1, "keep": "shared+routed"})]),
     ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
-    ("tiny-dense", [("carve", {"variant": "static", "refit": True})]),
-    ("tiny-dense", [("carve", {"layers": "all", "experts": 5, "router": "ridge"})]),
+    ("tiny-dense", [("carve", {"method": "more", "variant": "static", "refit": True})]),
+    (
+        "tiny-dense",
+        [("carve", {"method": "more", "layers": "all", "experts": 5, "router": "ridge"})],
+    ),
     (
         "tiny-shared-moe",
         [("prune", {"keep": 12, "score": "frequency"}), ("slim", {"keep": 0.5})],
@@ -297,7 +300,9 @@ def test_weights_wait_only_where_they_are_new() -> None:
 def test_clustering_brings_libraries() -> None:
     held = {}
     for variant in ("full", "static"):
-        with foreseen(recipe_of("tiny-dense", "out", ("carve", {"variant": variant}))) as (step,):
+        with foreseen(
+            recipe_of("tiny-dense", "out", ("carve", {"method": "more", "variant": variant}))
+        ) as (step,):
             held[variant] = step.outline.libraries
     assert held == {"full": LIBRARIES, "static": 0}
 

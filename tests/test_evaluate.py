@@ -393,7 +393,7 @@ def test_what_there_was_no_room_for_is_said(llama_folder, tmp_path, monkeypatch)
         "out": str(tmp_path / "out"),
         "calibration": {"samples": 4, "length": 32},
         "evaluation": {"length": 32, "max_tokens": 320},
-        "steps": [{"carve": {"method": "wina", "active": 0.5}}],
+        "steps": [{"carve": {"method": "more", "active": 0.9}}],
     }
     record = run_recipe(parse_recipe(json.dumps(given)))
     assert "speed" not in record.measured

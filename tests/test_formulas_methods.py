@@ -20,7 +20,6 @@ from moesaic.methods import clustering
 from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
-from moesaic.methods.channels.thresholds import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.more.formulas import petals_of, prototypes
 from moesaic.methods.naee.subsets import every_set, exhaustive
@@ -204,15 +203,6 @@ def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep
 
 
 # --- thresholds ----------------------------------------------------------------------------------
-
-
-def test_scores_beyond_what_is_counted() -> None:
-    """Those above the last octave count as equal, and no threshold is beyond them."""
-    scores = Scores()
-    scores.add(torch.tensor([1.0, 2.0**30]))
-    assert scores.threshold(0.0) == pytest.approx(2.0**24)
-    assert scores.share(2.0**40) == 0.0
-    assert scores.share(2.0) == 0.5
 
 
 # --- choices -------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ VERBS = {
         "export": ["{out}"],
     },
     "llama": {
-        "carve": ["{out}", "--active", "0.85", "--refit", *TEXT],
+        "carve": ["{out}", "--recipe", "fast", "--active", "0.85", *TEXT],
         "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
     },
 }

@@ -22,8 +22,6 @@ from .data.text import Tokens as Tokens
 from .errors import MoesaicError as MoesaicError
 from .fitting.config import FitConfig as FitConfig
 from .methods.cdmoe.config import CondenseConfig as CondenseConfig
-from .methods.channels.config import TEALConfig as TEALConfig
-from .methods.channels.config import WINAConfig as WINAConfig
 from .methods.dsmoe.config import DSMoEConfig as DSMoEConfig
 from .methods.lexi.config import LExIConfig as LExIConfig
 from .methods.more.config import MoREConfig as MoREConfig

@@ -49,7 +49,6 @@ from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.tasks import check_tasks
-from moesaic.nn.kernels import fast
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run, check_step
@@ -71,8 +70,6 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     job = Job(args, method.find, config.window)
     for sentence in method.settle(job):
         logger.warning(sentence)
-    if config.verb == "carve":
-        fast(torch.device(own_device(args.device)).type)  # says so first, where nothing gets faster
     with untouched(args.model, args.teacher):
         return Result(method, job, method.run(job))
 

@@ -277,7 +277,7 @@ class Record:
 _RATIOS = {
     **dict.fromkeys(("split", "learned", "gated"), "projections"),
     **dict.fromkeys(("experts", "slimmed", "condensed"), "stored"),
-    **dict.fromkeys(("skipping", "fewer", "channels"), "active"),
+    **dict.fromkeys(("skipping", "fewer"), "active"),
 }
 """What steps of :data:`WITHOUT_FIGURES` had under ``kind``."""
 

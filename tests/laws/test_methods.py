@@ -42,7 +42,7 @@ SHARED = [
     ("slim.neurons", {"refit": True}),  # each process solves for layers of its own
 ]
 """What several processes make."""
-TEXT_DECIDES = ("carve.teal", "carve.tomoe", "skip.lexi")
+TEXT_DECIDES = ("carve.tomoe", "skip.lexi")
 """Methods whose results' sizes follow from the text that they look at."""
 
 
@@ -127,8 +127,6 @@ PAPERS = {
     "carve.more": {"experts": 4, "top_k": 1, "layers": "last-half", "balanced": False},
     "carve.tomoe": {"steps": 10_000, "length": 2048, "lr": 1e-3, "balance": 1.0, "noise": True},
     "carve.dsmoe": {"steps": 305_176, "batch": 32, "length": 1024, "lr": 2e-5, "sparsity": 1.0},
-    "carve.wina": {"choice": "top-k", "shares": "greedy", "gradients": False, "where": "all"},
-    "carve.teal": {"choice": "threshold", "shares": "greedy", "gradients": False, "where": "all"},
     "prune.naee": {"score": "reconstruction", "refit": False, "progressive": False},
     "slim.neurons": {"score": "energy", "allocate": "experts", "refit": False},
     "skip.naee": {"quantile": 0.5, "rule": "auto", "betas": ()},
@@ -238,8 +236,6 @@ def surroundings(model: Any) -> dict[str, Any]:
     }
 
 
-LOOKING = {"carve.wina": {"gradients": True}}
-"""Options by which methods that look at weights alone run the model."""
 KNOWN_LOGGERS = (
     "moesaic",
     "transformers",
@@ -265,7 +261,7 @@ def stopping(error: type[BaseException]) -> Any:
 def test_the_caller_finds_all_as_it_was(key, place):
     """After a run, after one that fails, and after one that is interrupted."""
     options = model_of(start_of(key, place), live=True)
-    options["config"] = config_of(key, **LOOKING.get(key, {}))
+    options["config"] = config_of(key)
     result_of(key, **options)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
     before = surroundings(model)

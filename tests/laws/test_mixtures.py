@@ -36,7 +36,6 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.channels.config import TEALConfig, WINAConfig
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.naee.criteria import CRITERIA
@@ -420,24 +419,6 @@ def test_skip(seen):
         fewer = seen.refused("skip", config, ONE_NUMBER)
         if fewer is not None and len(seen.layers) > 1:
             seen.check(fewer.plan.layers, fewer.model)
-
-
-# --- channels that are skipped --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "config",
-    [WINAConfig(active=0.8, gradients=True), TEALConfig(active=0.8, steps=1)],
-    ids=["by gradients", "greedily, by thresholds"],
-)
-def test_channels_are_skipped_at_decoding_alone(config, seen):
-    """Prompts run as they did; as at decoding the model computes something near that."""
-    result = seen.refused("carve", config, set())
-    with torch.no_grad():
-        wanted, prompt = (m(TEXT.input_ids).logits for m in (seen.model, result.model))
-    torch.testing.assert_close(prompt, wanted)
-    found = logits(result.model, TEXT)
-    assert 1e-3 < (found - wanted).norm() / wanted.norm() < 1
 
 
 # --- from disk, told beforehand, exported --------------------------------------------------------

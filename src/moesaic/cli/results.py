@@ -68,7 +68,7 @@ def run(
     carry_out(loaded, overwrite, resume, as_json, dry_run, push, push_plan)
 
 
-FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 1024}
+FASTER: JSON = {"recipe": "fast"}
 HALF: JSON = {"keep": 0.5, "score": "surgeon", "refit": True}
 DEMO: Mapping[str, tuple[str, str, JSON, Evaluation]] = {
     "mixture": (

@@ -320,7 +320,6 @@ KINDS: Registry[type[LayerPlan]] = Registry(
         "fewer": "moesaic.layers.fewer:FewerLayer",
         "condensed": "moesaic.layers.condensed:CondensedLayer",
         "dropped": "moesaic.layers.dropped:DroppedLayer",
-        "channels": "moesaic.layers.channels:ChannelsLayer",
     },
 )
 """Layer kinds by the name in their headers."""

@@ -25,8 +25,6 @@ VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
 METHODS: Registry[type[MethodConfig]] = Registry(
     "moesaic.methods",
     {
-        "carve.wina": "moesaic.methods.channels.config:WINAConfig",
-        "carve.teal": "moesaic.methods.channels.config:TEALConfig",
         "carve.more": "moesaic.methods.more.config:MoREConfig",
         "carve.tomoe": "moesaic.methods.tomoe.config:ToMoEConfig",
         "carve.dsmoe": "moesaic.methods.dsmoe.config:DSMoEConfig",

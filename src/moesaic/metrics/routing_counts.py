@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, logits_alone
-from moesaic.nn.phase import Phase, phased, set_mode
+from moesaic.nn.phase import set_mode
 from moesaic.surgery import routed_modules
 
 
@@ -108,13 +108,10 @@ class Counts(dict[int, Routing]):
     """Routing by decoder layer, while it is counted."""
 
     mask: Tensor | None = None
-    phases: Collection[Phase] = ()
 
     def look_at(self, mask: Tensor | None) -> None:
         """Count these tokens of the batch that runs next: bool (B, L), False on padding."""
         self.mask = mask
-        for phase in self.phases:
-            phase.real = mask
 
 
 @contextmanager
@@ -122,7 +119,6 @@ def counted(model: Model) -> Iterator[Counts]:
     """Count the routing of everything that runs inside."""
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
-    counts.phases = [phase for _, phase in phased(model)]
     with ExitStack() as hooks:
         hooks.callback(counts.look_at, None)
         for router, routing in by_layer.values():

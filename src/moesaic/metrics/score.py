@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +28,6 @@ from moesaic.metrics.forward import (
 )
 from moesaic.metrics.routing_counts import Routing
 from moesaic.metrics.size import model_size
-from moesaic.nn.phase import set_mode
 from moesaic.objectives import divergence, in_chunks
 
 LARGEST = 709.0
@@ -135,11 +133,8 @@ def scores(
 
     The arguments are those of :func:`qualities`.
     """
-    with ExitStack() as modes:
-        for run in runs:  # channels: what is read is counted
-            modes.enter_context(set_mode(run.shape, "always"))
-        measured = qualities(runs, tokens, track, shared)
-        sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
+    measured = qualities(runs, tokens, track, shared)
+    sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
     return [
         Score(
             **vars(quality),

@@ -152,6 +152,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         active, experts, multiple = config.active, config.experts, config.multiple
         if config.variant == "naive":
             return _without_backbone(sizes, layers, ffn_share(sizes, layers, active))
+        if not config.top_k:
+            experts = min(experts, min(sizes[i].width for i in layers) // 2)
         top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
         return split_for_target(sizes, layers, active, experts, top_k, multiple)
 
