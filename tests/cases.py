@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "l
 OPTIONS: dict[str, dict[str, Any]] = {
     "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
     "carve.dsmoe": {"experts": 4, "active": 0.8},
-    "skip.lexi": {"top_k": 1.5},
+    "skip.top-k": {"top_k": 1},
     "tune.sft": {"what": "condensed"},
 }
 """Settings that tiny models need."""

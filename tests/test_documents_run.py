@@ -80,8 +80,6 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
             given += [f"{place}.train=text.jsonl"] * hasattr(step, "train")
         if step.verb == "tune" and getattr(step, "what", "") == "routers":
             given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")
-        if step.name == "lexi":
-            given.append(f"{place}.top_k=1")
         if step.verb == "condense":
             given.append(f"{place}.count=2")
     given += ["calibration.source=''", "calibration.samples=4", "calibration.length=64"]

@@ -26,7 +26,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import moesaic
-from moesaic import CondenseConfig, LExIConfig, PruneConfig, SkipConfig, SlimConfig, TuneConfig
+from moesaic import CondenseConfig, PruneConfig, SkipConfig, SlimConfig, TopKConfig, TuneConfig
 from moesaic.api import verb
 from moesaic.data.text import Tokens
 from moesaic.distributed import join_processes, process
@@ -210,8 +210,7 @@ VERBS = {
     "condense": CondenseConfig(),
     "condense all": CondenseConfig(count=2, keep="nothing"),
     "skip": SkipConfig(),
-    "skip by layer": LExIConfig(top_k=1.5, allocate="layers"),
-    "skip --top-k": LExIConfig(top_k=1),
+    "skip --top-k": TopKConfig(top_k=1),
 }
 
 

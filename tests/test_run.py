@@ -25,7 +25,6 @@ import moesaic
 from moesaic import (
     Calibration,
     Evaluation,
-    LExIConfig,
     MoesaicError,
     MoREConfig,
     PruneConfig,
@@ -33,6 +32,7 @@ from moesaic import (
     RunArgs,
     SkipConfig,
     SlimConfig,
+    TopKConfig,
     pipeline,
     run_recipe,
 )
@@ -141,7 +141,7 @@ def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):
     assert Plan.load(tmp_path / "again").header() == Plan.load(tmp_path / "out").header()
 
 
-@pytest.mark.parametrize("config", [SkipConfig(quantile=0.5), LExIConfig(top_k=1)])
+@pytest.mark.parametrize("config", [SkipConfig(quantile=0.5), TopKConfig(top_k=1)])
 def test_what_skips_is_another_model_than_what_does_not(moe_folder, tmp_path, config):
     """Though their weights are the same: for a plan, which has both steps, and for statistics."""
     skipping, out, again, stats = (

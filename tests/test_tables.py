@@ -23,7 +23,7 @@ from moesaic.data.text import Tokens
 from moesaic.exports.engines import limits
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.fewer.config import TopKConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
@@ -163,7 +163,7 @@ def test_llamacpp_takes_only_what_is_packed_as_released(published, tmp_path):
 
 @pytest.mark.parametrize(
     ("verb", "config"),
-    [(prune, PruneConfig(keep=KEEP)), (skip, LExIConfig(top_k=1, allocate="uniform"))],
+    [(prune, PruneConfig(keep=KEEP)), (skip, TopKConfig(top_k=1))],
     ids=["prune", "skip"],
 )
 def test_a_result_can_be_reduced_again(verb, config, model, tmp_path):

@@ -23,7 +23,7 @@ from .errors import MoesaicError as MoesaicError
 from .fitting.config import FitConfig as FitConfig
 from .methods.cdmoe.config import CondenseConfig as CondenseConfig
 from .methods.dsmoe.config import DSMoEConfig as DSMoEConfig
-from .methods.lexi.config import LExIConfig as LExIConfig
+from .methods.fewer.config import TopKConfig as TopKConfig
 from .methods.more.config import MoREConfig as MoREConfig
 from .methods.naee.config import PruneConfig as PruneConfig
 from .methods.naee.config import SkipConfig as SkipConfig

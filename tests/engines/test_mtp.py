@@ -16,7 +16,7 @@ from shrunken import small_model
 from test_engines import absent
 from torch import Tensor
 
-from moesaic import LExIConfig, PruneConfig, SlimConfig
+from moesaic import PruneConfig, SlimConfig, TopKConfig
 from moesaic.api import verb
 from moesaic.config import ExportArgs, MethodConfig
 from moesaic.data.text import Tokens
@@ -32,7 +32,7 @@ VERBS: dict[str, MethodConfig | None] = {
     "as it is": None,
     "prune": PruneConfig(keep=4),
     "slim": SlimConfig(keep=0.5),
-    "skip --top-k 1": LExIConfig(top_k=1),
+    "skip --top-k 1": TopKConfig(top_k=1),
 }
 SET = "_Z26llama_set_embeddings_nextnP13llama_contextbb"
 GET = "_Z26llama_get_embeddings_nextnP13llama_context"

@@ -42,7 +42,7 @@ SHARED = [
     ("slim.neurons", {"refit": True}),  # each process solves for layers of its own
 ]
 """What several processes make."""
-TEXT_DECIDES = ("carve.tomoe", "skip.lexi")
+TEXT_DECIDES = ("carve.tomoe",)
 """Methods whose results' sizes follow from the text that they look at."""
 
 
@@ -130,7 +130,6 @@ PAPERS = {
     "prune.naee": {"score": "reconstruction", "refit": False, "progressive": False},
     "slim.neurons": {"score": "energy", "allocate": "experts", "refit": False},
     "skip.naee": {"quantile": 0.5, "rule": "auto", "betas": ()},
-    "skip.lexi": {"allocate": "layers"},
     "condense.cd-moe": {
         **{"metric": "js", "expert_search": "greedy", "layer_search": "greedy"},
         **{"keep": "shared", "refit": False},
@@ -140,13 +139,11 @@ PAPERS = {
 """What each paper does, in its own text or its authors' code."""
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", PAPERS)
 def test_the_recipe_paper_is_its_papers_own_setting(key):
     """It goes beyond nothing; whatever else is beyond the paper says so, unasked or in a bundle."""
     verb, _, name = key.partition(".")
     asked = {"method": name, "recipe": "paper"}
-    if name == "lexi":
-        asked["top_k"] = 3
     paper = step_config(verb, asked)
     assert {option: getattr(paper, option) for option in PAPERS[key]} == PAPERS[key]
     for bundle in ({}, *METHODS[key].bundles.values()):

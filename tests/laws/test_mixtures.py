@@ -36,7 +36,7 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.fewer.config import TopKConfig
 from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.slim.config import SlimConfig
@@ -414,11 +414,9 @@ def test_skip(seen):
     result = seen.refused("skip", SkipConfig(), INWARD)
     if result is not None:
         seen.check(result.plan.layers, result.model)
-    for mean in (1.0, 1.5):
-        config = LExIConfig(top_k=mean, allocate="uniform" if mean == 1 else "layers")
-        fewer = seen.refused("skip", config, ONE_NUMBER)
-        if fewer is not None and len(seen.layers) > 1:
-            seen.check(fewer.plan.layers, fewer.model)
+    fewer = seen.refused("skip", TopKConfig(top_k=1), ONE_NUMBER)
+    if fewer is not None and len(seen.layers) > 1:
+        seen.check(fewer.plan.layers, fewer.model)
 
 
 # --- from disk, told beforehand, exported --------------------------------------------------------

@@ -31,7 +31,7 @@ METHODS: Registry[type[MethodConfig]] = Registry(
         "prune.naee": "moesaic.methods.naee.config:PruneConfig",
         "slim.neurons": "moesaic.methods.slim.config:SlimConfig",
         "skip.naee": "moesaic.methods.naee.config:SkipConfig",
-        "skip.lexi": "moesaic.methods.lexi.config:LExIConfig",
+        "skip.top-k": "moesaic.methods.fewer.config:TopKConfig",
         "condense.cd-moe": "moesaic.methods.cdmoe.config:CondenseConfig",
         "tune.sft": "moesaic.methods.sft.config:TuneConfig",
     },
