@@ -244,7 +244,7 @@ def test_models_that_ask_for_router_logits_are_scored_and_measured(
     tokenizer.save_pretrained(tmp_path / "model")
     name = str(tmp_path / "model")
     for verb, config in (
-        (moesaic.slim, SlimConfig(keep=0.5, score="heapr")),
+        (moesaic.slim, SlimConfig(keep=0.5, score="energy")),
         (moesaic.condense, CondenseConfig(count=1, metric="ppl", keep="attention")),
         (moesaic.prune, PruneConfig(keep=5.5, allocate="layers")),
     ):

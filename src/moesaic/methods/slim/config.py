@@ -131,7 +131,7 @@ class SlimConfig(MethodConfig):
 
     @property
     def decides_from_stats(self) -> bool:
-        needs_model = self.score is not None and (self.chosen.gradients or self.chosen.gram)
+        needs_model = self.score is not None and self.chosen.gram
         return not (self.measures or needs_model)
 
     @property

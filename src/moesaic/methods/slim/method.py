@@ -6,12 +6,11 @@ another. A dense FFN is one expert that every token runs.
 
 Where we depart from the scores' papers:
 
-- CAMERA and HEAPr rank the neurons of a layer, or of the model, together, and experts come out of
-  different widths, which no architecture holds: zeros are stored. Here experts are of one width;
+- CAMERA ranks the neurons of a layer, or of the model, together, and experts come out of different
+  widths, which no architecture holds: zeros are stored. Here experts are of one width;
   where ``allocate`` names ``experts`` a layer's neurons are ranked together, and no zeros are
   stored.
 - CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
-- HEAPr's curvature is that of each expert's own tokens.
 
 One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
 the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
@@ -141,7 +140,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             "energy": score.observes,
             "shared": score.observes and config.shared is not None,
             "products": score.gram,
-            "curvature": score.gradients,
             "tokens": config.measures,
         }
         return {name for name, need in needs.items() if need}
