@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -553,3 +554,11 @@ def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
         monkeypatch.setattr(f"moesaic.nn.carved_ffn.{name}", value)
+
+
+def configured(cls: type[Any], **options: Any) -> Any:
+    """A config of a method; what is no option of it takes the place of a constant of its class."""
+    names = {entry.name for entry in fields(cls)}
+    constants = {name: value for name, value in options.items() if name not in names}
+    chosen = {name: value for name, value in options.items() if name in names}
+    return type(cls.__name__, (cls,), constants)(**chosen)

@@ -76,7 +76,8 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
     for n, step in enumerate(asked.steps):
         place = f"steps.{n}.{step.verb}"
         if step.verb == "tune" or step.name in ("dsmoe", "tomoe"):
-            given += [f"{place}.steps=2", f"{place}.batch=2", f"{place}.length=64"]
+            given += [f"{place}.steps=2", f"{place}.length=64"]
+            given += [f"{place}.batch=2"] * (step.name != "tomoe")
             given += [f"{place}.train=text.jsonl"] * hasattr(step, "train")
         if step.verb == "tune" and getattr(step, "what", "") == "routers":
             given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")

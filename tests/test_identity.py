@@ -333,8 +333,8 @@ def test_a_training_that_is_whole_takes_no_step_more(tmp_path: Path) -> None:
     [
         (DSMoEConfig(experts=4, **A_RUN), DSMoEConfig(experts=4, **{**A_RUN, "lr": 2e-2})),
         (
-            ToMoEConfig(active=0.8, experts=3, head_bias=3.0, **A_RUN),
-            ToMoEConfig(active=0.8, experts=3, head_bias=2.0, **A_RUN),
+            ToMoEConfig(active=0.8, experts=3, tau=0.4, **A_RUN),
+            ToMoEConfig(active=0.8, experts=3, tau=0.3, **A_RUN),
         ),
     ],
     ids=["dsmoe", "tomoe"],

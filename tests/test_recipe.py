@@ -72,7 +72,7 @@ def test_without_a_method_it_is_what_measures_best():
     assert step_config("carve", {"experts": 64}) == replace(fine, experts=64)
     for name in ("more", "tomoe", "dsmoe"):
         assert step_config("carve", {"method": name}) == METHODS[f"carve.{name}"]()
-    assert step_config("carve", {"sparsity": 0.5}) == METHODS["carve.dsmoe"](sparsity=0.5)
+    assert step_config("carve", {"materialize": True}) == METHODS["carve.tomoe"](materialize=True)
     for verb in ("prune", "slim", "condense"):
         assert step_config(verb, {"recipe": "best"}) == step_config(verb, {})
     assert step_config("skip", {"top_k": 2}).name == "top-k"

@@ -193,7 +193,7 @@ class OverlappingLayer(LayerPlan):
                 "materialize and attention=none for one."
             )
         if header.get("noise", False):
-            return "Routers that toss have no native form; carve with noise=false for one."
+            return "Routers that toss have no native form; carve with published=false for one."
         return None
 
     @classmethod
