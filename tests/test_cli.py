@@ -238,16 +238,6 @@ def exact(printed):
     return {**record, "estimate": estimate}
 
 
-def test_former_flags_work_unseen_and_say_so(command, moe_folder, tmp_path, caplog):
-    line = ["prune", moe_folder, tmp_path / "out", "--keep", 6.5, "--dry-run", "--json"]
-    code, printed, err = command(*line, "--criterion", "reap", "--non-uniform")
-    assert code == 0, err
-    assert "criterion is called score now" in caplog.text
-    now = command(*line, "--score", "reap", "--allocate", "layers")[1]
-    assert exact(printed) == exact(now)
-    assert "--criterion" not in command("prune", "--help-all")[1]
-
-
 def test_condense_then_tune(command, moe_folder, tmp_path):
     quick = [*TEXT, "--samples", "4", "--length", "32", "--no-eval", "--json"]
     small, tuned = tmp_path / "small", tmp_path / "tuned"

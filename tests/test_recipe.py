@@ -33,23 +33,6 @@ def test_sizes_may_have_units():
     assert step_config("condense", {"memory": "1.5GB"}).memory == 1_500_000_000
 
 
-@pytest.mark.parametrize(
-    ("verb", "former", "now"),
-    [
-        ("prune", {"keep": 6, "criterion": "reap"}, {"keep": 6, "score": "reap"}),
-        ("prune", {"keep": 5.5, "uniform": "false"}, {"keep": 5.5, "allocate": "layers"}),
-        ("prune", {"keep": 6, "uniform": True}, {"keep": 6}),
-        ("slim", {"uneven": True}, {"allocate": "experts"}),
-        ("slim", {"uneven": True, "spread": "sensitivity"}, {"allocate": "layers+experts"}),
-        ("slim", {"uneven": False, "spread": "uniform"}, {}),
-        ("condense", {"layers": 2}, {"count": 2}),
-    ],
-)
-def test_former_names_are_read_and_it_is_said(verb, former, now, caplog):
-    assert step_config(verb, former) == step_config(verb, now)
-    assert "is called" in caplog.text
-
-
 def test_values_arrive():
     recipe = parse_recipe(TEXT)
     assert recipe.steps[0].active == 0.7

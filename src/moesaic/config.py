@@ -207,23 +207,6 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Former:
-    """An option as it was called before; it is read for one release."""
-
-    name: str
-    """Its name now."""
-    flag: str = ""
-    """Its name on the command line then, where that names nothing else now."""
-    values: Mapping[str, str | None] = field(default_factory=dict)
-    """Values that have other names now, too; None for what is the default."""
-
-    @property
-    def switch(self) -> bool:
-        """It took no value on the command line."""
-        return "true" in self.values
-
-
-@dataclass(frozen=True)
 class MethodConfig(Options):
     """The options of a method, and what the method says of itself.
 
@@ -251,20 +234,6 @@ class MethodConfig(Options):
     """Tokens of a calibration window, where the request says nothing."""
     unit: ClassVar[str] = "expert"
     """The word for the parts that the result's routers choose."""
-    former: ClassVar[Mapping[str, Former]] = {}
-    """Options by the names that they had."""
-
-    @classmethod
-    def renewed(cls, options: Values) -> JSON:
-        """Options by the names that they have now; two that became one are joined by ``+``."""
-        now = {name: value for name, value in options.items() if name not in cls.former}
-        for name, former in cls.former.items():
-            value = options.get(name)
-            value = former.values.get(str(value).lower(), value)
-            if value is not None:
-                before = now.get(former.name)
-                now[former.name] = value if before is None else f"{before}+{value}"
-        return now
 
     @property
     def decides_from_stats(self) -> bool:

@@ -37,7 +37,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_file
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, former_options, method_of, renewed, step_config
+from moesaic.recipe import Recipe, checked, method_of, step_config
 
 SELDOM = tuple(field.name for field in fields(Evaluation) if about(field).seldom)
 
@@ -71,18 +71,11 @@ def verb_options(verb: Verb) -> list[Option]:
         rest.append(option(Calibration, "stats"))
     evaluation = [option(Evaluation, name) for name in ("data", "max_tokens", "baselines")]
     common = [*calibration, *evaluation, DEVICE, DTYPE]
-    hidden = [
-        Option(
-            name, former.flag, bool if former.switch else str, f"--{former.name} now.", hidden=True
-        )
-        for name, former in former_options(verb.name).items()
-        if former.flag
-    ]
     visible = [*first, *(o for o in method_options if not o.hidden), *rest]
     visible += [replace(o, common=True) for o in common]
     flags = {o.flag for o in visible}
     seldom = [o for o in method_options if o.hidden and o.flag not in flags]
-    return [*visible, *seldom, *hidden]
+    return [*visible, *seldom]
 
 
 def command(verb: Verb) -> Callable[..., None]:
@@ -114,7 +107,7 @@ def command(verb: Verb) -> Callable[..., None]:
                 "data is what is measured: name what is trained on, too, with train=FILE, or "
                 "train=shipped for the text that ships."
             )
-        config = methods.get(method_of(verb.name, renewed(verb.name, options)))
+        config = methods.get(method_of(verb.name, options))
         config_fields = {field.name for field in fields(config)} if config else set()
         measured |= taken(extra, (name for name in SELDOM if name not in config_fields))
         if measured and not evaluate:

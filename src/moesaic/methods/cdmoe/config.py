@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from moesaic.config import Former, MethodConfig, option, seed_option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.ladder import Ladder, Rung, Shape
@@ -54,7 +54,6 @@ class CondenseConfig(MethodConfig):
             "refit": False,
         },
     }
-    former: ClassVar[Mapping[str, Former]] = {"layers": Former("count", "--layers")}
     window = 512
 
     count: int | None = option(
