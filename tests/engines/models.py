@@ -136,7 +136,6 @@ REFUSED = {
     "condense": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep nothing": ("gemma4_text",),
-    "skip --top-k 1.5": LISTED,
 }
 """By verb, the models of which there is no native result."""
 
