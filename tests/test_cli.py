@@ -273,7 +273,7 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2.0 must be at most 1"),
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
     (
-        ["carve", "MODEL", "OUT", "--method", "tomoe", "--compare", "static"],
+        ["carve", "MODEL", "OUT", "--method", "dsmoe", "--compare", "static"],
         "--compare 'static' is none of",
     ),
     (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),

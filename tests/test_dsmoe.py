@@ -524,7 +524,6 @@ def test_text_that_cannot_be_read(source: str, tmp_path: Path, tokenizer: Any) -
         ({"experts": 5}, "64 neurons"),
         ({"active": 0.3, "experts": 4}, "out of reach"),
         ({"variant": "top-k"}, "needs active"),
-        ({"layers": "9"}, "layers from 0 to 3"),
     ],
 )
 def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:

@@ -315,7 +315,7 @@ VERBS = {
         "export": ["{out}"],
     },
     "llama": {
-        "carve": ["{out}", "--recipe", "fast", "--active", "0.85", *TEXT],
+        "carve": ["{out}", "--method", "more", "--active", "0.85", "--refit", *TEXT],
         "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
     },
 }

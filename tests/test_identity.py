@@ -41,7 +41,8 @@ from moesaic.recipe import Calibration, Recipe
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
 )
-A_RUN: dict[str, Any] = {"steps": 4, "batch": 2, "lr": 1e-2, "save_every": 2}
+ONE_TEXT: dict[str, Any] = {"steps": 4, "lr": 1e-2, "save_every": 2}
+A_RUN: dict[str, Any] = {**ONE_TEXT, "batch": 2}
 
 
 def rows(seed: int = 3) -> list[dict[str, list[int]]]:
@@ -333,8 +334,8 @@ def test_a_training_that_is_whole_takes_no_step_more(tmp_path: Path) -> None:
     [
         (DSMoEConfig(experts=4, **A_RUN), DSMoEConfig(experts=4, **{**A_RUN, "lr": 2e-2})),
         (
-            ToMoEConfig(active=0.8, experts=3, tau=0.4, **A_RUN),
-            ToMoEConfig(active=0.8, experts=3, tau=0.3, **A_RUN),
+            ToMoEConfig(active=0.8, experts=3, tau=0.4, **ONE_TEXT),
+            ToMoEConfig(active=0.8, experts=3, tau=0.3, **ONE_TEXT),
         ),
     ],
     ids=["dsmoe", "tomoe"],

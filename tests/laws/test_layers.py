@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate import disk_offload
 from builders import (
     carved_layer,
     condensed_layer,
+    configured,
     converted,
     equal,
     is_own,
@@ -41,6 +43,7 @@ from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
@@ -69,7 +72,9 @@ def shared_weights(i: int, **options: Any) -> OverlappingLayer:
 
 def cut_attention() -> Sample:
     model = tiny_model("llama")
-    plan = moesaic.carve(model, config_of("carve.tomoe"), calibration=many_tokens()).plan
+    given = asdict(config_of("carve.tomoe"))
+    config = configured(ToMoEConfig, **given, head_bias=3.0)  # else attention stays whole
+    plan = moesaic.carve(model, config, calibration=many_tokens()).plan
     return model, dict(plan.layers)
 
 
