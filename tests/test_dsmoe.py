@@ -545,8 +545,8 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     save_file({"input_ids": ids}, tmp_path / "data.safetensors")
     recipe = parse_recipe(
         f"model: {llama_folder}\nout: {tmp_path}/out\nsteps:\n"
-        f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, lr: 0.01, "
-        f"train: {tmp_path}/data.safetensors}}\n"
+        f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, "
+        f"lr: 0.01}}\ncalibration: {{source: {tmp_path}/data.safetensors}}\n"
         "evaluation: {length: 32, max_tokens: 64, rounds: 0, compare: [top-k]}\n"
     )
     record = moesaic.run_recipe(recipe)
