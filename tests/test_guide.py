@@ -296,7 +296,6 @@ def test_of_what_is_fastest_no_way_is_named_that_keeps_a_tokens_work(tmp_path, m
     """prune leaves a token as many experts as before."""
     said: list[str] = []
     search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST, tell=said.append)
-    monkeypatch.setattr(type(search), "redundancy", None)
     monkeypatch.setattr(search, "_tried_quickly", lambda *_: [])
     with pytest.raises(MoesaicError):
         search.frontier([FAST])

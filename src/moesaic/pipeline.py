@@ -126,7 +126,6 @@ def run_recipe(
     findings: Values | None = None,
     more: Callable[[Path], Values] | None = None,
     log: Log | None = None,
-    checked: Callable[[Recipe], None] | None = None,
 ) -> Record | None:
     """Carry out a recipe: convert, save, measure, report.
 
@@ -139,8 +138,6 @@ def run_recipe(
         more: writes further files into the folder before it is whole, and returns what the record
             says of them.
         log: one that was begun; by default a new one.
-        checked: called when the request is found right, before anything is computed, such as to
-            tell what it will take.
 
     Returns:
         what is known of the run, as ``result.json`` holds it; None in all processes of a run but
@@ -167,8 +164,6 @@ def run_recipe(
                 dtype=parse_dtype(recipe.dtype),
                 track=log.track,
             )
-        if checked is not None and first:
-            checked(recipe)
         if not resume and first:
             Progress(work, {}).discard()
         wait_for_all()

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError, meant
-from moesaic.foreign import Values
+from moesaic.foreign import JSON, Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
 from moesaic.io.outputs import resumable, searched
@@ -280,19 +280,19 @@ def carry_out(
 
 
 def _foretell(recipe: Recipe, as_json: bool) -> None:
-    """Show what a recipe would make and take."""
+    """Show the sizes of a recipe's result."""
     from moesaic.estimates import estimate
-    from moesaic.report.numbers import memory, span
+    from moesaic.report.numbers import memory
 
     figures = estimate(recipe).as_json()
-    sizes = (name for name in figures if name.endswith("_bytes"))
-    table = {**figures, **{name.removesuffix("_bytes"): memory(figures[name]) for name in sizes}}
-    table = {name: value for name, value in table.items() if not name.endswith("_bytes")}
-    table["time"] = span(table.pop("seconds"))
+    table: JSON = {
+        n.removesuffix("_bytes"): memory(x) if n.endswith("_bytes") else x
+        for n, x in figures.items()
+    }
     lacks = table.pop("loads_in")
     table |= {name: "; ".join(reasons) or "loads it" for name, reasons in lacks.items()}
     view = columns({recipe.out: table})
-    view.caption = "Memory, disk and time are predicted; nothing was computed."
+    view.caption = "Nothing was computed; peak memory is estimated."
     emit(as_json, {"out": recipe.out, "estimate": figures}, view)
 
 
@@ -302,25 +302,17 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     from moesaic import pipeline
     from moesaic.cli.bars import bars
 
-    def beforehand(recipe: Recipe) -> None:
-        from moesaic.estimates import notice
-
-        tell(notice(recipe))
-
     try:
-        return pipeline.run_recipe(
-            recipe, overwrite=overwrite, resume=resume, track=bars, checked=beforehand
-        )
+        return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
         interrupted(recipe.out)
 
 
 def tell(line: str) -> None:
-    """Say on stderr what a long run is predicted to take; nothing where the line is empty."""
+    """Print a line on stderr."""
     from moesaic.cli.bars import err_console
 
-    if line:
-        err_console.print(line, soft_wrap=True, markup=False, highlight=False)
+    err_console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def interrupted(out: str | Path | None) -> NoReturn:

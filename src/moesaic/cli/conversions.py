@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moesaic.cli.commands import carry_out, emit, register, tell
-from moesaic.cli.measure import place, redundancy_shown
+from moesaic.cli.commands import carry_out, emit, register
+from moesaic.cli.measure import place
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
@@ -161,25 +160,16 @@ def observe(
         raise MoesaicError(
             f"{next(iter(options), 'resume')} is for running MODEL: not with merge={merge[0]}."
         )
-    named, gram = taken(options, PLACE), taken(options, ("gram_mb",))
-    where = place({**named})
+    where, gram = place(taken(options, PLACE)), taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
-    from rich.console import Group
-
     from moesaic import api
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
-    from moesaic.estimates import notice_of_observing
-    from moesaic.fitting.redundancy import looking, observed_redundancy
     from moesaic.observation.files import StatsFile, merge_files
 
-    alone = process()[1] == 1  # of several processes all would have to look where it is redundant
     if merge:
         merge_files(merge, stats)
     else:
-        if process()[0] == 0:
-            recipe = Recipe(model, "", (), calibration, None, **named)
-            tell(notice_of_observing(recipe, *[looking] if alone else []))
         api.observe(
             model,
             stats,
@@ -194,13 +184,7 @@ def observe(
         return
     header = StatsFile(stats).header
     figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
-    shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
-    if alone and not merge:
-        with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
-            redundancy = observed_redundancy(model, str(stats), bars, **where)
-            figures["redundancy"] = redundancy.as_json()
-            shown.append(redundancy_shown(redundancy))
-    emit(as_json, figures, Group(*shown))
+    emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")
 
 
 def commands() -> None:

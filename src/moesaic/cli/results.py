@@ -16,7 +16,6 @@ from moesaic.cli.commands import (
     figure,
     register,
     show_page,
-    tell,
 )
 from moesaic.cli.options import (
     AsJson,
@@ -224,10 +223,6 @@ def export(
     from moesaic.cli.bars import bars
     from moesaic.exports import export
 
-    if args.memory is not None:
-        from moesaic.estimates import notice_of_choosing
-
-        tell(notice_of_choosing(model, args.among))
     record = export(model, out, overwrite=overwrite, track=bars, **options)
     emit(as_json, record, exported(record))
 

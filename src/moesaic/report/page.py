@@ -16,10 +16,8 @@ from moesaic.record import (
     Figure,
     Heat,
     LayerRecord,
-    Lines,
     Record,
     Row,
-    Series,
 )
 from moesaic.report import draw, numbers, read, tables, words
 from moesaic.report.frontier import SHAPES, frontiers, tried
@@ -237,25 +235,7 @@ def drawings(record: Record) -> list[tuple[str, list[Drawing]]]:
 
 
 def _of_measured(record: Record) -> Iterator[Figure]:
-    """Where it was redundant, where tokens went, and how many experts they ran."""
-    redundancy = part(record.measured, "redundancy")
-    ways = {"whole experts go": "dropped", "each gets narrower": "narrowed"}
-    series = [
-        Series(name, tuple(sorted((float(k), float(v)) for k, v in part(redundancy, way).items())))
-        for name, way in ways.items()
-    ]
-    if series := [line for line in series if line.points]:
-        yield Lines(
-            section=SEARCH,
-            title="Where it is redundant.",
-            caption="KL from the original before any refit, by the share of experts' parameters "
-            "that goes, in both ways.",
-            series=tuple(series),
-            x="share that goes",
-            y="KL",
-            form=".3f",
-            log=False,
-        )
+    """Where tokens went, and how many experts they ran."""
     unit, routed = read.unit(record), read.routing(record)
     texts = part(record.measured, "activity")
     means = {name: dict(by_layer(part(texts, name))) for name in texts}

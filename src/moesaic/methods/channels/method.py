@@ -39,7 +39,6 @@ from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
 from moesaic.methods.phrases import percent, some
 from moesaic.nn.channel_linear import WHOLE, ChannelExperts, ChannelLinear, Cut
-from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import Block, Turn, valid
 from moesaic.observation.tap import Event, tapped
@@ -110,20 +109,10 @@ class Channels(Method[ChannelsConfig, Arch]):
                     for p in parts
                 }
             layers[i] = ChannelsLayer(cuts, score, factors)
-        passes = float(config.calibrates)
-        if config.shares == "greedy" and not config.gradients:
-            tried = config.steps * max(map(len, skipping.values()))
-            passes += tried * BATCH / max(BATCH, job.planned_tokens)
-        held = 0
-        if config.gradients:
-            tokens = min(config.gradient_tokens, job.planned_tokens)
-            passes += BACK * tokens / job.planned_tokens
-            held = kept_for_backward(job, tokens)
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
             exact=config.shares == "uniform" and not config.gradients,
-            passes=passes,
-            held=held,
+            backward=config.gradients,
         )
 
     def choose(self, job: Job[Arch], uses: Sequence[LayerUse]) -> Skipping:
