@@ -100,7 +100,9 @@ def test_llamacpp_that_is_not_there(monkeypatch, tmp_path):
 def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / SCRIPT).touch()
-    assert find_converter("~") == find_converter(f"~/{SCRIPT}") == tmp_path / SCRIPT
+    for place in ("~", f"~/{SCRIPT}"):
+        monkeypatch.setenv("LLAMA_CPP", place)
+        assert find_converter() == tmp_path / SCRIPT
     (tmp_path / "model.gguf").touch()
     assert _gguf(at_home("~/model.gguf"), tmp_path / "out", "f32") == tmp_path / "model.gguf"
 

@@ -310,7 +310,6 @@ AT_ONCE = [
     (["export", "MODEL", "OUT", "--to", "paper"], "--to 'paper'"),
     (["export", "MODEL", "OUT", "--memory", "3MB"], "--to gguf"),
     (["export", "MODEL", "OUT", "--type", "q8_0"], "--type q8_0 is of a GGUF's weights: --to gguf"),
-    (["export", "MODEL", "OUT", "--converter", "/opt"], "--converter is for GGUF files: --to gguf"),
     (["bench", "MODEL", "--type", "q8_0"], "--engine llamacpp"),
     (["carve", "MODEL", "OUT", "-o", "prompt="], "-o prompt is empty"),
     (

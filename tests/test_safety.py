@@ -276,7 +276,7 @@ def test_what_is_made_on_the_way_is_swept_if_a_run_was_killed(
         assert outputs._left(out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llamacpp, "find_converter", lambda _: tmp_path)
+    monkeypatch.setattr(llamacpp, "find_converter", lambda: tmp_path)
     monkeypatch.setattr(llamacpp, "convert", look)
     with pytest.raises(KeyboardInterrupt):
         llamacpp.export_gguf("tiny-moe", out, ExportArgs(to="gguf", type="f16"))
@@ -441,10 +441,6 @@ def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) ->
     assert not [*out.rglob("*.py")]
 
 
-OWN_CODE = {"plain.py": "own_code"}
-"""Where an export that brings a class of ours is loaded, to be compared; of others it is False."""
-
-
 def test_every_auto_class_is_told_to_run_no_code() -> None:
     """One that is not asks whoever is there, and a word is enough."""
     for file in SRC.rglob("*.py"):
@@ -454,8 +450,7 @@ def test_every_auto_class_is_told_to_run_no_code() -> None:
             of = ast.unparse(node.func.value)
             if node.func.attr == "from_pretrained" and of.lower().startswith("auto"):
                 told = {k.arg: ast.unparse(k.value) for k in node.keywords}
-                allowed = OWN_CODE.get(file.name, "False")
-                assert told.get("trust_remote_code") == allowed, (file.name, node.lineno)
+                assert told.get("trust_remote_code") == "False", (file.name, node.lineno)
 
 
 def test_a_config_has_nothing_fetched(command: Command, theirs: Path) -> None:

@@ -491,8 +491,7 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     assert len({x.width for x in layers.values()}) > 1
     source = saved(tmp_path / "spread", model, layers)
     assert source.config.model_type == f"moesaic_{model_type}"
-    own = {"target": "llama"} if model_type == "llama" else {}  # it would become a DeciLM
-    _, again = same_model(source, tmp_path / "out", tokens, **own)
+    _, again = same_model(source, tmp_path / "out", tokens)
     assert again.config.model_type == model_type
     view = arch.view(arch.layers(again)[max(layers)])
     assert view.width == max(x.width for x in layers.values())

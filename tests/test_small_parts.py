@@ -47,7 +47,7 @@ from moesaic.observation.stream import LayerStream
         (fitting, {"fit": {"memory", "max_loss", "source", "data", "max_tokens", "device"}}),
         (guide, {"guide": {"memory", "max_loss", "native", "samples", "data"}}),
         (measure, {"eval": {"tasks", "limit", "length"}, "bench": {"rounds", "device"}}),
-        (results, {"export": {"to", "type", "untie"}}),
+        (results, {"export": {"to", "type", "target"}}),
         (conversions, {"observe": {"source", "samples", "gram_mb"}, "tune": {"train", "lr"}}),
     ],
 )

@@ -18,12 +18,10 @@ import torch
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import MethodConfig, RunArgs, parse_dtype
-from moesaic.exports.engines import ENGINES, limits
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
 from moesaic.io.weightless import Outliner, Weightless, foretold
-from moesaic.layers.base import KINDS
 from moesaic.methods import implementation
 from moesaic.methods.base import Outline
 from moesaic.metrics.evaluate import ROOM
@@ -32,7 +30,6 @@ from moesaic.metrics.size import Size, model_size
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
-from moesaic.surgery import headers_of
 
 SPILL = 4 << 30
 """Bytes of hidden states that are in memory at most; the rest is on disk."""
@@ -55,8 +52,6 @@ class Estimate:
     model_type: str
     native: bool
     """The result is of its base's own architecture."""
-    loads_in: dict[str, list[str]]
-    """By engine, what it lacks for the result; an empty list where nothing is known to be."""
     peak_memory_bytes: int
     """Of this process, and of the device where that is the CPU; see :func:`peak_memory`."""
     input_bytes: int
@@ -84,7 +79,6 @@ def estimate(recipe: Recipe) -> Estimate:
             exact=all(step.outline.exact for step in steps),
             model_type=str(source.config.model_type),
             native=result.native,
-            loads_in=loads_in(source.config),
             peak_memory_bytes=peak_memory(recipe, steps, result),
             input_bytes=steps[0].job.original.checkpoint.nbytes(),
         )
@@ -189,17 +183,6 @@ def weight_bytes(folder: Path) -> int:
     """Bytes of a folder's weight files, their index included."""
     files = [*folder.glob("model*.safetensors"), *folder.glob(INDEX_NAME)]
     return sum(file.stat().st_size for file in files)
-
-
-def loads_in(config: Config) -> dict[str, list[str]]:
-    """By engine, what it lacks for a checkpoint of this config; an empty list where nothing."""
-    if not config.model_type.startswith(PREFIX):
-        return {"transformers": [], **limits(config)}
-    stacks = headers_of(config).values()
-    obstacles = [KINDS[header["kind"]].obstacle(header) for stack in stacks for header in stack]
-    reasons = list(dict.fromkeys(reason for reason in obstacles if reason))
-    lacks = reasons or [f"{config.model_type}: export it --to native first"]
-    return {"transformers": ["needs this package"], **dict.fromkeys(ENGINES, lacks)}
 
 
 # --- a model -------------------------------------------------------------------------------------

@@ -138,6 +138,8 @@ REFUSED = {
     "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep nothing": ("gemma4_text",),
     "skip --top-k 1.5": LISTED,
+    "carve --method more": ("qwen2", "qwen3"),
+    "carve --method more --variant naive": ("qwen2", "qwen3"),
 }
 """By verb, the models of which there is no native result."""
 

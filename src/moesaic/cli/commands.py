@@ -289,8 +289,6 @@ def _foretell(recipe: Recipe, as_json: bool) -> None:
         n.removesuffix("_bytes"): memory(x) if n.endswith("_bytes") else x
         for n, x in figures.items()
     }
-    lacks = table.pop("loads_in")
-    table |= {name: "; ".join(reasons) or "loads it" for name, reasons in lacks.items()}
     view = columns({recipe.out: table})
     view.caption = "Nothing was computed; peak memory is estimated."
     emit(as_json, {"out": recipe.out, "estimate": figures}, view)

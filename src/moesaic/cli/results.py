@@ -228,12 +228,12 @@ def export(
 
 
 def exported(record: JSON) -> Table:
-    """What was written, what it cost, and who loads it."""
+    """What was written and what it cost."""
     from rich.table import Table
 
     table = Table(show_header=False)
     differences = ("largest_difference", "mean_difference", "same_next_token")
-    for name in ("out", "model_type", "type", "bytes", "exact", *differences, "trust_remote_code"):
+    for name in ("out", "model_type", "type", "bytes", "exact", *differences):
         if name in record:
             table.add_row(name.replace("_", " "), figure(record[name]))
     for name, weights in record.get("types", {}).items():
@@ -241,10 +241,6 @@ def exported(record: JSON) -> Table:
     for name, (before, after) in record.get("costs", {}).items():
         more = "" if after == before else f", {after / before - 1:+.1%}"
         table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
-    for engine, lacks in record.get("engines", {}).items():
-        table.add_row(
-            engine, "lacks " + "; lacks ".join(lacks) if lacks else "limits met, not run here"
-        )
     return table
 
 

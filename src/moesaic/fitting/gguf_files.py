@@ -18,7 +18,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
-from moesaic.exports.engines import limits
+from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.live import Live
 from moesaic.exports.llamacpp import Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
@@ -48,7 +48,7 @@ class Files:
     def __init__(self, source: Source, text: str, folder: Path, track: Track = silent):
         self.source, self.text, self.folder, self.track = source, text, folder, track
         self._converter = find_converter()
-        lacks = limits(source.config)["llama.cpp"]
+        lacks = lacking(source.config)
         if lacks or source.config.model_type.startswith(PREFIX):
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
