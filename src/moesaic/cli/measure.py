@@ -34,13 +34,6 @@ Original = Annotated[
     ),
 ]
 
-Mtp = Annotated[
-    bool,
-    typer.Option(
-        "--mtp", help="Tell how many drafts of its multi-token-prediction layers are accepted."
-    ),
-]
-
 
 def place(options: JSON) -> JSON:
     """Device and floating-point type, taken out of what was given."""
@@ -51,7 +44,6 @@ def place(options: JSON) -> JSON:
 def evaluate(
     model: Model,
     against: Original = None,
-    mtp: Mtp = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
@@ -66,7 +58,7 @@ def evaluate(
     from moesaic.distributed import process
     from moesaic.metrics.evaluate import evaluate
 
-    result = evaluate(model, against=against, mtp=mtp, **settings, track=bars).as_json()
+    result = evaluate(model, against=against, **settings, track=bars).as_json()
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
