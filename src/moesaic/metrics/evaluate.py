@@ -159,10 +159,11 @@ def scored(
     if settings.stream and len(sources) < len(models):
         raise MoesaicError("stream reads models from disk: pass their names or folders.")
     together = all(gathered(have_room(sources, device, dtype)))
-    for source in sources if settings.generations and not together else ():
+    needed = [name for name in ("tasks", "generations") if getattr(settings, name)]
+    for source in sources if needed and not together else ():
         if not have_room([source], device, dtype):
             raise MoesaicError(
-                f"generations needs {source.name} in memory, and it does not fit; leave it out, or "
+                f"{needed[0]} needs {source.name} in memory, and it does not fit; leave it out, or "
                 "give a narrower dtype."
             )
     whole = together and not settings.stream
@@ -175,17 +176,16 @@ def scored(
     items = track(models.items(), "Loading models", len(models)) if sources else models.items()
     runs = {name: opened(model) for name, model in items}
     measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
+    result = Scored(tokens, measured, runs, together, device, dtype)
     if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
         figures = {
-            name: measure_tasks(run, tokenizer, tasks, settings.limit, named(track, name), shared)
-            for name, run in runs.items()
+            name: measure_tasks(result.model(name), tokenizer, tasks, settings.limit)
+            for name in track(runs, "Tasks", len(runs))
         }
-        measured = {
-            name: with_tasks(measured[name], figures[name], figures.get("original"))
-            for name in figures
-        }
-    return Scored(tokens, measured, runs, together, device, dtype)
+        for name, score in measured.items():
+            measured[name] = with_tasks(score, figures[name], figures.get("original"))
+    return result
 
 
 def with_tasks(

@@ -155,7 +155,7 @@ class Measurement:
             self._scores[name] = scores([run, self._reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None
-                tasks = measure_tasks(run, self.tokenizer, wanted, settings.limit, shown)
+                tasks = measure_tasks(run.shape, self.tokenizer, wanted, settings.limit)
                 self._scores[name] = with_tasks(self._scores[name], tasks, original.tasks)
             self._continue(name, run.shape)
             del run  # before the next one comes
