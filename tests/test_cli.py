@@ -11,7 +11,6 @@ import operator
 import os
 import subprocess
 import sys
-import webbrowser
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -94,65 +93,12 @@ def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
     assert "<html" in (tmp_path / "r.html").read_text()
 
 
-def test_a_demo_that_was_killed_goes_on(command, llama_folder, moe_folder, tmp_path, monkeypatch):
-    """Killed in either half: what is whole stays, the rest goes on; whole, it can be made anew."""
-    from moesaic.cli import results
-
-    out = tmp_path / "demo"
-    carved = ("carve", {"method": "more", "layers": "all"}, None)
-    pruned = ("prune", KEEP, None)
-    halves = {"first": (str(llama_folder), *carved), "second": (str(moe_folder), *pruned)}
-    monkeypatch.setattr(results, "DEMO", halves)
-    monkeypatch.setattr(results, "SHOWN", Calibration(pages("calibration"), 6, 24))
-    wholly, done = pipeline.convert, []
-
-    def dies(config, args):
-        done.append(config.verb)
-        if killed == config.verb:
-            args.progress.mkdir(parents=True, exist_ok=True)
-            (args.progress.parent / f".{config.verb}.0.writing").mkdir(exist_ok=True)
-            raise RuntimeError("killed")
-        return wholly(config, args)
-
-    monkeypatch.setattr(pipeline, "convert", dies)
-    for killed in ("carve", "prune"):
-        code, _, err = command("demo", "--out", out, "--resume")
-        assert (code, "killed" in err) == (1, True)
-        code, _, err = command("demo", "--out", out)
-        assert code == 2
-        assert "--resume" in err if killed == "carve" else "exists" in err
-    killed = ""
-    assert command("demo", "--out", out, "--resume")[0] == 0
-    assert done == ["carve", "carve", "prune", "prune"], "a half that was whole was made again"
-    page = (out / "report.html").read_text()
-    assert "more" in page
-    assert "prune" in page
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda where: bool(opened.append(where)))
-    code, _, err = command("demo", "--out", out, "--resume", "--page")
-    assert (code, opened) == (0, [(out / "report.html").as_uri()])
-    assert "No browser here" in err
-    assert command("demo", "--out", out, "--overwrite")[0] == 0
-    assert done[4:] == ["carve", "prune"]
-    assert sorted(p.name for p in out.iterdir() if not p.name.startswith(".")) == [
-        "first", "report.html", "second",
-    ]  # fmt: skip
-
-
-def test_a_demo_in_another_process_writes_no_page(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("moesaic.cli.results.carried_out", lambda *_: None)
-    code, out, err = command("demo", "--out", tmp_path / "demo")
-    assert (code, out) == (0, ""), err
-    assert not (tmp_path / "demo").exists()
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "prune tiny-moe FILE/out --keep 6 --no-eval",
         "observe tiny-moe FILE/stats",
         "observe tiny-moe FOLDER --overwrite",
-        "demo --out FILE --overwrite",
         "report FOLDER --out FILE/page.html",
         "export tiny-moe FOLDER --to gguf --overwrite",
     ],
@@ -316,8 +262,6 @@ AT_ONCE = [
         ["prune", "MIXTURE", "OUT", "--keep", "6", "--no-eval", "--baseline", "q8_0"],
         "--baseline is for measuring: not with --no-eval",
     ),
-    (["observe", "MODEL", "OUT", "--merge", "DONE", "--samples", "3"], "--samples is for running"),
-    (["observe", "MODEL", "OUT", "--merge", "DONE", "--resume"], "--resume is for running"),
     (["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MX"], "is not a number of bytes"),
     (["fit", "MODEL", "OUT", "--memory", "50%"], "--memory '50%' is not a number of bytes"),
     (
@@ -623,7 +567,7 @@ def test_an_interruption_that_an_import_calls_an_error_is_one(command, monkeypat
 
 # --- help ----------------------------------------------------------------------------------------
 
-COMMANDS = [*VERBS, "observe", "run", "demo", "eval", "bench", "inspect", "generate", "apply"]
+COMMANDS = [*VERBS, "observe", "run", "eval", "bench", "inspect", "generate", "apply"]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "export", "report"])

@@ -36,7 +36,6 @@ from transformers import PreTrainedTokenizerFast
 from moesaic import LExIConfig, MoREConfig, PruneConfig, SlimConfig, bench, carve, export, slim
 from moesaic.api import verb
 from moesaic.arch.lookup import base_arch
-from moesaic.cli.results import in_llama_cpp
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, evaluation_tokens
@@ -52,7 +51,6 @@ from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.gguf_engine import split_otherwise
-from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
@@ -605,14 +603,3 @@ def test_no_file_takes_more_than_was_told(config, tmp_path):
     for types, size in zip((None, groups), sizes, strict=True):
         actual = files.make(folder, tmp_path / "model.gguf", args, types)["bytes"]
         assert size - 32 <= actual <= size
-
-
-def test_the_demo_opens_its_mixture(tmp_path):
-    out = tmp_path / "mixture"
-    text = Calibration(samples=4, length=32)
-    measured = Evaluation(max_tokens=256, rounds=0)
-    record = run_recipe(Recipe("tiny-moe", str(out), (SlimConfig(keep=0.5),), text, measured))
-    said = in_llama_cpp(out, record)
-    assert said["text"]
-    assert said["same_text"]
-    assert (tmp_path / "mixture.gguf").stat().st_size == said["bytes"]

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -36,7 +35,6 @@ from moesaic.io.outputs import (
 from moesaic.io.source import resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.observation import files
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
@@ -280,12 +278,6 @@ def test_what_is_made_on_the_way_is_swept_if_a_run_was_killed(
     monkeypatch.setattr(llamacpp, "convert", look)
     with pytest.raises(KeyboardInterrupt):
         llamacpp.export_gguf("tiny-moe", out, ExportArgs(to="gguf", type="f16"))
-    header = {"base": {}, "dtype": "", "layers": [0], "calibration": "", "tokens": 0, "gram": 0}
-    statistics = SimpleNamespace(path=out, layers=[0], header=header, sources=[])
-    monkeypatch.setattr(files, "StatsFile", lambda _: statistics)
-    monkeypatch.setattr(files.ExpertStats, "merged", look)
-    with pytest.raises(KeyboardInterrupt):
-        files.merge_files([out], out)
     assert not [*tmp_path.iterdir()]
 
 
@@ -372,7 +364,6 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
     empty.touch()
     for out in (stats, empty, stats):
         moesaic.observe(str(moe_folder), out, calibration=tokens, gram_mb=0, overwrite=True)
-    assert command("observe", moe_folder, empty, "--merge", stats, "--overwrite")[0] == 0
     gguf.write_bytes(b"GGUF, and what follows")
     check_file(gguf, GGUF, overwrite=True)
     thesis = tmp_path / "thesis.md"
@@ -380,7 +371,7 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
     shutil.copy(next(moe_folder.glob("*.safetensors")), tmp_path / "weights")
     for out in (thesis, gguf, tmp_path / "weights"):
         content = out.read_bytes()
-        code, _, err = command("observe", moe_folder, out, "--merge", stats, "--overwrite")
+        code, _, err = command("observe", moe_folder, out, "--overwrite")
         assert (code, "no file such as this command makes" in err) == (2, True), err
         assert out.read_bytes() == content
     for out in (thesis, stats):

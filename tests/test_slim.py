@@ -604,13 +604,6 @@ def test_decides_from_the_statistics_of_observe(moe_folder, tokens, tmp_path):
     for i, layer in live.plan.layers.items():
         assert same(layer, read.plan.layers[i])
     assert read.plan.calibration == live.plan.calibration
-    half = [type(tokens)(tokens.input_ids[at]) for at in (slice(0, 3), slice(3, 6))]
-    for n, part in enumerate(half):
-        moesaic.observe(str(moe_folder), tmp_path / f"part-{n}", text=part)
-    moesaic.merge_files([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "both")
-    both = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "both"))
-    for i, layer in live.plan.layers.items():
-        assert same(layer, both.plan.layers[i])
 
 
 # --- experts that no token reached ----------------------------------------------------------------

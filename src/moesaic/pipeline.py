@@ -24,10 +24,8 @@ from moesaic.io.layout import (
     CARD,
     PAGE,
     PICTURE,
-    PLAN_FILES,
     RECIPE,
     RECORD,
-    anywhere,
     our_folder,
 )
 from moesaic.io.outputs import (
@@ -40,7 +38,7 @@ from moesaic.io.outputs import (
     whole_file,
     whole_folder,
 )
-from moesaic.io.source import Source, from_hub, resolve
+from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods import implementation
 from moesaic.metrics.evaluate import have_room, measured_text
@@ -84,7 +82,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
 
     Args:
         base: the model that the plan was made for, by name; empty for the one that the plan names.
-        plan: a result's folder, ``plan.json``, or a repository of the hub that it was pushed to.
+        plan: a result's folder, or its ``plan.json``.
         out: the folder to make.
         overwrite: replace ``out`` if it exists.
 
@@ -93,7 +91,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     """
     out, plan = Path(out).expanduser(), at_home(str(plan))
     check_out(out, overwrite, [base, plan])
-    place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *anywhere(*PLAN_FILES))
+    place = Path(plan)
     decided = Plan.load(place)
     steps = [*decided.earlier, decided]
     if not (base or steps[0].base.name):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 ALL = "--help-all"
-RUNS = ("dry_run", "overwrite", "resume", "push", "push_plan", "as_json")
+RUNS = ("dry_run", "overwrite", "resume", "push", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
 LAST = (*RUNS, "evaluate", "merge")
 """Parameters of a command that follow the options made from dataclasses; its others lead."""
@@ -209,19 +209,7 @@ def emit(as_json: bool, data: object, view: object) -> None:
         console.print(view)
 
 
-def check_push(repo: str, plan_only: bool) -> None:
-    """Refuse what cannot be uploaded, before any work is done.
-
-    Raises:
-        MoesaicError: names the option.
-    """
-    if plan_only and not repo:
-        raise MoesaicError("push_plan needs push=you/name, a repository of the hub.")
-    if repo:
-        check_repository(repo)
-
-
-def pushed(folder: str, repo: str, plan_only: bool) -> dict[str, str]:
+def pushed(folder: str, repo: str) -> dict[str, str]:
     """Upload a result where that was asked for.
 
     Returns:
@@ -232,7 +220,7 @@ def pushed(folder: str, repo: str, plan_only: bool) -> dict[str, str]:
     from moesaic.cli.bars import err_console
     from moesaic.sharing import push
 
-    where = push(folder, repo, plan_only=plan_only)
+    where = push(folder, repo)
     err_console.print(f"Pushed to {where}")
     return {"pushed": where}
 
@@ -254,10 +242,10 @@ def carry_out(
     as_json: bool,
     dry_run: bool = False,
     push: str = "",
-    push_plan: bool = False,
 ) -> None:
     """Run a recipe and show what came of it, or what would."""
-    check_push(push, push_plan)
+    if push:
+        check_repository(push)
     if dry_run:
         check_run(recipe, overwrite=overwrite, resume=resume)
         _foretell(recipe, as_json)
@@ -275,7 +263,7 @@ def carry_out(
     err_console.print(
         f"{place}, report in {Path(recipe.out) / FOLDER / PAGE}", markup=False, soft_wrap=True
     )
-    upload = pushed(recipe.out, push, push_plan)
+    upload = pushed(recipe.out, push)
     emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
 

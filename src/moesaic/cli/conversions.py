@@ -23,7 +23,6 @@ from moesaic.cli.options import (
     Out,
     Overwrite,
     Push,
-    PushPlan,
     Resume,
     Value,
     of_methods,
@@ -99,7 +98,6 @@ def command(verb: Verb) -> Callable[..., None]:
         overwrite: Overwrite = False,
         resume: Resume = False,
         push: Push = "",
-        push_plan: PushPlan = False,
         as_json: AsJson = False,
         **options: Value,
     ) -> None:
@@ -128,7 +126,7 @@ def command(verb: Verb) -> Callable[..., None]:
             evaluation=checked(Evaluation, measured, "") if evaluate else None,
             **device,
         )
-        carry_out(recipe, overwrite, resume, as_json, dry_run, push, push_plan)
+        carry_out(recipe, overwrite, resume, as_json, dry_run, push)
 
     run.__name__, run.__doc__ = verb.name, verb.help
     return run
@@ -140,46 +138,31 @@ def command(verb: Verb) -> Callable[..., None]:
 def observe(
     model: Model,
     stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
-    merge: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="STATS",
-            help="Merge this file of the same model in; MODEL is not run. Repeatable.",
-        ),
-    ] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
     """Observe a model once; prune, slim and skip then decide in seconds with --stats."""
-    check_file(stats, STATISTICS, overwrite, [model, *(merge or ())])
-    if not merge:
-        check_name(model)
-    elif options or resume:
-        raise MoesaicError(
-            f"{next(iter(options), 'resume')} is for running MODEL: not with merge={merge[0]}."
-        )
+    check_file(stats, STATISTICS, overwrite, [model])
+    check_name(model)
     where, gram = place(taken(options, PLACE)), taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
     from moesaic import api
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
-    from moesaic.observation.files import StatsFile, merge_files
+    from moesaic.observation.files import StatsFile
 
-    if merge:
-        merge_files(merge, stats)
-    else:
-        api.observe(
-            model,
-            stats,
-            calibration=calibration,
-            **gram,
-            **where,
-            overwrite=overwrite,
-            resume=resume,
-            track=bars,
-        )
+    api.observe(
+        model,
+        stats,
+        calibration=calibration,
+        **gram,
+        **where,
+        overwrite=overwrite,
+        resume=resume,
+        track=bars,
+    )
     if process()[0]:
         return
     header = StatsFile(stats).header

@@ -16,7 +16,6 @@ import typer
 from moesaic.cli.commands import (
     GUIDE,
     app,
-    check_push,
     emit,
     fail,
     pushed,
@@ -556,8 +555,7 @@ class Session:
     def _push(self, number: int) -> None:
         if not (repo := self._asked("Repository, such as you/name (empty: back)", "")):
             return
-        check_push(repo, plan_only=False)
-        pushed(str(self._folder(number)), repo, plan_only=False)
+        pushed(str(self._folder(number)), repo)
 
 
 def commands() -> None:
