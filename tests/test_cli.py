@@ -272,7 +272,6 @@ AT_ONCE = [
     (["run", "none.yaml"], "No recipe"),
     (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),
     (["report", "/nowhere"], "No run at"),
-    (["report", "DONE", "--baseline", "q3_k"], "--baseline 'q3_k' is none of q8_0"),
     (["generate", "MODEL", ""], "prompt is empty"),
     (["fly"], "No such command"),
 ]
@@ -282,7 +281,6 @@ LATER = [
     (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
     (["carve", "DONE", "OUT", "--method", "more"], "already carved"),
     (["eval", "some/model"], "could not be fetched"),
-    (["report", "DONE", "--lost", "tasks"], "--lost 'tasks' was not measured in these runs"),
     (["carve", "MODEL", "no-utf-8-\udcff"], "its name is no UTF-8"),
     (["bench", "MODEL", "--engine", "llamacpp", "--dtype", "float32"], "--engine transformers"),
     (["generate", "tiny-moe", "hi", "--chat"], "--chat: this model has no chat template"),

@@ -540,9 +540,6 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     record = moesaic.run_recipe(recipe)
     assert len(record.steps[-1].summary["training"]["losses"]) == 3
     assert {"original", "result", "top-k"} == record.measured["scores"].keys()
-    assert record.measured["activity"].keys() == {"prose", "reference", "code"}
-    assert all(0 <= v <= 4 for d in record.measured["activity"].values() for v in d.values())
     page = (tmp_path / "out" / "moesaic/report.html").read_text()
-    assert "Active experts" in page
     assert "share of blocks active" in page
     assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()

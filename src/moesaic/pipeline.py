@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from moesaic.io.caller import untouched
 from moesaic.io.layout import (
     CARD,
     PAGE,
-    PICTURE,
     RECIPE,
     RECORD,
     our_folder,
@@ -41,11 +40,9 @@ from moesaic.io.outputs import (
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods import implementation
-from moesaic.metrics.evaluate import have_room, measured_text
-from moesaic.metrics.forward import Layerwise
+from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
-from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
 from moesaic.observation.job import Job
@@ -240,13 +237,12 @@ def _keep(result: Result, folder: Path) -> None:
 
 
 def describe(record: Record, recipe: Recipe, folder: Path) -> None:
-    """Write recipe, record, card, page and picture into a result's folder."""
+    """Write recipe, record, card and page into a result's folder."""
     recipe_yaml = recipe.to_yaml()
     files = {
         RECIPE: recipe_yaml,
         RECORD: json.dumps(record.as_json(), indent=1),
         PAGE: marked(report.html([record])),
-        PICTURE: marked(report.picture(record)),
     }
     (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
     for name, text in files.items():
@@ -264,33 +260,3 @@ def _record(
         environment=environment(recipe.device),
         measured=measured,
     )
-
-
-def with_baselines(
-    recipe: Recipe, record: Record, types: Sequence[str], track: Track = silent
-) -> Record:
-    """A run's record with its original rounded to more types, measured on the run's own text.
-
-    Args:
-        recipe: the run's.
-        record: what is known of it.
-        types: of :data:`~moesaic.config.ROUNDED`.
-        track: shows progress.
-
-    Raises:
-        MoesaicError: the run was not measured, its original is not there or has no room in float32.
-    """
-    scores = dict(record.measured.get("scores") or {})
-    if not (missing := [type for type in types if type not in scores]):
-        return record
-    if recipe.evaluation is None or "original" not in scores:
-        raise MoesaicError(f"{recipe.out} was not measured: rounding cannot be set beside it.")
-    source, device = resolve(recipe.model), own_device(recipe.device)
-    if not have_room((source,), device, torch.float32):
-        raise MoesaicError(f"There is no room for {recipe.model} in float32, to be rounded.")
-    tokens, _ = measured_text(source, replace(recipe.evaluation, tasks=""))
-    reference = Layerwise(source, device, parse_dtype(recipe.dtype), keep=True)
-    sizes = dict(record.measured.get("files") or {})
-    for type, score, _ in rounded_scores(source, reference, tokens, missing, device, track):
-        scores[type], sizes[type] = score.as_json(), score.total_bytes
-    return replace(record, measured={**record.measured, "scores": scores, "files": sizes})

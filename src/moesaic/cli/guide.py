@@ -308,23 +308,14 @@ def _budgets(situation: Situation, kind: str, limit: float, native: bool) -> lis
 def drawn(
     points: Sequence[Candidate], rounding: Sequence[JSON], goal: Goal, situation: Situation
 ) -> Value:
-    """The frontier as a picture in the terminal, and as a table."""
-    from rich.console import Group
+    """The frontier as a table."""
+    from moesaic.report.numbers import memory
 
-    from moesaic.report.console import plane
-    from moesaic.report.numbers import count, memory, rate
-
-    unit = 1 if goal.size == "active_parameters" else 2**20
-    ours = [(getattr(c.weight, goal.size) / unit, c.kl, str(n)) for n, c in enumerate(points, 1)]
-    theirs = [(baseline["memory"] / unit, baseline["kl"], "·") for baseline in rounding]
-    name = "parameters a token uses" if unit == 1 else "MiB"
-    write = count if unit == 1 else rate
-    picture = plane([*theirs, *ours], f"KL from the original over {name}", write)
     table = _table(points, rounding)
     original = memory(situation.bytes)
     table.caption = f"The original takes {original}."
     table.caption += " · is rounding alone, as llama.cpp's files are." if rounding else ""
-    return Group(picture, table)
+    return table
 
 
 def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:

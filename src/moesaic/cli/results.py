@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,10 +25,10 @@ from moesaic.cli.options import (
     Value,
     option,
 )
-from moesaic.config import ROUNDED, Evaluation, ExportArgs
+from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
-from moesaic.io.layout import RECIPE, RECORD, placed
+from moesaic.io.layout import RECORD, placed
 from moesaic.io.names import check_name
 from moesaic.io.outputs import (
     GGUF,
@@ -149,56 +148,21 @@ def _record_of(run: Path) -> Record:
         raise MoesaicError(f"{run} has no readable result.json: {error}") from error
 
 
-SAVED = ("disk", "bytes", "active", "decode", "prefill", "memory")
-LOST = ("perplexity", "kl", "agreement", "tasks")
-"""Axes of the frontier."""
-
-
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Result folders.")],
     out: Annotated[
         Path,
         typer.Option(metavar="FILE", help="The .html page to make, or the frontier alone as .svg."),
     ] = Path("report.html"),
-    saved: Annotated[
-        str, typer.Option(metavar="AXIS", help=f"Drawn first across: {', '.join(SAVED)}.")
-    ] = "",
-    lost: Annotated[
-        str, typer.Option(metavar="AXIS", help=f"Drawn first upwards: {', '.join(LOST)}.")
-    ] = "",
-    baselines: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--baseline",
-            metavar="TYPE",
-            help=f"Also measure each original rounded to this type, of {', '.join(ROUNDED)}, on "
-            "its first run's text. Repeatable.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """One page about one or more results: what is lost, what is saved, layer by layer."""
-    for axis, key, axes in (("saved", saved, SAVED), ("lost", lost, LOST)):
-        if key and key not in axes:
-            raise MoesaicError(f"{axis} {key!r} is not known; known: {', '.join(axes)}.")
-    types = Evaluation(baselines=tuple(baselines or ())).baselines  # or says which there are
     check_drawing(out, ".html", ".svg")
     records = [_record_of(folder) for folder in runs]
-    if types:
-        records = _beside_rounding(runs, records, types)
     from moesaic import report
-    from moesaic.report.frontier import measured
 
-    first = [key for key in (saved, lost) if key]
     try:
-        known = measured(records) if first else set()
-        for axis, key, axes in (("saved", saved, SAVED), ("lost", lost, LOST)):
-            if key and key not in known:
-                there = ", ".join(name for name in axes if name in known) or "none"
-                raise MoesaicError(
-                    f"{axis} {key!r} was not measured in these runs; known: {there}."
-                )
-        page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
+        page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         # files are anybody's
         raise MoesaicError(
@@ -209,23 +173,6 @@ def report(
         raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
     write_drawing(out, page)
     emit(as_json, {"report": str(out)}, f"Report in {out}")
-
-
-def _beside_rounding(
-    runs: Sequence[Path], records: Sequence[Record], types: Sequence[str]
-) -> list[Record]:
-    """The records, the first of each original with it rounded to some types."""
-    from moesaic.cli.bars import bars
-    from moesaic.pipeline import with_baselines
-
-    originals, updated = set[str](), []
-    for run, record in zip(runs, records, strict=True):
-        if record.model not in originals:
-            file = placed(run, RECIPE) if run.is_dir() else run.with_name(RECIPE)
-            record = with_baselines(load_recipe(file), record, types, bars)
-        originals.add(record.model)
-        updated.append(record)
-    return updated
 
 
 def architectures(as_json: AsJson = False) -> None:

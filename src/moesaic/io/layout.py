@@ -13,7 +13,7 @@ FOLDER = "moesaic"
 """The folder in a result that holds what is ours."""
 CARD = "README.md"
 PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
-RECIPE, RECORD, PAGE, PICTURE = "recipe.yaml", "result.json", "report.html", "picture.svg"
+RECIPE, RECORD, PAGE = "recipe.yaml", "result.json", "report.html"
 FILES = "files.json"
 """Names every file that was written to the folder, so that no other is ever deleted."""
 TOKENIZER_FILES = (
@@ -39,7 +39,7 @@ MARKS = (PLAN, RECORD)
 """Files by which an older result, which has no list, is known."""
 OLDER = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json", "modeling_moesaic.py"),
-    *(CARD, *PLAN_FILES, RECIPE, RECORD, PAGE, PICTURE, "model-*.gguf", *SIDE_FILES),
+    *(CARD, *PLAN_FILES, RECIPE, RECORD, PAGE, "model-*.gguf", *SIDE_FILES),
 )
 """Everything that an older result holds."""
 
