@@ -177,7 +177,7 @@ def left_out(given: list[str]) -> str:
     line = " ".join(given)
     if HUB.search(line):
         return "its data sets are on the hub"
-    if ({"--engine", "--type"} & {*given} or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
+    if ("--type" in given or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
         return "needs llama.cpp: LLAMA_CPP"
     return ""
 

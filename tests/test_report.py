@@ -209,33 +209,11 @@ def test_other_formats_are_refused(format):
         Record.from_json({"format": 3})
 
 
-def test_a_record_of_the_format_before_is_told_without_its_figures():
-    plain = json.loads(json.dumps(make().as_json()))
-    for step in plain["steps"]:
-        del step["figures"], step["ratio"]
-        step["kind"] = "split"
-    for layer in plain["layers"]:
-        del layer["experts_before"], layer["parts"]
-    before = Record.from_json({**plain, "format": 2})
-    page, now = Page(report.html([before])), Page(report.html([make()]))
-    assert before.steps[0].ratio == "projections"
-    assert "need a newer run" in page.text
-    assert "need a newer run" not in now.text
-    assert "Activation spectrum." in now.text
-    assert "Activation spectrum." not in page.text
-    assert plain_words(page) == plain_words(now)
-
-
-def plain_words(page):
-    """What a page says before its drawings."""
-    return page.text.split("What became of the layers")[0]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"model": [1]}, {"native": "yes"}, {"steps": 3}, {"steps": ["a"]}, {"layers": {}},
      {"steps": [{"verb": 1}]}, {"steps": [{"figures": [{"kind": "cake"}]}]},
-     {"log": []}, {"calibration": "x"}, {"format": 2, "out": None}],
+     {"log": []}, {"calibration": "x"}, {"out": None}],
 )  # fmt: skip
 def test_a_record_of_wrong_types_is_refused(wrong):
     with pytest.raises(ValueError, match="not whole"):

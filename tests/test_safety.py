@@ -158,19 +158,6 @@ def test_a_model_of_somebody_elses_is_not_replaced(
         check_out(tmp_path / "study", overwrite=True)
 
 
-def test_an_older_result_is_ours(carved_folder: Path, tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    shutil.copytree(carved_folder, older)
-    for file in (older / "moesaic").iterdir():
-        file.rename(older / file.name)
-    (older / "moesaic").rmdir()
-    (older / "files.json").unlink()
-    check_out(older, overwrite=True)
-    (older / "thesis.txt").write_text("precious")
-    with pytest.raises(MoesaicError, match=r"holds thesis\.txt"):
-        check_out(older, overwrite=True)
-
-
 def test_a_folder_that_became_foreign_meanwhile_stays(tmp_path: Path) -> None:
     """A run takes hours: what its OUT holds is looked at again before it goes."""
     out = tmp_path / "out"

@@ -451,20 +451,11 @@ GgufType: TypeAlias = Literal[
 class Bench(Options):
     """How speed is measured."""
 
-    engine: Literal["transformers", "llamacpp"] = option(
-        "transformers",
-        "transformers, or llamacpp, which takes GGUF files too and converts other models.",
-    )
-    type: GgufType = option("f32", "Of weights converted for llamacpp.")
     length: int | None = option(
         None, "Prompt tokens. Default: 512, or what the models' positions leave.", minimum=2
     )
     new_tokens: int = option(32, "Greedy decoding steps of a round.", minimum=1)
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
-
-    def check(self) -> None:
-        if self.type != "f32" and self.engine != "llamacpp":
-            raise MoesaicError(f"type={self.type} is of a GGUF's weights: engine=llamacpp.")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from markupsafe import Markup
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.record import (
-    WITHOUT_FIGURES,
     Figure,
     Heat,
     LayerRecord,
@@ -124,7 +123,6 @@ def _view(record: Record, number: int) -> View:
         "unit": read.unit(record),
         "carved": read.by_projections(record),
         "drawings": drawings(record),
-        "figureless": record.format == WITHOUT_FIGURES,
         "renumbered": read.renumbered(record),
         "bars": _bars(record),
         "speed": tables.speed_table(record),
