@@ -34,12 +34,10 @@ from moesaic.fitting.candidates import Candidate, plainest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
-from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials
-from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.source import Source, resolve
 from moesaic.ladder import Shape
 from moesaic.methods.cdmoe.config import CondenseConfig
@@ -572,24 +570,11 @@ def test_a_killed_search_resumes_to_the_same_answer(
 def test_half_of_a_folder_is_never_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while a candidate's result is removed, or while a GGUF file is unpacked."""
+    """Killed while a candidate's result is removed."""
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    class Unpacked(GgufCheckpoint):
-        def __init__(self) -> None: ...
-
-        def unpack(self, out: Path) -> None:
-            out.mkdir()
-            killed()
-
-    files = Files.__new__(Files)
-    files.source, files.folder = Source("", tmp_path), tmp_path / "files"
-    vars(files.source)["checkpoint"] = Unpacked()
-    with pytest.raises(KeyboardInterrupt):
-        _ = files.original
-    assert not files.folder.exists()
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path)
     monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(save=Path.mkdir))
     monkeypatch.setattr(Trials, "_runner", lambda *_: None)

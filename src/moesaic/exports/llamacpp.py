@@ -36,7 +36,6 @@ from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
 from moesaic.foreign import JSON, Config, Track, silent
 from moesaic.io.checkpoint import shape_of
-from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
@@ -120,9 +119,6 @@ def export_gguf(
             folder = place / "native"
             record = export_native(model, folder, args)
             config = resolve(str(folder)).config
-        elif isinstance(source.checkpoint, GgufCheckpoint):
-            folder = place / "plain"
-            source.checkpoint.unpack(folder)
         if lacks := lacking(config):
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = place / "model.gguf"

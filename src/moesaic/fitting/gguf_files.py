@@ -24,8 +24,7 @@ from moesaic.exports.llamacpp import Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.foreign import JSON, Track, silent
-from moesaic.io.gguf import GgufCheckpoint
-from moesaic.io.outputs import scratch_folder, whole_file
+from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
 
 Sizes = tuple[int, int, int]
@@ -62,14 +61,7 @@ class Files:
         Raises:
             MoesaicError: its file cannot be read back, so that no other could be measured.
         """
-        checkpoint, folder = self.source.checkpoint, self.source.folder
-        if isinstance(checkpoint, GgufCheckpoint):
-            folder = self.folder / "plain"
-            if not folder.is_dir():
-                with scratch_folder(folder) as work:
-                    checkpoint.unpack(work / "plain")
-                    (work / "plain").rename(folder)
-        rounding = self._converted(folder, self.folder / "original.gguf")
+        rounding = self._converted(self.source.folder, self.folder / "original.gguf")
         with self.opened(rounding.whole):
             return rounding
 
