@@ -109,5 +109,6 @@ def tried(candidates: list[Value]) -> Value:
 
 def commands() -> None:
     """Make the command."""
-    every = search_options(*(field.name for field in fields(FitConfig)))
+    names = (field.name for field in fields(FitConfig))
+    every = search_options(*(name for name in names if name != "confirm"))
     register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", every)
