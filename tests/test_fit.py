@@ -141,9 +141,7 @@ class PlainFiles:
 
     def __init__(self, source: Source, *_: Any) -> None:
         self.whole, self.folder = Built(source.config, None), Path()
-        self.original = SimpleNamespace(
-            layout=self.layout(self.whole), sensitivities=self.table, unmeasured=tensor_types
-        )
+        self.original = SimpleNamespace(layout=self.layout(self.whole), sensitivities=self.table)
         self.improved: list[Any] = []
 
     def layout(self, built: Built) -> Layout:

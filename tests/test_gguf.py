@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from builders import equal, logits, pages, tiny_model, tiny_moe, weights
+from builders import equal, loaded, logits, pages, tiny_model, tiny_moe, weights
 from gguf import GGMLQuantizationType as Type
 from shrunken import small_model
 from transformers import AutoModelForCausalLM

@@ -219,10 +219,6 @@ class Rounding:
         file = self._kept
         return Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
 
-    def unmeasured(self, types: Sequence[str]) -> list[str]:
-        """The types of tensors of which it is not known what they lose."""
-        return _new(types, self._table())
-
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""
         table = self._table()

@@ -12,7 +12,7 @@ from pathlib import Path
 FOLDER = "moesaic"
 """The folder in a result that holds what is ours."""
 CARD = "README.md"
-PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
+PLAN, PLAN_TENSORS = ("plan.json", "plan.safetensors")
 RECIPE, RECORD, PAGE = "recipe.yaml", "result.json", "report.html"
 FILES = "files.json"
 """Names every file that was written to the folder, so that no other is ever deleted."""
