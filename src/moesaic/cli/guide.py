@@ -122,7 +122,7 @@ def guide(
         )
         goal, points = explored(search, goal, asks_again)
         rounding = search.trials.baselines() if goal.size == "memory" else []
-    err_console.print(drawn(points, rounding, goal, situation))
+    err_console.print(drawn(points, rounding, situation))
     if advice := better_rounded(points, rounding):
         err_console.print(advice)
     chosen = goal.best(points)
@@ -305,10 +305,8 @@ def _budgets(situation: Situation, kind: str, limit: float, native: bool) -> lis
 # --- what came of it -----------------------------------------------------------------------------
 
 
-def drawn(
-    points: Sequence[Candidate], rounding: Sequence[JSON], goal: Goal, situation: Situation
-) -> Value:
-    """The frontier as a table."""
+def drawn(points: Sequence[Candidate], rounding: Sequence[JSON], situation: Situation) -> Table:
+    """Return the frontier as a table."""
     from moesaic.report.numbers import memory
 
     table = _table(points, rounding)
