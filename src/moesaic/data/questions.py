@@ -60,6 +60,11 @@ class Task:
     """Rows of a local file; empty for a task that lm-eval has."""
 
     @property
+    def called(self) -> str:
+        """The name by which lm-eval knows it; a file may be called as one of its own tasks is."""
+        return f"{self.name}.jsonl" if self.questions else self.name
+
+    @property
     def request(self) -> str | JSON:
         """The task as lm-eval takes it: its name, or its config."""
         if not self.questions:
@@ -71,7 +76,7 @@ class Task:
             return {"test": Dataset.from_list([*self.questions])}
 
         return {
-            "task": self.name,
+            "task": self.called,
             "custom_dataset": data,
             "test_split": "test",
             "output_type": "multiple_choice",

@@ -57,7 +57,7 @@ def measure_tasks(
             if (reason := _not_ours(error, task.name, task.shots)) is None:
                 raise
             raise MoesaicError(reason) from error
-        by_task[task.name] = figures(report, task.name)
+        by_task[task.name] = figures(report, task.called)
     return by_task
 
 
