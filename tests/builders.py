@@ -431,11 +431,9 @@ def is_own(tensor: Tensor, base: list[Tensor]) -> bool:
 
 def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tuple[Export, Any]:
     """Export a model; it must load as a class of transformers and compute what the source does."""
-    options = {"target": "", "ep": 1, "untie": False} | options
-    untie = options.pop("untie")
     decided = decide(source, **options)
     folder.mkdir()
-    write(source, decided, folder, untie)
+    write(source, decided, folder)
     model = loaded(folder)
     assert type(model).__module__.startswith("transformers.")
     wanted, actual = logits(source.load(), tokens), logits(model, tokens)

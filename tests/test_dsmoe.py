@@ -24,8 +24,7 @@ from moesaic.data.training import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
 from moesaic.layers.base import same
-from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.budget import LayerSize, layer_sizes
+from moesaic.methods.budget import layer_sizes
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
 from moesaic.metrics.score import score
@@ -439,19 +438,6 @@ def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_pat
     assert torch.equal(got, want)
 
 
-def test_gates_of_earlier_versions_load_or_are_refused() -> None:
-    sizes = [LayerSize(0, 6144, 64, 32)]
-    layer = DSMoE(configured(DSMoEConfig, experts=BLOCKS)).start(sizes)[0]
-    header = layer.header()
-    old = {**header["gate"], "bias": 0.0, "force_one": False}
-    model = tiny_model("llama")
-    arch = dense_arch(model.config)
-    CarvedLayer.install(arch.layers(model), 0, arch, {**header, "gate": old})
-    for name in ("bias", "force_one"):
-        with pytest.raises(MoesaicError, match="this version no longer has"):
-            CarvedLayer.load({**header, "gate": {**old, name: 1}}, layer.tensors())
-
-
 def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
     model = carved(tiny_model("llama", mlp_bias=False))
     for ffn in ffns(model):
@@ -552,9 +538,6 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     record = moesaic.run_recipe(recipe)
     assert len(record.steps[-1].summary["training"]["losses"]) == 3
     assert {"original", "result", "top-k"} == record.measured["scores"].keys()
-    assert record.measured["activity"].keys() == {"prose", "reference", "code"}
-    assert all(0 <= v <= 4 for d in record.measured["activity"].values() for v in d.values())
     page = (tmp_path / "out" / "moesaic/report.html").read_text()
-    assert "Active experts" in page
     assert "share of blocks active" in page
     assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()

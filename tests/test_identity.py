@@ -33,7 +33,6 @@ from moesaic import (
 from moesaic.io import fingerprint
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
-from moesaic.observation.files import merge_files
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Recipe
@@ -183,7 +182,7 @@ def test_statistics_of_other_weights_are_refused(
     pair: tuple[str, str], tokens: Tokens, tmp_path: Path
 ) -> None:
     """S4: the shape alone was looked at."""
-    a, b = (moesaic.observe(m, tmp_path / f"{m[-1]}.st", calibration=tokens) for m in pair)
+    a = moesaic.observe(pair[0], tmp_path / "a.st", calibration=tokens)
     for call, config in (VERBS["prune"], VERBS["skip"]):
         with pytest.raises(MoesaicError, match="another model") as refused:
             call(pair[1], config, stats=str(a))
@@ -195,8 +194,6 @@ def test_statistics_of_other_weights_are_refused(
     plan = moesaic.prune(pair[0], blind, stats=str(a)).plan
     assert plan is not None
     assert not plan.calibration
-    with pytest.raises(MoesaicError, match="different models"):
-        merge_files([a, b], tmp_path / "both.st")
 
 
 def test_observation_of_other_weights_is_not_resumed(

@@ -578,15 +578,6 @@ def test_a_result_that_tosses_stays_where_training_brought_it() -> None:
     assert thresholds[False] != 0
 
 
-def test_what_earlier_versions_made_of_attention_is_refused() -> None:
-    layer = OverlappingLayer(rows={"q_proj": torch.arange(24)})
-    for key, value in (("columns", 8), ("mask_outputs", False)):
-        with pytest.raises(MoesaicError, match="this version no longer has"):
-            OverlappingLayer.load({**layer.header(), key: value}, layer.tensors())
-    old = {**layer.header(), "columns": None, "mask_outputs": True}
-    assert same(OverlappingLayer.load(old, layer.tensors()), layer)
-
-
 def test_gradients_are_clipped_where_that_is_asked() -> None:
     found = {}
     for clip in (1.0, 0.0):

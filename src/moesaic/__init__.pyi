@@ -30,7 +30,6 @@ from .methods.naee.config import SkipConfig as SkipConfig
 from .methods.sft.config import TuneConfig as TuneConfig
 from .methods.slim.config import SlimConfig as SlimConfig
 from .methods.tomoe.config import ToMoEConfig as ToMoEConfig
-from .observation.files import merge_files as merge_files
 from .plan import Plan as Plan
 from .recipe import Recipe as Recipe
 from .recipe import load_recipe as load_recipe

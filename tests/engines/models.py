@@ -136,6 +136,8 @@ REFUSED = {
     "condense": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep nothing": ("gemma4_text",),
+    "carve --method more": ("qwen2", "qwen3"),
+    "carve --method more --variant naive": ("qwen2", "qwen3"),
 }
 """By verb, the models of which there is no native result."""
 

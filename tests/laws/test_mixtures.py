@@ -27,7 +27,7 @@ from moesaic.arch.routing import set_top_k
 from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Machine, estimate, weight_bytes
+from moesaic.estimates import estimate, weight_bytes
 from moesaic.io.source import Source
 from moesaic.layers.condensed import CondensedLayer
 from moesaic.layers.dropped import DroppedLayer, cache_leaders
@@ -422,9 +422,6 @@ def test_skip(seen):
 # --- from disk, told beforehand, exported --------------------------------------------------------
 
 
-MACHINE = Machine(1e9, 1e-5, 1e9, 1.0, 1)
-
-
 @pytest.mark.parametrize(
     ("verb", "options"),
     [
@@ -450,7 +447,7 @@ def test_saved_told_and_exported(verb, options, seen, tmp_path):
     again = loaded(disk.save(out))
     assert equal(dict(again.state_dict()), dict(live.model.state_dict()))
     assert torch.equal(logits(again, TEXT), logits(live.model, TEXT))
-    told = estimate(Recipe(str(base), "out", (config,), evaluation=None), MACHINE)
+    told = estimate(Recipe(str(base), "out", (config,), evaluation=None))
     if told.exact:
         # which layers are condensed moves offsets in the header, which is padded to 64
         assert abs(told.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense")

@@ -84,9 +84,6 @@ class Score(Quality):
     recovery: float | None = None
     """Of all tasks together: :func:`moesaic.metrics.tasks.recovery_ratio`; None where it was
     compared with nothing."""
-    mtp: Values = field(default_factory=dict)
-    """Of layers that predict further tokens, the keys of
-    :meth:`moesaic.metrics.drafts.Drafts.accepted`."""
     generations: Mapping[str, Values] = field(default_factory=dict, repr=False)
     """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
     against: Score | None = None
@@ -106,7 +103,7 @@ class Score(Quality):
         }
         if self.sources:
             figures["sources"] = {name: part.as_json() for name, part in self.sources.items()}
-        for name in ("kl", "top1_agreement", "mtp", "tasks", "recovery", "generations"):
+        for name in ("kl", "top1_agreement", "tasks", "recovery", "generations"):
             value = getattr(self, name)
             if value not in (None, {}):
                 figures[name] = value

@@ -229,15 +229,10 @@ class SoftmaxRouter(nn.Module):
 WEIGHING: dict[str, type[nn.Module]] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
 
 
-_FORMER = ("bias", "force_one")
-"""Options that earlier versions wrote down; :mod:`moesaic.layers.carved` refuses those that act."""
-
-
 def make_router(
     hidden_size: int, experts: int, top_k: int, routing: str, gate: Values | None = None
 ) -> nn.Module:
     """The router of that name, its weights not set; ``gate``: options of one that weighs."""
     if routing in WEIGHING:
-        acting = {name: value for name, value in (gate or {}).items() if name not in _FORMER}
-        return WEIGHING[routing](hidden_size, experts, top_k, **acting)
+        return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))
     return Router(hidden_size, experts, top_k, routing)

@@ -175,28 +175,10 @@ def neuron_pairs(experts: int, width: int) -> int:
     return 8 * experts * width**2
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What observing or deciding takes; see :class:`~moesaic.methods.base.Outline`."""
-
-    passes: float = 0.0
-    work: float = 0.0
-    held: int = 0
-    libraries: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.passes + other.passes,
-            self.work + other.work,
-            max(self.held, other.held),
-            self.libraries + other.libraries,
-        )
-
-
-def cost_of(
+def bytes_of(
     needs: Collection[str], job: Job[Arch], layers: Sequence[int], gram_bytes: int = 0
-) -> Cost:
-    """What observing some layers takes; read from their shapes.
+) -> int:
+    """Return the bytes of the largest layer's statistics, from its shapes.
 
     Args:
         needs: of :data:`NEEDS`.
@@ -205,19 +187,11 @@ def cost_of(
         gram_bytes: memory for the Gram matrices of one layer's experts.
     """
     arch: Arch = job.arch
-    views = [arch.view(job.layers[i]) for i in layers]
-    passes = float(bool(set(needs) - OF_WEIGHTS))
-    work, held = 0.0, 0
-    for view in views:
-        if set(needs) & set(PARTS) - OF_WEIGHTS:
-            weighed = view.weighed if isinstance(view, MoEFFN) else view.count
-            pairs = weighed * (weighed + 1) // 2 * len(view.weights_of(0)[-1])
-            size = sum(w.numel() for w in view.weights_of(0))
-            work += 2.0 * ((view.count - view.top_k) * size + pairs * ("gram" in needs))
-        if "products" in needs:  # and what scoring by them takes, in float64 as they are
-            scoring = 16.0 * view.count * view.width**3
-            work += 4.0 * view.top_k * view.width**2 + scoring / job.planned_tokens
+    held = 0
+    for i in layers:
+        view = arch.view(job.layers[i])
+        if "products" in needs:
             held = max(held, neuron_pairs(view.count, view.width))
         if "gram" in needs and isinstance(view, MoEFFN):
             held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.weighed)))
-    return Cost(passes, work, held)
+    return held

@@ -26,7 +26,7 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.footprint import Footprint
-from moesaic.methods.cdmoe.layer_search import RACED, ExpertSearch, LayerSearch, Replaced, legs
+from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.methods.phrases import credited
 from moesaic.methods.refit import recover
@@ -89,15 +89,11 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
         target = Target(job, config, plans)
         count = next(n for n in range(len(candidates) + 1) if target.met(candidates[:n]))
-        depth = len(job.base.widths)
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
         others = {target.size.applied(target.finish([*first, i])) for i in rest} if count else set()
-        tried = sum(len(candidates) - n for n in range(count))  # each half a pass
-        share = {"greedy": 1.0, "racing": RACED}.get(config.layer_search, 0.0)
         return Outline(
             Plan(config.name, job.base, target.finish(candidates[:count]), asdict(config)),
             exact=len(others) <= 1,
-            passes=2.0 + 4 * len(candidates) / depth + share * tried / 2 + 2 * bool(config.refit),
         )
 
     def run(self, job: Job[MoEArch]) -> Decision:

@@ -17,7 +17,7 @@ from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
-from moesaic.methods.learning import examples_of, learn, spent
+from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.phrases import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
@@ -97,9 +97,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         count = sum(p.numel() for p in job.shape.parameters())
         return Outline(
             Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)),
-            passes=0.0,
             trained=count,
-            **spent(config, config.length),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:

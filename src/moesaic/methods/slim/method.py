@@ -55,8 +55,8 @@ from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
-from moesaic.observation.job import HELD_BACK, Job
-from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
+from moesaic.observation.job import Job
+from moesaic.observation.layers import LayerStats, neuron_pairs
 from moesaic.observation.neuron_stats import no_stats
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
@@ -316,11 +316,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if alone:
             return size
         return replace(size, shared=shared, room=room, shared_count=view.shared_count)
-
-    def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
-        """Where sizes are compared, the experts run at each; and both ways to spend a budget."""
-        both = (2 / HELD_BACK + bool(self.config.refit)) * self.config.by_layer
-        return Cost(passes=3.0 * self.config.measures + both)
 
     # --- one layer -------------------------------------------------------------------------------
 
