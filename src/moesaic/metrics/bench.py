@@ -47,7 +47,7 @@ def bench(
     Raises:
         MoesaicError: a model cannot be loaded.
     """
-    settings = Bench(**options)  # type: ignore[arg-type]
+    settings = Bench(**options)
     speeds, figures = _measured(models, settings, device, dtype, track)
     measured = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
