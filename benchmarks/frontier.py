@@ -2,7 +2,7 @@
 
     python benchmarks/frontier.py --work DIR --data wikitext2-valid.txt     makes and measures
     python benchmarks/frontier.py --work DIR --rounds 9                     times, all in one run
-    python benchmarks/frontier.py --tables         docs/channels.md and docs/images/frontier.svg
+    python benchmarks/frontier.py --tables         docs/choosing.md and docs/images/frontier.svg
 
 Perplexity and KL from the dense model, nats a token, in windows of 512 tokens, every token as at
 decoding, on the text that ships and on ``--data``; ``of_prompts`` is perplexity with none so. Rows
@@ -50,10 +50,6 @@ KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
     "slim": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8}, (0.8,)),
     "MoRE": ("carve.more", {}, (0.8,)),
     "fine petals": ("carve.more", FINE, (0.8,)),
-    "WINA's score, uniform shares": ("carve.wina", {}, (0.8, 0.6)),
-    "WINA, greedy shares": ("carve.wina", {"shares": "greedy"}, (0.8, 0.6)),
-    "TEAL": ("carve.teal", {}, (0.8, 0.6)),
-    "WINA by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),
 }
 """By label: the method, its options, the active ratios."""
 FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q6_k", "q4_k_m", "q4_1")}
@@ -69,11 +65,7 @@ LABELS = {
     "static pruning, refitted": "static pruning, refitted, all layers",
     "slim": "`slim`, all layers",
     "MoRE": "MoRE (`--method more`), the last half of the layers",
-    "fine petals": "fine petals ([docs](beyond.md)), all layers",
-    "WINA's score, uniform shares": "WINA's score, uniform shares (`--method wina`)",
-    "WINA, greedy shares": "WINA, greedy shares (`--recipe paper`)",
-    "TEAL": "TEAL (`--method teal`)",
-    "WINA by gradients": "**`carve`** (WINA by gradients)",
+    "fine petals": "**`carve`**, [fine petals](beyond.md) in all layers",
 }
 """The rows of the table."""
 
@@ -305,7 +297,7 @@ def main(names: Sequence[str] | None = None) -> None:
     if OUT.exists():
         record = json.loads(OUT.read_text("utf-8"))
     if args.tables:
-        page = HERE.parent / "docs" / "channels.md"
+        page = HERE.parent / "docs" / "choosing.md"
         text = rewritten(page.read_text("utf-8"), {"frontier": table(record)})
         page.write_text(text, "utf-8")
         picture(record, HERE.parent / "docs" / "images" / "frontier.svg")

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py slim.yaml --set data=wikitext2-valid.txt     writes slim.json
     python benchmarks/run.py slim.yaml --only "slim energy" --dry-run     the commands, not run
-    python benchmarks/run.py speed.yaml --work DIR --speed                times what DIR holds
+    python benchmarks/run.py FILE.yaml --work DIR --speed                times what DIR holds
 
 A description has
 

@@ -47,7 +47,6 @@ WRONG = {
     "apply": ["tiny-moe nowhere.json out"],
     "export": ["tiny-moe out --to gguff", "nowhere out"],
     "report": ["nowhere"],
-    "demo": ["--out here"],
     "sculpt": ["tiny-moe out"],
 }
 """What a newcomer may get wrong first, by command."""

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -430,11 +431,9 @@ def is_own(tensor: Tensor, base: list[Tensor]) -> bool:
 
 def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tuple[Export, Any]:
     """Export a model; it must load as a class of transformers and compute what the source does."""
-    options = {"target": "", "ep": 1, "untie": False} | options
-    untie = options.pop("untie")
     decided = decide(source, **options)
     folder.mkdir()
-    write(source, decided, folder, untie)
+    write(source, decided, folder)
     model = loaded(folder)
     assert type(model).__module__.startswith("transformers.")
     wanted, actual = logits(source.load(), tokens), logits(model, tokens)
@@ -553,3 +552,11 @@ def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
         monkeypatch.setattr(f"moesaic.nn.carved_ffn.{name}", value)
+
+
+def configured(cls: type[Any], **options: Any) -> Any:
+    """A config of a method; what is no option of it takes the place of a constant of its class."""
+    names = {entry.name for entry in fields(cls)}
+    constants = {name: value for name, value in options.items() if name not in names}
+    chosen = {name: value for name, value in options.items() if name in names}
+    return type(cls.__name__, (cls,), constants)(**chosen)

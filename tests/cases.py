@@ -26,9 +26,9 @@ from moesaic.plan import Plan
 QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "length": 32}
 """Settings of options that decide how long a method takes, where it has them."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
+    "carve.tomoe": {"active": 0.7, "experts": 3},
     "carve.dsmoe": {"experts": 4, "active": 0.8},
-    "skip.lexi": {"top_k": 1.5},
+    "skip.top-k": {"top_k": 1},
     "tune.sft": {"what": "condensed"},
 }
 """Settings that tiny models need."""

@@ -29,7 +29,6 @@ from moesaic.methods.budget import (
     split_for_target,
 )
 from moesaic.methods.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
-from moesaic.metrics.routing_counts import trace
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import CarvedFFN
@@ -293,6 +292,15 @@ def test_prompts_run_dense_where_petals_save_them_nothing(options, prompts, toke
     assert ("prompts run dense" in plan.layers[0].describe(0).text) == (prompts == "dense")
 
 
+@pytest.mark.parametrize("width", [64, 520])
+def test_by_default_petals_are_as_fine_as_layers_allow(width, tokens):
+    """256 of them, or half as many as there are neurons; the active ratio is met all the same."""
+    result = moesaic.carve(tiny_model("llama", intermediate_size=width), calibration=tokens)
+    layers = result.plan.layers.values()
+    assert {len(layer.petals) for layer in layers} == {min(256, width // 2)}
+    assert model_size(result.model).active_ratio == pytest.approx(0.8, abs=0.02)
+
+
 @pytest.mark.parametrize("name", ["llama", "phi"])
 def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
     """Without a refit nothing of a prompt changes; what is decoded runs its petals."""
@@ -309,14 +317,14 @@ def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
 
 
 def test_what_is_measured_is_routed(tokens):
-    """Perplexity, active ratio and the colours of tokens are those of decoding."""
+    """Perplexity and active ratio are those of decoding."""
     kinds = {}
     for prompts in ("petals", "dense"):
         model = moesaic.carve(
             tiny_model("llama"), replace(FINE, prompts=prompts), calibration=tokens
         ).model
         found = score(model, tokens)
-        kinds[prompts] = found.perplexity, found.active_ratio, trace(model, tokens.input_ids[0])
+        kinds[prompts] = found.perplexity, found.active_ratio
     assert kinds["petals"] == kinds["dense"]
 
 
@@ -415,7 +423,7 @@ def test_an_unknown_router_is_refused():
 
 
 def test_options_are_read_from_text():
-    config = step_config("carve", {"router": "ridge", "refit": "true"})
+    config = step_config("carve", {"method": "more", "router": "ridge", "refit": "true"})
     assert config == MoREConfig(router="ridge", refit=True)
     assert step_config("prune", {"keep": "4", "refit": "true"}).refit
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moesaic import MoesaicError
 from moesaic.arch.lookup import moe_arch
 from moesaic.by_layer import listed
-from moesaic.exports.engines import limits
+from moesaic.exports.gguf_limits import lacking
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
@@ -164,5 +164,5 @@ def test_llamacpp_lacks_experts_a_token_by_layer():
     fewer = {i: FewerLayer(top_k - (i == 0), top_k) for i in routed(model)}
     differing = converted(model, fewer).config
     assert differing.model_type == "hunyuan_v1_moe"
-    (lack,) = limits(differing)["llama.cpp"]
+    (lack,) = lacking(differing)
     assert lack.startswith("experts per token by layer")

@@ -14,7 +14,9 @@ from builders import equal, inside, tiny_model, weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+import moesaic
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.io import checkpoint
@@ -22,6 +24,7 @@ from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, ShardWriter, check_fin
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.source import resolve
+from moesaic.methods.naee.config import PruneConfig
 
 
 def test_shards_hold_what_was_added(tmp_path):
@@ -310,3 +313,10 @@ def test_experts_are_read_into_their_place(tmp_path: Path) -> None:
         assert torch.equal(naming.read(name, counted), model.state_dict()[name])
     assert len(alive) == 3 * model.config.num_experts
     assert most <= 3
+
+
+def test_a_saved_model_is_mapped_from_whole_cache_lines(tmp_path):
+    """A CPU decodes the same weights up to a tenth slower where their rows lie across lines."""
+    out = moesaic.prune("tiny-moe", PruneConfig(keep=6, score="frequency", refit=False), samples=1)
+    model = AutoModelForCausalLM.from_pretrained(out.save(tmp_path / "out"))
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())

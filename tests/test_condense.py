@@ -376,7 +376,6 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     assert order(layer_search="greedy")[0] == min(alone, key=lambda i: alone[i])
     cosines = {i: f["cosine"]["attention"] for i, f in found.items()}
     assert order(layer_search="cosine") == sorted(cosines, key=lambda i: cosines[i])
-    assert order(layer_search="random", seed=1) == order(layer_search="random", seed=1)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -490,7 +489,12 @@ NATIVE = [
 
 @pytest.mark.parametrize(("model_type", "options", "changes"), NATIVE)
 def test_the_architecture_itself_holds_the_mix_where_it_can(
-    model_type: str, options: Any, changes: Any, tokens: Tokens, tmp_path: Path
+    model_type: str,
+    options: Any,
+    changes: Any,
+    tokens: Tokens,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     build = tiny_moe if model_type in MOE else small_model
     model = build(model_type, **changes)
@@ -500,8 +504,8 @@ def test_the_architecture_itself_holds_the_mix_where_it_can(
     result.save(tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)
-    narrow = replace(config, padding=False)
-    expected = condense(model, narrow, calibration=tokens)
+    monkeypatch.setattr("moesaic.methods.cdmoe.method.padded", lambda condensed, *_: condensed)
+    expected = condense(model, config, calibration=tokens)
     got, want = (m(tokens.input_ids).logits for m in (loaded, expected.model))
     assert torch.allclose(got, want, atol=1e-5)
     assert weight_bytes(tmp_path / "out") >= result.summary["memory_bytes"]["result"]

@@ -28,7 +28,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.method import obstacle
-from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.fewer.config import TopKConfig
 from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.slim.config import SlimConfig
@@ -172,7 +172,7 @@ def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> 
     narrow = loaded(moesaic.slim(copy.deepcopy(model), alike, text=TEXT).save(tmp_path / "out"))
     assert (narrow.config.model_type, narrow.config.intermediate_size) == ("llama4_text", 32)
     assert narrow.config.intermediate_size_mlp == 96
-    for skipping in (SkipConfig(), LExIConfig(top_k=2)):
+    for skipping in (SkipConfig(), TopKConfig(top_k=2)):
         with pytest.raises(MoesaicError, match="nothing to skip|from 1 to 1 works"):
             moesaic.skip(model, skipping, text=TEXT)
 

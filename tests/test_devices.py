@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import Any
@@ -23,7 +22,6 @@ from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
 from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.channels.config import WINAConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import ROOM, measured_text
@@ -360,30 +358,6 @@ def test_experts_are_observed_on_another_device(tokens: Any) -> None:
             mine = ours.tensors()[name]
             assert type(mine) is Tensor, f"{name} stayed on the device"
             assert torch.allclose(mine.float(), tensor.float(), rtol=1e-3, atol=1e-4), name
-
-
-@torch.no_grad()
-def test_what_experts_read_is_counted_without_padding_on_another_device(tokens: Any) -> None:
-    """Layer by layer the mask of a batch stays on the CPU."""
-
-    def read(experts: Any, *given: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-        experts.phase.mode = "always"
-        experts.phase.real = torch.tensor([[True, True, False, True]])
-        return experts(*given), [(tally.read, tally.all) for tally in experts.tallies.values()]
-
-    generator = torch.Generator().manual_seed(1)
-    given = torch.randn(4, 32, generator=generator), torch.tensor([[0, 1]] * 3 + [[1, 2]])
-    config = WINAConfig(active=0.7, choice="threshold", gradients=False)
-    model = moesaic.carve(experts_on_cpu("qwen2_moe"), config, calibration=tokens).model
-    expected, counts = read(
-        copy.deepcopy(model).model.layers[2].mlp.experts, *given, torch.ones(4, 2)
-    )
-    with faraway.device():
-        experts = faraway.put_far(model).model.layers[2].mlp.experts
-        found, ours = read(experts, *(x.to(faraway.FAR) for x in (*given, torch.ones(4, 2))))
-    assert torch.allclose(found.cpu(), expected, atol=1e-5)
-    assert ours == counts
-    assert counts[0][1] == 3 * 2 * 32
 
 
 @pytest.mark.usefixtures("spilling")

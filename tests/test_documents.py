@@ -404,7 +404,7 @@ def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> Non
         "frontier": frontier.table(record),
         "peers": peers.table(json.loads((ROOT / "benchmarks/peers.json").read_text("utf-8"))),
     }
-    names = ("slim", "channels", "frontier", "beyond", "fit")
+    names = ("slim", "choosing", "frontier", "beyond", "fit")
     files = ("README.md", *(f"docs/{name}.md" for name in names))
     pages = [(ROOT / file).read_text("utf-8") for file in files]
     asked = re.findall(r"<!-- figures of ([\w-]+):", "".join(pages))
@@ -445,7 +445,7 @@ def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
     def perplexity(name: str, text: str) -> str:
         return f"{rows[name][text]['perplexity']:.2f}"
 
-    for name in ("WINA by gradients 0.8", "fine petals 0.8"):
+    for name in ("fine petals 0.8",):
         both = [
             f"{perplexity('dense', text)} → {perplexity(name, text)}"
             for text in ("shipped", "wikitext2-valid")

@@ -58,8 +58,7 @@ def cheap(given: list[str]) -> list[str]:
     if name == "condense" and "--count" in words:
         words[words.index("--count") + 1] = "2"
     trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
-    if "--merge" not in words:  # which runs no model
-        words += LESS.get(name, LESS["carve"] if name in VERBS else "").split()
+    words += LESS.get(name, LESS["carve"] if name in VERBS else "").split()
     words += ["-o", "steps=2"] if trains else []
     if name in VERBS or name in ("apply", "export", "fit", "tiny-moe"):
         words.append("--overwrite")
@@ -76,12 +75,11 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
     for n, step in enumerate(asked.steps):
         place = f"steps.{n}.{step.verb}"
         if step.verb == "tune" or step.name in ("dsmoe", "tomoe"):
-            given += [f"{place}.steps=2", f"{place}.batch=2", f"{place}.length=64"]
+            given += [f"{place}.steps=2", f"{place}.length=64"]
+            given += [f"{place}.batch=2"] * (step.name != "tomoe")
             given += [f"{place}.train=text.jsonl"] * hasattr(step, "train")
         if step.verb == "tune" and getattr(step, "what", "") == "routers":
             given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")
-        if step.name == "lexi":
-            given.append(f"{place}.top_k=1")
         if step.verb == "condense":
             given.append(f"{place}.count=2")
     given += ["calibration.source=''", "calibration.samples=4", "calibration.length=64"]
@@ -178,9 +176,7 @@ def left_out(given: list[str]) -> str:
     line = " ".join(given)
     if HUB.search(line):
         return "its data sets are on the hub"
-    if given[0] == "demo":
-        return "`make demo` runs it"
-    if ({"--engine", "--type"} & {*given} or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
+    if ("--type" in given or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
         return "needs llama.cpp: LLAMA_CPP"
     return ""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, WAYS, force, masked, tiny_model
+from builders import VOCAB, WAYS, configured, force, masked, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,8 +24,7 @@ from moesaic.data.training import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
 from moesaic.layers.base import same
-from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.budget import LayerSize, layer_sizes
+from moesaic.methods.budget import layer_sizes
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
 from moesaic.metrics.score import score
@@ -44,7 +43,9 @@ def rows(count: int = 16, length: int = 24) -> Tensor:
 def carved(model: Any, **options: Any) -> Any:
     """A model with gates of its own scale, in place."""
     arch = dense_arch(model.config)
-    layers = DSMoE(DSMoEConfig(experts=BLOCKS, **options)).start(layer_sizes(model, arch))
+    layers = DSMoE(configured(DSMoEConfig, experts=BLOCKS, **options)).start(
+        layer_sizes(model, arch)
+    )
     plan = Plan("dsmoe", base_shape(model, arch), dict(layers))
     apply_plan(model, arch, plan)
     convert_class(model, arch, plan)
@@ -98,7 +99,9 @@ def test_sparse_execution_is_masked_execution(
     """To float32's tolerance: gates are computed in it."""
     torch.manual_seed(1)
     force(monkeypatch, way)
-    ffn, x_TD = gated(model_type, variant=routing, **({"top_k": 2} if routing == "top-k" else {}))
+    ffn, x_TD = gated(
+        model_type, variant=routing, **({"active": 0.6} if routing == "top-k" else {})
+    )
     active = (ffn.router(x_TD) > 0).sum(-1)
     if routing == "full":
         assert len(active.unique()) > 2, "tokens differ in how many blocks they run"
@@ -231,7 +234,9 @@ def test_the_objective_by_hand_padding_left_out() -> None:
     ids = rows(2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, 7:], mask[1, 7:] = -100, 0
-    objective = SparseObjective([f.router for f in ffns(model)], DSMoEConfig(sparsity=0.7), None)
+    objective = SparseObjective(
+        [f.router for f in ffns(model)], configured(DSMoEConfig, sparsity=0.7), None
+    )
     loss, figures = objective(
         model, {"input_ids": ids, "labels": labels.clone(), "attention_mask": mask}
     )
@@ -261,7 +266,9 @@ def test_the_controller_reaches_its_target() -> None:
     """From about half of the blocks, down and up."""
     tokens = rows(32, 24)
     for active, above in ((0.6, False), (0.85, True)):
-        config = DSMoEConfig(experts=BLOCKS, active=active, steps=60, batch=8, lr=1e-2, gain=1)
+        config = configured(
+            DSMoEConfig, experts=BLOCKS, active=active, steps=60, batch=8, lr=1e-2, gain=1
+        )
         model = tiny_model("llama", mlp_bias=False, num_hidden_layers=2)
         arch = dense_arch(model.config)
         target = DSMoE(config).target(layer_sizes(model, arch))
@@ -302,7 +309,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     streamed: bool, tmp_path: Path, tokenizer: Any
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
-    config = DSMoEConfig(active=0.6, length=24, **FEW)
+    config = configured(DSMoEConfig, active=0.6, length=24, **FEW)
     text = {"calibration": "prose=2,reference=1", "tokenizer": tokenizer}
     options: dict[str, Any] = text if streamed else {"calibration": rows()}
     whole = moesaic.carve(model, config, **options)
@@ -326,19 +333,21 @@ def interrupting(items: Any, label: str, total: int | None = None) -> Any:
 def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(tmp_path: Path) -> None:
     few = {"length": 24, "steps": 3, "batch": 2}
     out = str(tmp_path / "out")
-    diverging = Recipe("tiny-dense", out, (DSMoEConfig(lr=1e30, **few),), evaluation=None)
+    diverging = Recipe(
+        "tiny-dense", out, (configured(DSMoEConfig, lr=1e30, **few),), evaluation=None
+    )
     with pytest.raises(MoesaicError, match=r"lr 1e\+30 is too high: the (loss|gradient) of step"):
         run_recipe(diverging)
     assert not [*tmp_path.iterdir()]
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(Recipe("tiny-dense", out, (DSMoEConfig(**few),)), track=interrupting)
+        run_recipe(Recipe("tiny-dense", out, (configured(DSMoEConfig, **few),)), track=interrupting)
     assert not [*tmp_path.iterdir()]
 
 
 def test_everything_trains_and_the_callers_model_does_not() -> None:
     model = tiny_model("llama")
     before = copy.deepcopy(model.state_dict())
-    result = moesaic.carve(model, DSMoEConfig(**FEW), calibration=rows())
+    result = moesaic.carve(model, configured(DSMoEConfig, **FEW), calibration=rows())
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     after = result.model.state_dict()
     assert not [n for n in before if torch.equal(before[n], after[n])]
@@ -349,7 +358,9 @@ def test_everything_trains_and_the_callers_model_does_not() -> None:
 def test_recomputing_changes_nothing_but_memory() -> None:
     model = tiny_model("llama")
     plain, again = (
-        moesaic.carve(model, DSMoEConfig(recompute=r, accumulate=2, **FEW), calibration=rows(64))
+        moesaic.carve(
+            model, configured(DSMoEConfig, recompute=r, accumulate=2, **FEW), calibration=rows(64)
+        )
         for r in (False, True)
     )
     for ours, theirs in zip(losses_of(again), losses_of(plain), strict=True):
@@ -358,7 +369,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
 
 def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
     model = tiny_model("qwen2").to(torch.bfloat16)
-    result = moesaic.carve(model, DSMoEConfig(**FEW), calibration=rows())
+    result = moesaic.carve(model, configured(DSMoEConfig, **FEW), calibration=rows())
     result.save(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for live in (result.model, loaded):
@@ -373,9 +384,10 @@ import moesaic
 from moesaic import DSMoEConfig
 from moesaic.distributed import process
 folder, batch, out = sys.argv[1:]
-config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
-                     train=folder + "/data.safetensors")
-losses = moesaic.carve(folder + "/model", config, tokenizer=object()).summary["training"]["losses"]
+config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6)
+made = moesaic.carve(folder + "/model", config, calibration=folder + "/data.safetensors",
+                     tokenizer=object())
+losses = made.summary["training"]["losses"]
 if process()[0] == 0:
     json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
 """
@@ -387,7 +399,7 @@ if process()[0] == 0:
 @pytest.mark.parametrize("variant", ["full", "top-k"])
 def test_a_saved_result_is_the_live_one(variant: str, tmp_path: Path, tokens: Tokens) -> None:
     model = tiny_model("llama")
-    config = DSMoEConfig(active=0.7, variant=variant, tau=0.45, **FEW)  # type: ignore[arg-type]
+    config = configured(DSMoEConfig, active=0.7, variant=variant, tau=0.45, **FEW)  # type: ignore[arg-type]
     result = moesaic.carve(model, config, calibration=rows())
     result.save(tmp_path / "out")
     assert not (tmp_path / "out" / "moesaic/plan.json").exists(), (
@@ -413,7 +425,7 @@ def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_pat
     source = resolve(str(llama_folder))
     live = source.load()
     arch = dense_arch(live.config)
-    layers = dict(DSMoE(DSMoEConfig(experts=BLOCKS)).start(layer_sizes(live, arch)))
+    layers = dict(DSMoE(configured(DSMoEConfig, experts=BLOCKS)).start(layer_sizes(live, arch)))
     plan = Plan("dsmoe", base_shape(live, arch), layers)
     plan.save(tmp_path)
     loaded = Plan.load(tmp_path)
@@ -424,19 +436,6 @@ def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_pat
     with torch.no_grad():
         got, want = (m(rows(2)).logits for m in (rebuilt, live))
     assert torch.equal(got, want)
-
-
-def test_gates_of_earlier_versions_load_or_are_refused() -> None:
-    sizes = [LayerSize(0, 6144, 64, 32)]
-    layer = DSMoE(DSMoEConfig(experts=BLOCKS)).start(sizes)[0]
-    header = layer.header()
-    old = {**header["gate"], "bias": 0.0, "force_one": False}
-    model = tiny_model("llama")
-    arch = dense_arch(model.config)
-    CarvedLayer.install(arch.layers(model), 0, arch, {**header, "gate": old})
-    for name in ("bias", "force_one"):
-        with pytest.raises(MoesaicError, match="this version no longer has"):
-            CarvedLayer.load({**header, "gate": {**old, name: 1}}, layer.tensors())
 
 
 def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
@@ -510,22 +509,21 @@ def test_text_that_cannot_be_read(source: str, tmp_path: Path, tokenizer: Any) -
     [
         ({"experts": 5}, "64 neurons"),
         ({"active": 0.3, "experts": 4}, "out of reach"),
-        ({"variant": "top-k"}, "needs top_k"),
-        ({"layers": "9"}, "layers from 0 to 3"),
+        ({"variant": "top-k"}, "needs active"),
     ],
 )
 def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:
     with pytest.raises(MoesaicError, match=says):
-        moesaic.carve(tiny_model("llama"), DSMoEConfig(**options), calibration=rows())
+        moesaic.carve(tiny_model("llama"), configured(DSMoEConfig, **options), calibration=rows())
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"variant": "some"}, {"tau": 1.0}, {"active": 1.5}, {"batch": 0}, {"top_k": 9}, {"steps": 0}],
+    [{"variant": "some"}, {"tau": 1.0}, {"active": 1.5}, {"batch": 0}, {"steps": 0}],
 )
 def test_options_that_make_no_sense(options: Any) -> None:
     with pytest.raises(MoesaicError):
-        DSMoEConfig(**options)
+        configured(DSMoEConfig, **options)
 
 
 def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path) -> None:
@@ -533,16 +531,13 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     save_file({"input_ids": ids}, tmp_path / "data.safetensors")
     recipe = parse_recipe(
         f"model: {llama_folder}\nout: {tmp_path}/out\nsteps:\n"
-        f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, lr: 0.01, "
-        f"train: {tmp_path}/data.safetensors}}\n"
+        f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, "
+        f"lr: 0.01}}\ncalibration: {{source: {tmp_path}/data.safetensors}}\n"
         "evaluation: {length: 32, max_tokens: 64, rounds: 0, compare: [top-k]}\n"
     )
     record = moesaic.run_recipe(recipe)
     assert len(record.steps[-1].summary["training"]["losses"]) == 3
     assert {"original", "result", "top-k"} == record.measured["scores"].keys()
-    assert record.measured["activity"].keys() == {"prose", "reference", "code"}
-    assert all(0 <= v <= 4 for d in record.measured["activity"].values() for v in d.values())
     page = (tmp_path / "out" / "moesaic/report.html").read_text()
-    assert "Active experts" in page
     assert "share of blocks active" in page
     assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import weakref
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError
-from moesaic.data.questions import Question, context, read_questions, wanted_tasks
+from moesaic.data.questions import read_questions, wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import join_processes, process
 from moesaic.io.source import resolve
@@ -67,99 +66,11 @@ def by_hand(model, tokenizer, prompt, choice):
     return sum(log[i - 1, ids[i]].item() for i in range(start, len(ids)))
 
 
-@pytest.mark.parametrize("shots", [0, 2])
-def test_a_local_file_is_scored_as_by_hand(questions, llama_folder, tokenizer, shots):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    (task,) = wanted_tasks(str(questions), shots)
-    assert [q.answer for q in task.questions] == [0, 1, 1, 1, 0]
-    found = tasking.answers(Whole(model), tokenizer, task)
-    for i, (answer, row) in enumerate(zip(found, ROWS, strict=True)):
-        examples = [q for j, q in enumerate(task.questions) if j != i][:shots]
-        prompt = "".join(
-            f"Question: {q.question}\nAnswer: {q.choices[q.answer]}\n\n" for q in examples
-        )
-        prompt += f"Question: {row['question']}\nAnswer:"
-        assert context(task.questions, i, shots) == prompt
-        likely = [by_hand(model, tokenizer, prompt, choice) for choice in row["choices"]]
-        assert answer.loglikelihoods == pytest.approx(likely, abs=1e-4)
-        right = task.questions[i].answer
-        per_byte = [v / len(c.encode()) for v, c in zip(likely, row["choices"], strict=True)]
-        assert answer.acc == (likely.index(max(likely)) == right)
-        assert answer.acc_norm == (per_byte.index(max(per_byte)) == right)
-    figures = tasking.accuracy(found)
-    acc = sum(a.acc for a in found) / 5
-    assert figures["acc"] == acc
-    assert figures["n"] == 5
-    assert figures["stderr"] == pytest.approx(math.sqrt(acc * (1 - acc) / 4))
-
-
-def test_a_continuation_beyond_the_positions_loses_its_start(llama_folder):
-    model = Whole(resolve(str(llama_folder)).load())
-    room = model.shape.config.max_position_embeddings
-    ids = [n % 300 for n in range(room + 40)]
-    ((long, _),) = tasking.loglikelihoods(model, [(ids[:2], ids[2:])])
-    ((cut, _),) = tasking.loglikelihoods(model, [(ids[39:40], ids[40:])])
-    assert long == cut
-
-
-def test_acc_norm_is_by_bytes():
-    """Two letters of four bytes: by bytes the first, by characters the second."""
-    question = Question("?", ("éé", "abc"), 0)
-    answer = tasking.answered(question, [-3.9, -3.6])
-    assert (answer.acc, answer.acc_norm) == (False, True)
-
-
-def config_of(questions):
-    """A task of lm-eval over the same file, the prompt spelled its way."""
-    return {
-        "task": "few",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(questions)}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{right}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_bytes"}],
-    }
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_question_by_question_it_is_lm_eval(
-    tmp_path, carved_folder, tokenizer, layerwise, monkeypatch
-):
-    pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "few.jsonl"
-    right = [0, 1, 1, 1, 0]
-    rows = [{**row, "right": r} for row, r in zip(ROWS, right, strict=True)]
-    file.write_text("\n".join(json.dumps({**r, "answer": r["right"]}) for r in rows), "utf-8")
-    source = resolve(str(carved_folder))
-    model = Layerwise(source) if layerwise else Whole(source.load())
-    (task,) = wanted_tasks(str(file))
-    ours = tasking.answers(model, tokenizer, task)
-    lm = tasking.harness_model(model, tokenizer, moesaic.foreign.silent, False)
-    found = tasking.harness(lm, config_of(file), TaskManager(), None, None)
-    samples = sorted(found["samples"]["few"], key=lambda s: s["doc_id"])
-    assert len(samples) == len(ours) == 5
-    for own, theirs in zip(ours, samples, strict=True):
-        likely = [float(r[0]) for r in theirs["filtered_resps"]]
-        assert own.loglikelihoods == pytest.approx(likely, abs=1e-4)
-        assert (own.acc, own.acc_norm) == (theirs["acc"], theirs["acc_bytes"])
-    theirs, own = tasking.figures(found, "few"), tasking.accuracy(ours)
-    assert theirs["n"] == 5
-    for name, other in (("acc", "acc"), ("stderr", "stderr"), ("acc_norm", "acc_bytes")):
-        assert own[name] == pytest.approx(theirs[other])
-
-
 def test_a_question_may_hold_what_elsewhere_ends_a_line(tmp_path):
     file = tmp_path / "one.jsonl"
     row = {"question": "a\u2028b\x85?", "choices": ["c", "d"], "answer": 1}
     file.write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
-    assert read_questions(file) == [Question("a\u2028b\x85?", ("c", "d"), 1)]
+    assert read_questions(file) == [row]
 
 
 @pytest.mark.parametrize(
@@ -324,13 +235,11 @@ def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["llama_folder", "moe_folder", "carved_folder"])
-def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, questions, tokenizer, padded):
+def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, padded):
     source = resolve(str(request.getfixturevalue(kind)))
     whole, layerwise = Whole(source.load()), Layerwise(source)
     for tokens in (padded, evaluation_tokens("code=1,prose=1", tokenizer, 48, 2048 + 512)):
         assert score(layerwise, tokens) == score(whole, tokens)
-    (task,) = wanted_tasks(str(questions), 1)
-    assert tasking.answers(layerwise, tokenizer, task) == tasking.answers(whole, tokenizer, task)
     assert all(p.is_meta for p in layerwise.shape.parameters()), "weights were kept"
 
 
@@ -372,14 +281,15 @@ def test_what_is_kept_passes_the_layers_once(llama_folder, carved_folder, padded
 def test_what_does_not_fit_is_read_layer_by_layer(
     llama_folder, carved_folder, questions, monkeypatch
 ):
-    options = {"length": 32, "max_tokens": 640, "tasks": str(questions)}
+    options = {"length": 32, "max_tokens": 640}
     names = {"model": str(carved_folder), "against": str(llama_folder)}
     whole = moesaic.evaluate(**names, **options)
     monkeypatch.setattr(evaluating, "have_room", lambda *_: False)
     monkeypatch.setattr(evaluating.Source, "load", None)
     assert moesaic.evaluate(**names, **options) == whole
-    with pytest.raises(MoesaicError, match="generations needs"):
-        moesaic.evaluate(names["model"], **options, generations=True)
+    for asked in ({"generations": True}, {"tasks": str(questions)}):
+        with pytest.raises(MoesaicError, match=f"{next(iter(asked))} needs"):
+            moesaic.evaluate(names["model"], **options, **asked)
     model = AutoModelForCausalLM.from_pretrained(carved_folder)
     with pytest.raises(MoesaicError, match="stream reads models from disk"):
         moesaic.evaluate(model, data=Tokens(torch.ones(2, 8, dtype=torch.int64)), stream=True)
@@ -393,7 +303,7 @@ def test_what_there_was_no_room_for_is_said(llama_folder, tmp_path, monkeypatch)
         "out": str(tmp_path / "out"),
         "calibration": {"samples": 4, "length": 32},
         "evaluation": {"length": 32, "max_tokens": 320},
-        "steps": [{"carve": {"method": "wina", "active": 0.5}}],
+        "steps": [{"carve": {"method": "more", "active": 0.9}}],
     }
     record = run_recipe(parse_recipe(json.dumps(given)))
     assert "speed" not in record.measured
@@ -496,6 +406,31 @@ def test_tasks_by_name_need_lm_eval(command, llama_folder, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shots", [0, 2])
+def test_questions_of_a_file_are_a_task_of_lm_eval(questions, llama_folder, tokenizer, shots):
+    """Whatever the file is called; the choices are those of the greatest log-likelihood."""
+    questions = questions.rename(questions.with_name("arc_easy.jsonl"))
+    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
+    (task,) = wanted_tasks(str(questions), shots)
+    assert [q["answer"] for q in task.questions] == [0, 1, 1, 1, 0]
+    found = tasking.measure_tasks(model, tokenizer, [task])["arc_easy"]
+    assert found.keys() == {"acc", "acc_norm", "stderr", "acc_norm_stderr", "n"}
+    assert found["n"] == 5
+    if shots:
+        return
+    right, normed = 0, 0
+    for question, row in zip(task.questions, ROWS, strict=True):
+        prompt = f"Question: {row['question']}\nAnswer:"
+        likely = [by_hand(model, tokenizer, prompt, choice) for choice in row["choices"]]
+        per = [v / len(c) for v, c in zip(likely, row["choices"], strict=True)]
+        right += likely.index(max(likely)) == question["answer"]
+        normed += per.index(max(per)) == question["answer"]
+    assert (found["acc"], found["acc_norm"]) == (right / 5, normed / 5)
+    acc = found["acc"]
+    assert found["stderr"] == pytest.approx(math.sqrt(acc * (1 - acc) / 4))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -521,20 +456,6 @@ def test_every_task_of_the_papers_lists_is_lm_evals():
         assert {task.name for task in wanted_tasks(preset)} <= known
     assert len(wanted_tasks("naee")) == 8
     assert [t.shots for t in wanted_tasks("more")] == [0, 0, 0, 0, 5]
-
-
-def test_all_pairs_are_read_where_they_end(llama_folder, tokenizer):
-    """Rows of many lengths in one batch, one of them wanted twice."""
-    model = Whole(resolve(str(llama_folder)).load())
-    rows = [[5, 9, 7, 3], [8, 2], [5, 9, 7, 4], [11, 12, 13, 14, 15, 16]]
-    pairs = [(row[:-1], row[-1:]) for row in rows] + [([5], [9, 7, 3])]
-    found = tasking.loglikelihoods(model, pairs)
-    for (before, after), (value, greedy) in zip(pairs, found, strict=True):
-        with torch.no_grad():
-            log = model.shape(torch.tensor([before + after])).logits[0].log_softmax(-1)
-        steps = list(enumerate(pairwise(before + after)))[len(before) - 1 :]
-        assert value == pytest.approx(sum(log[i, b].item() for i, (_, b) in steps), abs=1e-4)
-        assert greedy == all(log[i].argmax() == b for i, (_, b) in steps)
 
 
 # --- recipes -------------------------------------------------------------------------------------

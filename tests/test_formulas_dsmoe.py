@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders import configured
 
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
@@ -95,12 +96,12 @@ def test_the_losses_by_hand() -> None:
 
 def test_the_controller_by_hand() -> None:
     """Proportional and integral: lambda + gain (sum of what is too many) + 10 gain (the last)."""
-    objective = SparseObjective([], DSMoEConfig(sparsity=2.0, gain=0.1), target=0.5)
+    objective = SparseObjective([], configured(DSMoEConfig, sparsity=2.0, gain=0.1), target=0.5)
     assert objective.stepped({"active_blocks": 0.9}) == {"lambda": 2.0}
     assert objective.state == pytest.approx({"lambda": 2 + 0.04 + 0.4, "sum": 0.04})
     assert objective.stepped({"active_blocks": 0.4}) == {"lambda": pytest.approx(2.44)}
     assert objective.state == pytest.approx({"lambda": 2 + 0.03 - 0.1, "sum": 0.03})
-    free = SparseObjective([], DSMoEConfig(sparsity=2.0), target=None)
+    free = SparseObjective([], configured(DSMoEConfig, sparsity=2.0), target=None)
     free.stepped({"active_blocks": 0.9})
     assert free.state["lambda"] == 2.0
 
@@ -135,7 +136,9 @@ def test_blocks_and_tokens_that_idle_are_counted() -> None:
     """The last token predicts nothing. Of two layers the first runs nothing; in the second the
     first token has a gate above 0, the second token one below 0."""
     model = Gated()
-    objective = SparseObjective(list(model.routers), DSMoEConfig(sparsity=2.0), target=None)
+    objective = SparseObjective(
+        list(model.routers), configured(DSMoEConfig, sparsity=2.0), target=None
+    )
     ids = torch.tensor([[1, 2, 3]])
     loss, figures = objective(model, {"input_ids": ids, "labels": ids})
     assert figures["language"].item() == pytest.approx(2 * math.log(4))

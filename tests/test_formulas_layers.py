@@ -15,7 +15,6 @@ from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RouterParts, RoutingFunction
 from moesaic.arch.use import LayerUse
 from moesaic.layers.carved import CarvedLayer
-from moesaic.layers.channels import ChannelsLayer, column_norms
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
@@ -23,7 +22,6 @@ from moesaic.layers.recovery import Balance, recovered
 from moesaic.layers.regression import HELD_OUT, STRENGTHS, Ridge
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
-from moesaic.nn.channel_linear import Cut
 from moesaic.nn.skipping_router import make_skipping, skip
 from moesaic.observation.stream import LayerStream
 
@@ -93,23 +91,6 @@ USES = {
             active_attention=1 - (32 * 16 + 32 * 32) * (1 - 2 / 8) / (ATTENTION - 24 * 32),
         ),
     ),
-    "channels": (
-        ChannelsLayer(
-            {
-                "mlp.gate_proj": Cut(1.0, 32),
-                "mlp.up_proj": Cut(0.75, 24),
-                "mlp.down_proj": Cut(0.5, 32),
-                "self_attn.o_proj": Cut(0.5, 16),
-                "self_attn.k_proj": Cut(0.25, 8),
-            },
-            "norm",
-        ),
-        LayerUse(
-            "dense", 64, 64, ATTENTION, 64 * NEURON,
-            read=(1 + 0.75 + 0.5) / 3,
-            active_attention=1 - (0.5 * 32 * 32 + 0.75 * 32 * 16) / ATTENTION,
-        ),
-    ),
 }  # fmt: skip
 
 
@@ -153,21 +134,6 @@ def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
         assert torch.equal(new[:2], wanted), name
         never = name == "router.bias"
         assert torch.equal(new[2:], torch.full_like(new[2:], torch.finfo().min / 4 * never)), name
-
-
-def test_norms_of_columns() -> None:
-    weight = drawn(2, 3, 4)
-    by_hand = [[sum(float(x) ** 2 for x in w[:, i]) ** 0.5 for i in range(4)] for w in weight]
-    assert torch.allclose(column_norms(weight), torch.tensor(by_hand))
-    assert torch.allclose(column_norms(weight.mT, transposed=True), torch.tensor(by_hand))
-
-
-def test_given_factors_are_those_of_the_projections() -> None:
-    cuts = {"mlp.up_proj": Cut(0.5, 16)}
-    ChannelsLayer(cuts, "norm")
-    for score, factors in (("given", {}), ("given", {"mlp.gate_proj": drawn(32)}), ("none", {})):
-        with pytest.raises(ValueError, match="score|factor"):
-            ChannelsLayer(cuts, score, factors)
 
 
 # --- routing -------------------------------------------------------------------------------------

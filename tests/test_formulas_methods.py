@@ -20,7 +20,6 @@ from moesaic.methods import clustering
 from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
-from moesaic.methods.channels.thresholds import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.more.formulas import petals_of, prototypes
 from moesaic.methods.naee.subsets import every_set, exhaustive
@@ -170,13 +169,12 @@ def test_an_experts_prototype_is_of_its_tokens_in_every_batch() -> None:
 
 
 def test_scores_of_neurons_by_hand() -> None:
-    squares = {"energy": [4.0, 9.0], "reach": [3.0, 1.0], "size": [5.0, 7.0], "curve": [2.0, 8.0]}
-    energy, reach, size, curvature = (torch.tensor([v]).double() for v in squares.values())
+    squares = {"energy": [4.0, 9.0], "reach": [3.0, 1.0], "size": [5.0, 7.0]}
+    energy, reach, size = (torch.tensor([v]).double() for v in squares.values())
     gram, down = torch.diag(energy[0])[None], torch.diag(reach[0])[None]
-    neurons = Neurons(energy, reach, size, curvature, 3, gram, down)
+    neurons = Neurons(energy, reach, size, 3, gram, down)
     found = {name: SCORES[name].score(neurons) for name in SCORES}
     assert found["energy"].tolist() == [[6.0, 3.0]]
-    assert found["heapr"].tolist() == [[2.0, 6.0]]
     assert found["magnitude"].tolist() == [[5.0, 7.0]]
     # alone each costs its square times its column's, and the ridge, a tenth of the mean square
     wanted = [[((e + 0.65) * r**2) ** 0.5 for e, r in ((4, 3), (9, 1))]]
@@ -204,15 +202,6 @@ def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep
 
 
 # --- thresholds ----------------------------------------------------------------------------------
-
-
-def test_scores_beyond_what_is_counted() -> None:
-    """Those above the last octave count as equal, and no threshold is beyond them."""
-    scores = Scores()
-    scores.add(torch.tensor([1.0, 2.0**30]))
-    assert scores.threshold(0.0) == pytest.approx(2.0**24)
-    assert scores.share(2.0**40) == 0.0
-    assert scores.share(2.0) == 0.5
 
 
 # --- choices -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import tiny_model
+from builders import configured, tiny_model
 from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames, Heads
@@ -39,7 +39,7 @@ MEDIAN = 0.36651292058166435  # -ln ln 2
 
 def masking_of(**options: Any) -> MaskingModules:
     """Modules of two layers, their embeddings and weights at random, about half of a mask off."""
-    config = ToMoEConfig(**{"experts": 3, "bias": 0.0, "head_bias": 0.1, **options})
+    config = configured(ToMoEConfig, **{"experts": 3, "bias": 0.0, "head_bias": 0.1, **options})
     torch.manual_seed(0)
     masking = MaskingModules(config, SHAPES)
     with torch.no_grad():
@@ -145,7 +145,9 @@ def test_the_objectives_terms_by_hand() -> None:
     assert {n: t.item() for n, t in terms.items()} == pytest.approx(wanted, rel=1e-5)
     total = 16 * wanted["parameters"] + 2 * wanted["union"] + wanted["balance"]
     assert masking.penalty(terms).item() == pytest.approx(total, rel=1e-5)
-    masking.config = ToMoEConfig(experts=3, active=0.5, parameters=3.0, union=5.0, balance=7.0)
+    masking.config = configured(
+        ToMoEConfig, experts=3, active=0.5, parameters=3.0, union=5.0, balance=7.0
+    )
     total = 3 * wanted["parameters"] + 5 * wanted["union"] + 7 * wanted["balance"]
     assert masking.penalty(terms).item() == pytest.approx(total, rel=1e-5)
 

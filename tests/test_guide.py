@@ -117,15 +117,12 @@ def test_the_size_that_is_offered_is_one_that_is_taken(monkeypatch):
     assert guide._asked_goal(situation) == (GOALS[0], 1010 * 2**20)
 
 
-def test_figures_and_caption_are_those_of_the_goal():
-    """Parameters as the table writes them; of rounding where there is any."""
+def test_the_caption_tells_of_rounding_where_there_is_any():
     situation = guide.Situation((), 2**23, 3_128_576, 2**40, {})
     points = [candidate(2**20, 0.1, 2_032_000), candidate(2**19, 0.2, 1_600_000)]
     rounding = [{"form": "rounded to q8_0", "memory": 2**22, "kl": 0.01, "loss": 0.0}]
-    for kind, beside, figure in ((GOALS[2], [], "2.03M"), (GOALS[0], rounding, "4.00")):
-        view = guide.drawn(points, beside, Goal(kind, (), 0.05), situation)
-        picture, table = view.renderables
-        assert picture.plain.splitlines()[-1].split()[-1] == figure
+    for beside in ([], rounding):
+        table = guide.drawn(points, beside, situation)
         assert ("rounding alone" in table.caption) == bool(beside)
 
 
@@ -296,13 +293,11 @@ def test_of_what_is_fastest_no_way_is_named_that_keeps_a_tokens_work(tmp_path, m
     """prune leaves a token as many experts as before."""
     said: list[str] = []
     search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST, tell=said.append)
-    monkeypatch.setattr(type(search), "redundancy", None)
     monkeypatch.setattr(search, "_tried_quickly", lambda *_: [])
     with pytest.raises(MoesaicError):
         search.frontier([FAST])
     (named,) = (line for line in said if line.startswith("What can be tried"))
     assert "prune" not in named
-    assert "channels; " in named
 
 
 def test_every_end_of_the_menu(moe_folder, tmp_path):

@@ -34,7 +34,8 @@ def test_the_demo_runs_in_an_environment_without_extras() -> None:
     ).stdout.splitlines()  # fmt: skip
     made = [line for line in told if "setup_venv.sh" in line]
     assert made == ["scripts/setup_venv.sh .venv-user"]
-    assert [line.split()[0] for line in told if " demo " in line] == [".venv-user/bin/moesaic"]
+    run = [line.split()[:2] for line in told if "bin/moesaic" in line]
+    assert run == [[".venv-user/bin/moesaic", verb] for verb in ("slim", "carve", "report")]
     assert "dev" not in " ".join(told).replace("/dev/null", "")
 
 

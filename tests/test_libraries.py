@@ -25,7 +25,6 @@ YOUNG = (
     "huggingface_hub",
     "accelerate",
     "safetensors",
-    "numba",
     "gguf",
     "pydantic",
 )

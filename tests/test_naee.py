@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import MoesaicError, PruneConfig, Tokens
+from moesaic import MoesaicError, PruneConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import calibration_tokens, split_evenly
 from moesaic.layers.base import PADDING, same
@@ -38,7 +38,6 @@ from moesaic.observation.expert_stats import (
     sample_share,
     unpacked,
 )
-from moesaic.observation.files import StatsFile, merge_files
 from moesaic.observation.stream import LayerStream
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Calibration, Recipe
@@ -404,23 +403,6 @@ def test_stats_decide_as_the_model_does(moe_type, tokens, tmp_path, monkeypatch)
             if criterion != "reconstruction" and loss is not None:
                 loss = pytest.approx(loss, rel=1e-6)
             assert analysis.get("loss") == loss
-
-
-def test_stats_of_halves_merge_to_those_of_the_whole(tokens, tmp_path):
-    model = tiny_moe("mixtral")
-    halves = [Tokens(tokens.input_ids[:3]), Tokens(tokens.input_ids[3:])]
-    for name, part in (("a", halves[0]), ("b", halves[1]), ("all", tokens)):
-        moesaic.observe(model, tmp_path / name, calibration=part)
-    merge_files([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
-    both, whole = StatsFile(tmp_path / "ab"), StatsFile(tmp_path / "all")
-    for i in whole.layers:
-        a, b = both.layer(i), whole.layer(i)
-        assert torch.equal(a.calls_E, b.calls_E)
-        for name in ("gated_E", "pair_EE", "logits_TX", "gram_SP"):
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
-    config = PruneConfig(keep=5)
-    a, b = (moesaic.prune(model, config, stats=tmp_path / n) for n in ("ab", "all"))
-    assert kept(a) == kept(b)
 
 
 def test_gram_matrices_keep_to_their_memory(tokens):

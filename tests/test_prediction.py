@@ -6,12 +6,25 @@ import json
 
 import pytest
 import torch
-from builders import APART, BEHIND, equal, logits, predicting, tiny_moe, weights
+from builders import (
+    APART,
+    BEHIND,
+    equal,
+    logits,
+    pages,
+    predicting,
+    quantise,
+    tiny_moe,
+    tiny_tokenizer,
+    weights,
+)
 from safetensors.torch import load_file, save_file
 
 import moesaic
-from moesaic import PruneConfig, SkipConfig, SlimConfig
+from moesaic import CondenseConfig, LExIConfig, PruneConfig, SkipConfig, SlimConfig, TuneConfig
+from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
+from moesaic.io.formats import BlockScaled
 from moesaic.io.source import Source
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.plan import Plan
@@ -136,3 +149,56 @@ def test_one_that_the_config_names_and_no_file_holds_is_named_no_more(model_type
     out = moesaic.prune(str(base), config, calibration=tokens).save(tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert torch.isfinite(logits(loaded(out), tokens)).all()
+
+
+VERBS = {
+    "prune by layer": PruneConfig(keep=6, allocate="layers"),
+    "slim by expert": SlimConfig(keep=0.5, allocate="experts"),
+    "condense": CondenseConfig(),
+    "condense all": CondenseConfig(count=2, keep="nothing"),
+    "skip": SkipConfig(),
+    "skip --top-k": LExIConfig(top_k=1),
+}
+
+
+@pytest.mark.parametrize("asked", VERBS)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_they_survive_every_verb(model_type, asked, tokens, tmp_path):
+    base, config = published(model_type, tmp_path / "base"), VERBS[asked]
+    out = verb(config.verb, str(base), config, calibration=tokens).save(tmp_path / "out")
+    found = {name: tensor for name, tensor in weights(out).items() if "eh_proj" in name}
+    said = json.loads((out / "config.json").read_text())["num_nextn_predict_layers"]
+    assert said == len(found) == 1
+    plan = next((tmp_path / "out").rglob("plan.safetensors"))
+    again = tmp_path / "again"
+    moesaic.apply(str(base), str(plan.parent), again)
+    assert equal(weights(again), weights(out))
+    assert (again / "config.json").read_text() == (out / "config.json").read_text()
+
+
+def test_they_stay_in_what_is_trained(tokens, tmp_path):
+    """As they were, whatever the model has learnt."""
+    base = published("glm4_moe", tmp_path / "base")
+    config = TuneConfig(
+        what="all", steps=2, batch=2, length=16, lr=1e-2, train=pages("calibration")
+    )
+    result = moesaic.tune(str(base), config, tokenizer=tiny_tokenizer())
+    out = result.save(tmp_path / "out")
+    assert "stay as they are" in result.record(str(base), str(out)).steps[-1].told
+    before, after = weights(base), weights(out)
+    assert before.keys() == after.keys()
+    assert {n for n in before if torch.equal(before[n], after[n])} >= {
+        n for n in before if n.startswith("model.layers.3.")
+    }
+    assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
+
+
+def test_few_bits_stay(tokens, tmp_path):
+    wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+    wide |= {"num_nextn_predict_layers": 1}
+    base = predicting(tiny_moe("deepseek_v3", **wide), tmp_path / "base")
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantise(base, BlockScaled(said), lambda n, _: ".mlp." in n and n.endswith("_proj.weight"))
+    out = moesaic.prune(str(base), PruneConfig(keep=4), calibration=tokens).save(tmp_path / "out")
+    down = weights(out)["model.layers.3.mlp.experts.3.down_proj.weight"]
+    assert down.dtype == torch.float8_e4m3fn

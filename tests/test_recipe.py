@@ -1,5 +1,6 @@
 """Recipes are strict, and every one that ships parses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,29 +26,11 @@ def test_every_method_ships_a_recipe():
     used = {
         f"{config.verb}.{config.name}" for file in SHIPPED for config in load_recipe(file).steps
     }
-    assert used == set(METHODS)
+    assert used == {key for key in METHODS if key != "skip.top-k"}  # of no paper
 
 
 def test_sizes_may_have_units():
     assert step_config("condense", {"memory": "1.5GB"}).memory == 1_500_000_000
-
-
-@pytest.mark.parametrize(
-    ("verb", "former", "now"),
-    [
-        ("prune", {"keep": 6, "criterion": "reap"}, {"keep": 6, "score": "reap"}),
-        ("prune", {"keep": 5.5, "uniform": "false"}, {"keep": 5.5, "allocate": "layers"}),
-        ("prune", {"keep": 6, "uniform": True}, {"keep": 6}),
-        ("slim", {"uneven": True}, {"allocate": "experts"}),
-        ("slim", {"uneven": True, "spread": "sensitivity"}, {"allocate": "layers+experts"}),
-        ("slim", {"uneven": False, "spread": "uniform"}, {}),
-        ("skip", {"experts_per_token": 2, "by_layer": True}, {"top_k": 2, "allocate": "layers"}),
-        ("condense", {"layers": 2}, {"count": 2}),
-    ],
-)
-def test_former_names_are_read_and_it_is_said(verb, former, now, caplog):
-    assert step_config(verb, former) == step_config(verb, now)
-    assert "is called" in caplog.text
 
 
 def test_values_arrive():
@@ -57,8 +40,8 @@ def test_values_arrive():
 
 
 def test_a_named_recipe_gives_way_to_what_is_said():
-    best = step_config("carve", {"method": "wina", "recipe": "best", "active": 0.7})
-    assert (best.name, best.gradients, best.active) == ("wina", True, 0.7)
+    best = step_config("carve", {"method": "more", "recipe": "best", "active": 0.7})
+    assert (best.experts, best.top_k, best.active) == (256, 0, 0.7)
     fast = {"method": "more", "recipe": "fast"}
     assert step_config("carve", fast).experts == 6
     assert step_config("carve", {**fast, "experts": 16}).experts == 16
@@ -66,39 +49,39 @@ def test_a_named_recipe_gives_way_to_what_is_said():
 
 def test_without_a_method_it_is_what_measures_best():
     """And with one it is that method; options that it lacks are of the first that has them."""
-    for options in ({}, {"active": 0.7}, {"recipe": "best"}):
-        best = step_config("carve", options)
-        assert (best.name, best.gradients) == ("wina", True)
-    assert not step_config("carve", {"method": "wina"}).gradients
-    for name in ("more", "tomoe", "dsmoe", "teal"):
+    fine = MoREConfig(experts=256, top_k=0, layers="all", router="ridge", refit=True)
+    for options in ({}, {"active": 0.8}, {"recipe": "best"}):
+        assert step_config("carve", options) == fine
+    assert step_config("carve", {"experts": 64}) == replace(fine, experts=64)
+    for name in ("more", "tomoe", "dsmoe"):
         assert step_config("carve", {"method": name}) == METHODS[f"carve.{name}"]()
-    assert step_config("carve", {"experts": 4}) == MoREConfig(experts=4)
+    assert step_config("carve", {"materialize": True}) == METHODS["carve.tomoe"](materialize=True)
     for verb in ("prune", "slim", "condense"):
         assert step_config(verb, {"recipe": "best"}) == step_config(verb, {})
-    assert step_config("skip", {"layer_loss": 0.2}).name == "lexi"
+    assert step_config("skip", {"top_k": 2}).name == "top-k"
 
 
 def test_a_named_recipe_says_the_method_that_has_it():
     """Where no method was given: the only one that has it; not one that lacks it."""
-    for name, method in {"best": "wina", "fast": "more"}.items():
-        assert step_config("carve", {"recipe": name}).name == method
+    for name in ("best", "fast"):
+        assert step_config("carve", {"recipe": name}).name == "more"
     assert step_config("skip", {"recipe": "paper", "quantile": 0.4}).name == "naee"
-    with pytest.raises(MoesaicError, match="'paper' is for wina, teal, more, .*say method=wina"):
+    with pytest.raises(MoesaicError, match="'paper' is for more, tomoe, dsmoe: say method=more"):
         step_config("carve", {"recipe": "paper"})
-    with pytest.raises(MoesaicError, match="for wina, not for more"):
-        step_config("carve", {"method": "more", "recipe": "best"})
-    with pytest.raises(MoesaicError, match=r"carve\.experts is not an option of wina"):
-        step_config("carve", {"recipe": "best", "experts": 64})
-    with pytest.raises(MoesaicError, match="known: best, paper, fast"):
+    with pytest.raises(MoesaicError, match="for more, not for tomoe"):
+        step_config("carve", {"method": "tomoe", "recipe": "fast"})
+    with pytest.raises(MoesaicError, match=r"carve\.tau is not an option of more"):
+        step_config("carve", {"recipe": "best", "tau": 0.4})
+    with pytest.raises(MoesaicError, match="known: best, fast, paper"):
         step_config("carve", {"recipe": "worst"})
 
 
 def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch: pytest.MonkeyPatch):
     """Unless an option that one of them alone has decides."""
     monkeypatch.setattr(ToMoEConfig, "bundles", {"best": {"recompute": True}})
-    with pytest.raises(MoesaicError, match="'best' is for wina, tomoe: say method=wina"):
+    with pytest.raises(MoesaicError, match="'best' is for more, tomoe: say method=more"):
         step_config("carve", {"recipe": "best"})
-    assert step_config("carve", {"recipe": "best", "gradient_tokens": 9}).name == "wina"
+    assert step_config("carve", {"recipe": "best", "alpha": 1.0}).name == "more"
 
 
 def test_an_empty_section_is_none():
@@ -128,10 +111,10 @@ def test_overrides():
         (TEXT.replace("carve", "curve"), r"steps\.0\.curve: unknown step 'curve'; known: carve"),
         (
             TEXT.replace("active", "activ"),
-            r"steps\.0\.carve\.activ is not an option of wina; known: active",
+            r"steps\.0\.carve\.activ is not an option of more; known: active",
         ),
         (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active: .*number"),
-        (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: wina"),
+        (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),
         (TEXT.replace("active: 0.7", "recipe: [best]"), "unknown recipe"),
         (TEXT.replace("active: 0.7", "variant: best"), r"variant: .*'full', 'backbone'.*'best'"),
     ],

@@ -275,15 +275,3 @@ def test_models_of_different_originals_share_no_frontier():
         assert shown in page.text
     alone = Page(report.html([make(), pruned(model="org/mixture")]))
     assert "saved: org/mixture" not in alone.text  # two models are no frontier
-
-
-def test_where_a_mixture_is_redundant_is_drawn() -> None:
-    record = pruned()
-    ways = {"dropped": {"0.25": 0.081, "0.5": 0.23}, "narrowed": {"0.25": 0.038, "0.5": 0.13}}
-    record.measured["redundancy"] = {**ways, "alike": None, "lies": "inside"}
-    shown = Page(report.html([record])).text
-    assert "Where it is redundant." in shown
-    assert "whole experts go" in shown
-    assert "each gets narrower" in shown
-    record.measured["redundancy"] = {"dropped": {}, "narrowed": {}}
-    assert "redundant" not in Page(report.html([record])).text

@@ -25,7 +25,6 @@ import moesaic
 from moesaic import (
     Calibration,
     Evaluation,
-    LExIConfig,
     MoesaicError,
     MoREConfig,
     PruneConfig,
@@ -33,6 +32,7 @@ from moesaic import (
     RunArgs,
     SkipConfig,
     SlimConfig,
+    TopKConfig,
     pipeline,
     run_recipe,
 )
@@ -49,7 +49,6 @@ from moesaic.metrics import measurement as measuring
 from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing_counts import routers
 from moesaic.metrics.score import score
-from moesaic.pipeline import with_baselines
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
 from moesaic.report import frontier, words
@@ -141,7 +140,7 @@ def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):
     assert Plan.load(tmp_path / "again").header() == Plan.load(tmp_path / "out").header()
 
 
-@pytest.mark.parametrize("config", [SkipConfig(quantile=0.5), LExIConfig(top_k=1)])
+@pytest.mark.parametrize("config", [SkipConfig(quantile=0.5), TopKConfig(top_k=1)])
 def test_what_skips_is_another_model_than_what_does_not(moe_folder, tmp_path, config):
     """Though their weights are the same: for a plan, which has both steps, and for statistics."""
     skipping, out, again, stats = (
@@ -175,7 +174,7 @@ def test_apply_refuses_another_model(llama_folder, tmp_path):
 def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
     llama_folder, tmp_path, monkeypatch
 ):
-    """Loading, generating, looking at samples, and whole processes for the peak of memory."""
+    """Loading, generating, and whole processes for the peak of memory."""
     lines, silence = [], []
 
     def track(items, label, total=None):
@@ -192,7 +191,7 @@ def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
 
         monkeypatch.setattr(place, name, watched)
 
-    for name in ("generate", "colour_samples", "activity", "peak_memory"):
+    for name in ("generate", "peak_memory"):
         watch(measuring, name)
     watch(Source, "load")
     measured = Evaluation(**MEASURED, rounds=1)
@@ -414,7 +413,7 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     assert record.calibration["length"] == 32
 
 
-def test_rounding_alone_is_measured_beside_the_result(moe_folder, command, tmp_path):
+def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
     """The original, its matrices rounded, scored as any other model; bytes are a file's."""
     measured = Evaluation(**MEASURED, rounds=0, baselines=("q8_0", "q4_0"))
     steps = (PruneConfig(keep=5, refit=False),)
@@ -435,16 +434,6 @@ def test_rounding_alone_is_measured_beside_the_result(moe_folder, command, tmp_p
     assert "The original rounded to q8_0, " in said
     names = [point.kind for point in frontier.points([record])[str(moe_folder.name)]]
     assert {"q8_0", "q4_0"} <= set(names)
-    # and afterwards, on the same text
-    few = {name: scores[name] for name in ("original", "result")}
-    before = replace(record, measured={**record.measured, "scores": few})
-    after = with_baselines(asked, before, ("q8_0", "q4_0")).measured
-    assert (after["scores"], after["files"]) == (scores, record.measured["files"])
-    with pytest.raises(MoesaicError, match="was not measured"):
-        with_baselines(replace(asked, evaluation=None), before, ("q8_0",))
-    page = tmp_path / "page.html"
-    assert command("report", tmp_path / "out", "--baseline", "q5_0", "--out", page)[0] == 0
-    assert "q5_0" in page.read_text("utf-8")
 
 
 def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
@@ -530,7 +519,6 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     measured = run_recipe(asked).measured
     assert measured["scores"].keys() == {"original", "result"}
     assert ("speed_ratio" in measured) == (verb == "carve")
-    assert not measured["samples"]
     found = moesaic.evaluate(bare, data=str(file))
     assert found.tokens > 0
     with pytest.raises(MoesaicError, match="no tokenizer files"):

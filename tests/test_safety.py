@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -36,7 +35,6 @@ from moesaic.io.outputs import (
 from moesaic.io.source import resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.observation import files
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
@@ -160,19 +158,6 @@ def test_a_model_of_somebody_elses_is_not_replaced(
         check_out(tmp_path / "study", overwrite=True)
 
 
-def test_an_older_result_is_ours(carved_folder: Path, tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    shutil.copytree(carved_folder, older)
-    for file in (older / "moesaic").iterdir():
-        file.rename(older / file.name)
-    (older / "moesaic").rmdir()
-    (older / "files.json").unlink()
-    check_out(older, overwrite=True)
-    (older / "thesis.txt").write_text("precious")
-    with pytest.raises(MoesaicError, match=r"holds thesis\.txt"):
-        check_out(older, overwrite=True)
-
-
 def test_a_folder_that_became_foreign_meanwhile_stays(tmp_path: Path) -> None:
     """A run takes hours: what its OUT holds is looked at again before it goes."""
     out = tmp_path / "out"
@@ -276,16 +261,10 @@ def test_what_is_made_on_the_way_is_swept_if_a_run_was_killed(
         assert outputs._left(out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llamacpp, "find_converter", lambda _: tmp_path)
+    monkeypatch.setattr(llamacpp, "find_converter", lambda: tmp_path)
     monkeypatch.setattr(llamacpp, "convert", look)
     with pytest.raises(KeyboardInterrupt):
         llamacpp.export_gguf("tiny-moe", out, ExportArgs(to="gguf", type="f16"))
-    header = {"base": {}, "dtype": "", "layers": [0], "calibration": "", "tokens": 0, "gram": 0}
-    statistics = SimpleNamespace(path=out, layers=[0], header=header, sources=[])
-    monkeypatch.setattr(files, "StatsFile", lambda _: statistics)
-    monkeypatch.setattr(files.ExpertStats, "merged", look)
-    with pytest.raises(KeyboardInterrupt):
-        files.merge_files([out], out)
     assert not [*tmp_path.iterdir()]
 
 
@@ -372,7 +351,6 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
     empty.touch()
     for out in (stats, empty, stats):
         moesaic.observe(str(moe_folder), out, calibration=tokens, gram_mb=0, overwrite=True)
-    assert command("observe", moe_folder, empty, "--merge", stats, "--overwrite")[0] == 0
     gguf.write_bytes(b"GGUF, and what follows")
     check_file(gguf, GGUF, overwrite=True)
     thesis = tmp_path / "thesis.md"
@@ -380,7 +358,7 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
     shutil.copy(next(moe_folder.glob("*.safetensors")), tmp_path / "weights")
     for out in (thesis, gguf, tmp_path / "weights"):
         content = out.read_bytes()
-        code, _, err = command("observe", moe_folder, out, "--merge", stats, "--overwrite")
+        code, _, err = command("observe", moe_folder, out, "--overwrite")
         assert (code, "no file such as this command makes" in err) == (2, True), err
         assert out.read_bytes() == content
     for out in (thesis, stats):
@@ -441,10 +419,6 @@ def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) ->
     assert not [*out.rglob("*.py")]
 
 
-OWN_CODE = {"plain.py": "own_code"}
-"""Where an export that brings a class of ours is loaded, to be compared; of others it is False."""
-
-
 def test_every_auto_class_is_told_to_run_no_code() -> None:
     """One that is not asks whoever is there, and a word is enough."""
     for file in SRC.rglob("*.py"):
@@ -454,8 +428,7 @@ def test_every_auto_class_is_told_to_run_no_code() -> None:
             of = ast.unparse(node.func.value)
             if node.func.attr == "from_pretrained" and of.lower().startswith("auto"):
                 told = {k.arg: ast.unparse(k.value) for k in node.keywords}
-                allowed = OWN_CODE.get(file.name, "False")
-                assert told.get("trust_remote_code") == allowed, (file.name, node.lineno)
+                assert told.get("trust_remote_code") == "False", (file.name, node.lineno)
 
 
 def test_a_config_has_nothing_fetched(command: Command, theirs: Path) -> None:

@@ -39,7 +39,7 @@ from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.metrics.size import model_size
-from moesaic.observation.curvature import curvatures
+from moesaic.observation.backward import backward
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
 
@@ -179,51 +179,43 @@ class Padded:
         self.input_ids = tokens.input_ids
 
 
-def neurons(energy, reach, size=None, curvature=None, seed=0):
+def neurons(energy, reach, size=None, seed=0):
     from moesaic.methods.slim.scores import Neurons
 
-    return Neurons(energy, reach, size if size is not None else reach, curvature, seed)
+    return Neurons(energy, reach, size if size is not None else reach, seed)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "granitemoeshared", "gemma2"])
-def test_curvature_is_that_of_the_whole_model(model_type, padded):
-    """Gradients layer by layer are those of one backward pass; (g . d_j)^2 token by token."""
+def test_gradients_layer_by_layer_are_those_of_the_whole_model(model_type, padded):
     model = any_model(model_type)
     arch = base_arch(model.config)
     job = Job(moesaic.RunArgs(model, text=padded), lambda config: base_arch(config))
     layers = arch.moe_layers(model) if model_type in MOE else [0, 2]
-    found = curvatures(job, layers)
+    found = {i: [] for i in layers}
+
+    def took(block):
+        def after(y):
+            y.register_hook(found[block.index].append)
+
+        return arch.watch(arch.ffn_of(block.layer), after)
+
+    stream = job.stream(layers, arch.view, job.share[0])
+    assert [*backward(stream, layers, took, job.track)] == sorted(layers, reverse=True)
     seen = {}
     handles = [
         arch.ffn_of(arch.layers(model)[i]).register_forward_hook(
-            lambda _, args, out, i=i: seen.update({i: (args[0], out)})
+            lambda _, args, out, i=i: seen.update({i: out[0] if isinstance(out, tuple) else out})
         )
         for i in layers
     ]
     ids, mask = padded.input_ids, padded.attention_mask
     predicted = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
     picked = predicted.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    loss = -picked[mask[:, 1:]].sum()
-    ys = [y[0] if isinstance(y, tuple) else y for _, y in seen.values()]
-    gradients = torch.autograd.grad(loss, ys)
+    gradients = torch.autograd.grad(-picked[mask[:, 1:]].sum(), [*seen.values()])
     for handle in handles:
         handle.remove()
-    for (i, (x, _)), g in zip(seen.items(), gradients, strict=True):
-        view = arch.view(arch.layers(model)[i])
-        x_TD, g_TD = x[mask].detach(), g[mask]
-        for e in range(view.count):
-            down_DM = view.weights_of(e)[-1].detach()
-            ran = torch.ones(len(x_TD), dtype=torch.bool)
-            if model_type in MOE:
-                ran = view.routing.weights(view.logits(x_TD))[:, e] != 0
-            expected = (g_TD[ran] @ down_DM[:, 5]).square().mean().double()
-            torch.testing.assert_close(
-                found[i].routed_EM[e, 5], expected.nan_to_num(), rtol=2e-3, atol=1e-12
-            )
-        if view.shared_ffn is not None:
-            down_DS = view.shared_ffn.down_DM.detach()
-            expected = (g_TD @ down_DS).square().mean(0).double()
-            torch.testing.assert_close(found[i].shared_S, expected, rtol=2e-3, atol=1e-12)
+    for i, wanted in zip(seen, gradients, strict=True):
+        torch.testing.assert_close(torch.cat(found[i])[mask], wanted[mask], rtol=1e-3, atol=1e-6)
 
 
 @torch.no_grad()
@@ -491,8 +483,7 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     assert len({x.width for x in layers.values()}) > 1
     source = saved(tmp_path / "spread", model, layers)
     assert source.config.model_type == f"moesaic_{model_type}"
-    own = {"target": "llama"} if model_type == "llama" else {}  # it would become a DeciLM
-    _, again = same_model(source, tmp_path / "out", tokens, **own)
+    _, again = same_model(source, tmp_path / "out", tokens)
     assert again.config.model_type == model_type
     view = arch.view(arch.layers(again)[max(layers)])
     assert view.width == max(x.width for x in layers.values())
@@ -605,13 +596,6 @@ def test_decides_from_the_statistics_of_observe(moe_folder, tokens, tmp_path):
     for i, layer in live.plan.layers.items():
         assert same(layer, read.plan.layers[i])
     assert read.plan.calibration == live.plan.calibration
-    half = [type(tokens)(tokens.input_ids[at]) for at in (slice(0, 3), slice(3, 6))]
-    for n, part in enumerate(half):
-        moesaic.observe(str(moe_folder), tmp_path / f"part-{n}", text=part)
-    moesaic.merge_files([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "both")
-    both = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "both"))
-    for i, layer in live.plan.layers.items():
-        assert same(layer, both.plan.layers[i])
 
 
 # --- experts that no token reached ----------------------------------------------------------------
@@ -627,9 +611,7 @@ def unreached(layer=1, expert=0):
     return model
 
 
-@pytest.mark.parametrize(
-    "options", [{"score": "energy"}, {"score": "heapr"}, {"allocate": "experts"}]
-)
+@pytest.mark.parametrize("options", [{"score": "energy"}, {"allocate": "experts"}])
 def test_neurons_that_no_token_reached_go_by_their_reach(options, tokens):
     layer = slimmed(unreached(), tokens, keep=0.5, **options).plan.layers[1]
     kept = layer.neurons_of(0, 16).tolist()

@@ -47,7 +47,7 @@ from moesaic.observation.stream import LayerStream
         (fitting, {"fit": {"memory", "max_loss", "source", "data", "max_tokens", "device"}}),
         (guide, {"guide": {"memory", "max_loss", "native", "samples", "data"}}),
         (measure, {"eval": {"tasks", "limit", "length"}, "bench": {"rounds", "device"}}),
-        (results, {"export": {"to", "type", "untie"}}),
+        (results, {"export": {"to", "type", "target"}}),
         (conversions, {"observe": {"source", "samples", "gram_mb"}, "tune": {"train", "lr"}}),
     ],
 )
@@ -125,39 +125,9 @@ def test_architectures_are_listed(command):
     ).keys()
 
 
-def test_statistics_are_not_merged_into_themselves(command, tmp_path):
-    stats = tmp_path / "a.stats"
-    moesaic.observe(tiny_moe("mixtral"), stats, calibration=many_tokens(), gram_mb=0)
-    code, _, err = command("observe", "tiny-moe", stats, "--merge", stats, "--overwrite")
-    assert (code, "is read" in err) == (2, True)
-    assert command("observe", "tiny-moe", tmp_path / "b", "--device", "nowhere")[0] == 2
-
-
-def test_no_text_counts_twice_in_merged_statistics(command, tmp_path):
-    """Neither a file that is named twice, nor one that another holds already."""
-    model, a, b, both = tiny_moe("mixtral"), *(tmp_path / name for name in ("a", "b", "ab"))
-    tokens = many_tokens()
-    for part, file in ((tokens.rows(slice(6)), a), (tokens.rows(slice(6, 9)), b)):
-        moesaic.observe(model, file, calibration=part, gram_mb=0)
-    assert command("observe", "tiny-moe", both, "--merge", a, "--merge", b)[0] == 0
-    assert files.StatsFile(both).header["tokens"] == 9 * 64
-    for first, second in ((a, a), (both, b)):
-        merged = ["--merge", first, "--merge", second]
-        code, _, err = command("observe", "tiny-moe", tmp_path / "twice", *merged)
-        assert code == 2
-        assert f"{second} and {first} were observed on the same text" in err
-    assert not (tmp_path / "twice").exists()
-
-
 def test_a_device_whose_package_is_not_here_is_refused_by_name():
     with pytest.raises(MoesaicError, match="device 'hpu' cannot be used here"):
         check_device("hpu")
-
-
-def test_a_plan_is_not_pushed_to_nowhere(command, tmp_path):
-    out = tmp_path / "out"
-    code, _, err = command("fit", "tiny-moe", out, "--memory", "9MB", "--push-plan")
-    assert (code, "--push" in err) == (2, True)
 
 
 # --- what is shown -------------------------------------------------------------------------------
@@ -203,16 +173,6 @@ def test_what_was_exported_is_told():
     )
     for word in ("x.gguf", "q8_0", "mean difference", "0.125"):
         assert word in text
-
-
-@pytest.mark.parametrize(("load", "said"), [(1.5, False), (2.5, True)])
-def test_company_is_half_of_the_processors(load, said, monkeypatch):
-    monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0, 0))
-    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
-    console = Console(file=io.StringIO(), width=200)
-    monkeypatch.setattr(bars, "err_console", console)
-    results.warn_of_company()
-    assert ("busy" in console.file.getvalue()) == said
 
 
 def test_a_model_beside_itself_has_two_columns():

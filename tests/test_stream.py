@@ -15,7 +15,6 @@ from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.channels.config import WINAConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
@@ -245,9 +244,8 @@ def test_models_that_ask_for_router_logits_are_scored_and_measured(
     tokenizer.save_pretrained(tmp_path / "model")
     name = str(tmp_path / "model")
     for verb, config in (
-        (moesaic.slim, SlimConfig(keep=0.5, score="heapr")),
+        (moesaic.slim, SlimConfig(keep=0.5, score="energy")),
         (moesaic.condense, CondenseConfig(count=1, metric="ppl", keep="attention")),
-        (moesaic.carve, WINAConfig(active=0.8, gradients=True, gradient_tokens=48)),
         (moesaic.prune, PruneConfig(keep=5.5, allocate="layers")),
     ):
         out = tmp_path / verb.__name__

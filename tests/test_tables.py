@@ -20,10 +20,10 @@ from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replaced
 from moesaic.data.text import Tokens
-from moesaic.exports.engines import limits
+from moesaic.exports.gguf_limits import lacking
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.fewer.config import TopKConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
@@ -157,13 +157,13 @@ def test_published_names_are_read_and_written(published):
 
 def test_llamacpp_takes_only_what_is_packed_as_released(published, tmp_path):
     config = AutoConfig.from_pretrained(published / "published")
-    assert "packed" in limits(config)["llama.cpp"][0]
-    assert not limits(AutoConfig.from_pretrained(deepseek_v4(tmp_path))).get("llama.cpp")
+    assert "packed" in lacking(config)[0]
+    assert not lacking(AutoConfig.from_pretrained(deepseek_v4(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("verb", "config"),
-    [(prune, PruneConfig(keep=KEEP)), (skip, LExIConfig(top_k=1, allocate="uniform"))],
+    [(prune, PruneConfig(keep=KEEP)), (skip, TopKConfig(top_k=1))],
     ids=["prune", "skip"],
 )
 def test_a_result_can_be_reduced_again(verb, config, model, tmp_path):

@@ -817,30 +817,20 @@ def test_a_result_of_a_result_is_not_measured_on_what_the_first_was_made_by(
 def test_statistics_know_the_text_that_they_were_observed_on(
     moe_folder: Path, tmp_path: Path, command: Any
 ) -> None:
-    """Neither prune nor eval measures on it, merged into others or not."""
-    parts = [
-        rows_file(
-            tmp_path / f"{name}.jsonl",
-            [{"text": f"row {name}{i} says little. " * 9} for i in range(60)],
-        )
-        for name in "ab"
-    ]
-    for file in parts:
-        text = ["--calibration", file, "--samples", 8, "--length", 24]
-        code, _, err = command("observe", moe_folder, f"{file}.stats", *text)
-        assert code == 0, err
-    both = tmp_path / "both.stats"
-    merged = [x for file in parts for x in ("--merge", f"{file}.stats")]
-    assert command("observe", moe_folder, both, *merged)[0] == 0
-    for stats in (f"{parts[1]}.stats", both):
-        given = [tmp_path / "out", "--keep", 6, "--stats", stats, "--overwrite"]
-        code, _, err = command("prune", moe_folder, *given, "--data", parts[1])
-        assert (code, f"{stats} was calibrated on rows of it" in err) == (2, True)
-        code, _, err = command("prune", moe_folder, *given, "--no-eval")
-        assert code == 0, err
-        code, _, err = command("eval", tmp_path / "out", "--data", parts[1])
-        assert (code, "was calibrated on rows of it" in err) == (2, True)
-    code, _, err = command("eval", moe_folder, "--data", parts[1])
+    """Neither prune nor eval measures on it."""
+    rows = [{"text": f"row {i} says little. " * 9} for i in range(60)]
+    file, stats = rows_file(tmp_path / "a.jsonl", rows), tmp_path / "a.stats"
+    text = ["--calibration", file, "--samples", 8, "--length", 24]
+    code, _, err = command("observe", moe_folder, stats, *text)
+    assert code == 0, err
+    given = [tmp_path / "out", "--keep", 6, "--stats", stats, "--overwrite"]
+    code, _, err = command("prune", moe_folder, *given, "--data", file)
+    assert (code, f"{stats} was calibrated on rows of it" in err) == (2, True)
+    code, _, err = command("prune", moe_folder, *given, "--no-eval")
+    assert code == 0, err
+    code, _, err = command("eval", tmp_path / "out", "--data", file)
+    assert (code, "was calibrated on rows of it" in err) == (2, True)
+    code, _, err = command("eval", moe_folder, "--data", file)
     assert code == 0, err
 
 
@@ -849,11 +839,8 @@ def test_text_beside_statistics_is_refused_or_read(
 ) -> None:
     """What stands in the record was used: the windows of the statistics, and those of a refit."""
     shipped = ["--calibration", "shipped:prose"]
-    for name, samples in (("a", 6), ("b", 5)):
-        text = [*shipped, "--samples", samples, "--length", 24, "--seed", samples]
-        assert command("observe", moe_folder, tmp_path / name, *text)[0] == 0
-    merged = ["--merge", tmp_path / "a", "--merge", tmp_path / "b"]
-    assert command("observe", moe_folder, tmp_path / "both", *merged)[0] == 0
+    text = [*shipped, "--samples", 11, "--length", 24, "--seed", 6]
+    assert command("observe", moe_folder, tmp_path / "both", *text)[0] == 0
     given = [tmp_path / "out", "--stats", tmp_path / "both", "--no-eval", "--json", "--overwrite"]
     prune, skip = ["prune", moe_folder, *given, "--keep", 6], ["skip", moe_folder, *given]
     for line in (

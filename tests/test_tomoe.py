@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, launch, processes, run_command, tiny_model
+from builders import VOCAB, configured, launch, processes, run_command, tiny_model
 from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -53,7 +53,9 @@ def ids(rows: int = 6, length: int = 24) -> Tensor:
 
 def student_of(model: Any, **options: Any) -> Student:
     """Untrained, its logits spread so that about half of every mask is off."""
-    student = Student(model, dense_arch(model.config), ToMoEConfig(**{**SHORT, **options}))
+    student = Student(
+        model, dense_arch(model.config), configured(ToMoEConfig, **{**SHORT, **options})
+    )
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in student.masking.named_parameters():
@@ -94,7 +96,7 @@ def converted(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple
 def test_at_first_every_expert_is_the_whole_ffn(model_type: str) -> None:
     model = tiny_model(model_type)
     dense = model(ids()).logits
-    student = Student(model, dense_arch(model.config), ToMoEConfig(experts=3)).eval()
+    student = Student(model, dense_arch(model.config), configured(ToMoEConfig, experts=3)).eval()
     torch.testing.assert_close(student.logits(ids()), dense, rtol=0, atol=1e-5)
     student.train()
     loss = student(ids(), ids())
@@ -106,7 +108,9 @@ def test_at_first_every_expert_is_the_whole_ffn(model_type: str) -> None:
 def test_masks_of_ones_are_the_dense_model_exactly() -> None:
     model = tiny_model("llama")
     dense = model(ids()).logits
-    student = Student(model, dense_arch(model.config), ToMoEConfig(bias=100.0, head_bias=100.0))
+    student = Student(
+        model, dense_arch(model.config), configured(ToMoEConfig, bias=100.0, head_bias=100.0)
+    )
     student.base.eval()
     assert torch.equal(student.eval().logits(ids()), dense)
 
@@ -375,7 +379,7 @@ def test_the_budget_is_met_and_counted_as_everywhere() -> None:
 def test_saved_is_live(model_type: str, materialize: bool, tmp_path: Path) -> None:
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path / "base")
-    config = ToMoEConfig(**SHORT, materialize=materialize)
+    config = configured(ToMoEConfig, **SHORT, materialize=materialize)
     before = copy.deepcopy(model.state_dict())
     result = moesaic.carve(model, config, calibration=ids())
     assert all(
@@ -403,7 +407,7 @@ def test_materialised_experts_are_the_shared_ones() -> None:
         assert isinstance(result.model.layers[0].mlp, OverlappingFFN) != materialize
         logits.append(result(ids()).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
-    config = ToMoEConfig(**SHORT, materialize=True)
+    config = configured(ToMoEConfig, **SHORT, materialize=True)
     told = moesaic.carve(tiny_model("llama"), config, calibration=ids())
     blocks = [layer.mlp for layer in told.model.model.layers]
     weights = sum(p.weight.numel() for b in blocks for p in (b.gate_proj, b.up_proj, b.down_proj))
@@ -412,13 +416,17 @@ def test_materialised_experts_are_the_shared_ones() -> None:
 
 def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
     options = {**SHORT, "attention": "none", "materialize": True}
-    result = moesaic.carve(tiny_model("mistral"), ToMoEConfig(**options), calibration=ids())
+    result = moesaic.carve(
+        tiny_model("mistral"), configured(ToMoEConfig, **options), calibration=ids()
+    )
     result.save(tmp_path / "carved")
     told = moesaic.export(str(tmp_path / "carved"), tmp_path / "native")
     assert told["model_type"] == "mixtral"
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native").eval()
     torch.testing.assert_close(native(ids()).logits, result.model(ids()).logits, atol=1e-5, rtol=0)
-    shared = moesaic.carve(tiny_model("mistral"), ToMoEConfig(**SHORT), calibration=ids())
+    shared = moesaic.carve(
+        tiny_model("mistral"), configured(ToMoEConfig, **SHORT), calibration=ids()
+    )
     shared.save(tmp_path / "shared")
     with pytest.raises(MoesaicError, match="materialize"):
         moesaic.export(str(tmp_path / "shared"), tmp_path / "never")
@@ -440,7 +448,7 @@ def carving(llama_folder: Path, out: Path, steps: int, *more: str) -> list[Any]:
 
 def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
     """Two processes did what one does that accumulates two batches."""
-    config = ToMoEConfig(**SCHEDULE, steps=steps, accumulate=2)  # type: ignore[arg-type]
+    config = configured(ToMoEConfig, **SCHEDULE, steps=steps, accumulate=2)  # type: ignore[arg-type]
     one = moesaic.carve(str(llama_folder), config, calibration="prose", samples=4)
     two = Plan.load(out)
     assert all(same(layer, two.layers[i]) for i, layer in one.plan.layers.items())
@@ -477,7 +485,7 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
 def test_a_bfloat16_model_stays_one(options: dict[str, Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    config = ToMoEConfig(**SHORT, **options)
+    config = configured(ToMoEConfig, **SHORT, **options)
     result = moesaic.carve(model, config, calibration=ids())
     assert result.model.dtype == torch.bfloat16
     routers = [p for n, p in result.model.named_parameters() if "router" in n]
@@ -494,7 +502,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
     plain, again = (
         moesaic.carve(
             tiny_model("phi", resid_pdrop=0.5),
-            ToMoEConfig(**SHORT, recompute=recompute),
+            configured(ToMoEConfig, **SHORT, recompute=recompute),
             calibration=ids(),
         ).summary["training"]["losses"]
         for recompute in (False, True)
@@ -504,7 +512,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
 
 
 def test_the_curves_of_the_losses_are_kept() -> None:
-    config = ToMoEConfig(**SHORT, accumulate=2)
+    config = configured(ToMoEConfig, **SHORT, accumulate=2)
     result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
     losses = result.summary["training"]["losses"]
     assert [line["step"] for line in losses] == [1, 2, 3, 4, 5, 6]
@@ -518,11 +526,11 @@ def test_the_curves_of_the_losses_are_kept() -> None:
     [
         {"attention": "none"},
         {"union": 0.0},
-        {"neuron_masks": "projections"},
+        {"published": True, "noise": False},
     ],
 )
 def test_other_masks(options: dict[str, Any]) -> None:
-    config = ToMoEConfig(**{**SHORT, **options, "steps": 2})
+    config = configured(ToMoEConfig, **{**SHORT, **options, "steps": 2})
     result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
     assert result.model(ids()).logits.isfinite().all()
     assert model_size(result.model).active_ratio == pytest.approx(0.7, abs=0.02)
@@ -534,16 +542,18 @@ def test_other_masks(options: dict[str, Any]) -> None:
 def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
     """Sec. 4.1, App. A.3 and C; and what it makes is saved and gives its tosses again."""
     bundle = dict(ToMoEConfig.bundles["paper"])
-    config = ToMoEConfig(**bundle)
+    config = configured(ToMoEConfig, **bundle)
     schedule = (config.steps, config.batch, config.length, config.lr, config.decay)
     assert schedule == (10_000, 1, 2048, 1e-3, "constant")
     assert (config.parameters, config.union, config.balance) == (16.0, 2.0, 1.0)
     assert (config.tau, config.bias, config.head_bias) == (0.4, 3.0, 3.0)
     assert (config.weight_decay, config.warmup, config.clip, config.accumulate) == (0.05, 0, 0, 1)
     assert (config.experts, config.attention) == (8, "routed")
-    assert (config.noise, config.neuron_masks, config.beyond) == (True, "projections", ())
+    assert (config.noise, config.published, config.beyond) == (True, True, ())
     short = {"steps": 8, "batch": 2, "lr": 0.05, "length": 24, "experts": 3, "active": 0.6}
-    result = moesaic.carve(tiny_model("llama"), ToMoEConfig(**bundle | short), calibration=ids())
+    result = moesaic.carve(
+        tiny_model("llama"), configured(ToMoEConfig, **bundle | short), calibration=ids()
+    )
     assert result.summary["training"]["threshold"] == 0
     headers = [layer.header() for layer in result.plan.layers.values()]
     assert all(h["noise"] and h["routing"] == "tossed" for h in headers)
@@ -561,26 +571,17 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
 def test_a_result_that_tosses_stays_where_training_brought_it() -> None:
     thresholds = {}
     for noise in (False, True):
-        config = ToMoEConfig(**SHORT, noise=noise, attention="none")
+        config = configured(ToMoEConfig, **SHORT, noise=noise, attention="none")
         training = moesaic.carve(tiny_model("llama"), config, calibration=ids()).summary["training"]
         thresholds[noise] = training["threshold"]
     assert thresholds[True] == 0
     assert thresholds[False] != 0
 
 
-def test_what_earlier_versions_made_of_attention_is_refused() -> None:
-    layer = OverlappingLayer(rows={"q_proj": torch.arange(24)})
-    for key, value in (("columns", 8), ("mask_outputs", False)):
-        with pytest.raises(MoesaicError, match="this version no longer has"):
-            OverlappingLayer.load({**layer.header(), key: value}, layer.tensors())
-    old = {**layer.header(), "columns": None, "mask_outputs": True}
-    assert same(OverlappingLayer.load(old, layer.tensors()), layer)
-
-
 def test_gradients_are_clipped_where_that_is_asked() -> None:
     found = {}
     for clip in (1.0, 0.0):
-        config = ToMoEConfig(**SHORT | {"steps": 3}, clip=clip)
+        config = configured(ToMoEConfig, **SHORT | {"steps": 3}, clip=clip)
         result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
         found[clip] = [line["loss"] for line in result.summary["training"]["losses"]]
     assert found[1.0] != found[0.0]
@@ -590,7 +591,7 @@ def test_gradients_are_clipped_where_that_is_asked() -> None:
 def test_bad_requests_are_refused() -> None:
     for options in ({"active": 0.0}, {"attention": "some"}, {"experts": 0}, {"tau": 0.0}):
         with pytest.raises(MoesaicError):
-            ToMoEConfig(**options)  # type: ignore[arg-type]
+            configured(ToMoEConfig, **options)  # type: ignore[arg-type]
     model = tiny_model("llama")
     arch = dense_arch(model.config)
     model.config.rope_parameters = None
@@ -614,7 +615,7 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
         one = 1 + (head.size if model_type == "qwen3" else 2 if turned else 1)
     least = (shape.neuron * step + shape.dimension * one) / (shape.ffn + shape.attention)
     assert least_ratio(shapes, attention) == pytest.approx(least)
-    config = ToMoEConfig(**{**SHORT, "active": least - 0.01, "attention": attention})
+    config = configured(ToMoEConfig, **{**SHORT, "active": least - 0.01, "attention": attention})
     with pytest.raises(MoesaicError, match=f"out of reach.*{least:.3f}"):
         moesaic.carve(model, config, calibration=ids())
     config = dataclasses.replace(config, active=least + 0.01, steps=1)
@@ -634,7 +635,7 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
 )
 def test_attention_that_cannot_be_cut_is_refused(model_type: str, message: str) -> None:
     with pytest.raises(MoesaicError, match=message):
-        moesaic.carve(small_model(model_type), ToMoEConfig(**SHORT), calibration=ids())
+        moesaic.carve(small_model(model_type), configured(ToMoEConfig, **SHORT), calibration=ids())
 
 
 def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_other() -> None:
@@ -651,7 +652,7 @@ def test_a_comparison_out_of_reach_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("moesaic.methods.tomoe.method.learn", pytest.fail)
-    config = ToMoEConfig(**{**SHORT, "active": 0.4})
+    config = configured(ToMoEConfig, **{**SHORT, "active": 0.4})
     with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):
         moesaic.carve(tiny_model("llama"), config, calibration=ids(), compare=("more",))
 
@@ -661,7 +662,7 @@ def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: 
     recipe = moesaic.Recipe(
         model=str(llama_folder),
         out=str(out),
-        steps=(ToMoEConfig(**{**SHORT, "length": 32, "steps": 3}),),
+        steps=(configured(ToMoEConfig, **{**SHORT, "length": 32, "steps": 3}),),
         calibration=Calibration("prose", samples=4, length=32),
         evaluation=Evaluation("prose", length=32, max_tokens=64, compare=("more",), rounds=0),
     )

@@ -57,7 +57,7 @@ Named: TypeAlias = str | Path | Model
 
 @takes_options(*methods_of("carve").values())
 def carve(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
-    """Let each token use a part of a dense model; by default 0.8, by WINA with gradients."""
+    """Let each token use a part of a dense model; by default 0.8, in fine petals."""
     return verb("carve", model, config, **options)
 
 

@@ -207,23 +207,6 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Former:
-    """An option as it was called before; it is read for one release."""
-
-    name: str
-    """Its name now."""
-    flag: str = ""
-    """Its name on the command line then, where that names nothing else now."""
-    values: Mapping[str, str | None] = field(default_factory=dict)
-    """Values that have other names now, too; None for what is the default."""
-
-    @property
-    def switch(self) -> bool:
-        """It took no value on the command line."""
-        return "true" in self.values
-
-
-@dataclass(frozen=True)
 class MethodConfig(Options):
     """The options of a method, and what the method says of itself.
 
@@ -251,20 +234,6 @@ class MethodConfig(Options):
     """Tokens of a calibration window, where the request says nothing."""
     unit: ClassVar[str] = "expert"
     """The word for the parts that the result's routers choose."""
-    former: ClassVar[Mapping[str, Former]] = {}
-    """Options by the names that they had."""
-
-    @classmethod
-    def renewed(cls, options: Values) -> JSON:
-        """Options by the names that they have now; two that became one are joined by ``+``."""
-        now = {name: value for name, value in options.items() if name not in cls.former}
-        for name, former in cls.former.items():
-            value = options.get(name)
-            value = former.values.get(str(value).lower(), value)
-            if value is not None:
-                before = now.get(former.name)
-                now[former.name] = value if before is None else f"{before}+{value}"
-        return now
 
     @property
     def decides_from_stats(self) -> bool:
@@ -451,20 +420,11 @@ GgufType: TypeAlias = Literal[
 class Bench(Options):
     """How speed is measured."""
 
-    engine: Literal["transformers", "llamacpp"] = option(
-        "transformers",
-        "transformers, or llamacpp, which takes GGUF files too and converts other models.",
-    )
-    type: GgufType = option("f32", "Of weights converted for llamacpp.")
     length: int | None = option(
         None, "Prompt tokens. Default: 512, or what the models' positions leave.", minimum=2
     )
     new_tokens: int = option(32, "Greedy decoding steps of a round.", minimum=1)
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
-
-    def check(self) -> None:
-        if self.type != "f32" and self.engine != "llamacpp":
-            raise MoesaicError(f"type={self.type} is of a GGUF's weights: engine=llamacpp.")
 
 
 @dataclass(frozen=True)
@@ -475,14 +435,9 @@ class ExportArgs(Options):
 
     to: Literal["native", "gguf"] = option("native", "native (a checkpoint) or gguf (a file).")
     target: str = option("", "The architecture. Default: the one with the least to compute.")
-    ep: int = option(1, "Expert-parallel size that the experts must divide by.", minimum=1)
-    untie: bool = option(False, "Write the head as a tensor of its own, for SGLang.")
     type: GgufType = option("f32", "Of a GGUF's weights.")
     calibration: str = option(
         "", "Text by which k-quants weigh what they round; none: without. Default: what ships."
-    )
-    converter: str = option(
-        "", "llama.cpp, or its convert_hf_to_gguf.py. Default: $LLAMA_CPP.", metavar="PATH"
     )
     memory: int | None = option(
         None,
@@ -501,9 +456,8 @@ class ExportArgs(Options):
             raise MoesaicError("memory chooses a GGUF's types: to=gguf.")
         if self.type != "f32" and self.to != "gguf":
             raise MoesaicError(f"type={self.type} is of a GGUF's weights: to=gguf.")
-        for name in ("calibration", "converter"):
-            if getattr(self, name) and self.to != "gguf":
-                raise MoesaicError(f"{name} is for GGUF files: to=gguf.")
+        if self.calibration and self.to != "gguf":
+            raise MoesaicError("calibration is for GGUF files: to=gguf.")
         if self.among and self.memory is None:
             raise MoesaicError(f"among={self.among[0]} needs memory=4MB or the like.")
         if self.among and not {*self.among} - {"f32"}:

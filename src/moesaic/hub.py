@@ -31,13 +31,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moesaic import by_layer
-from moesaic.arch.decilm import DeciLMConfig, widths_of
 from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM, DeepseekModel
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.lookup import EXTRA_KEYS, PLAIN, architectures, base_arch
+from moesaic.arch.lookup import PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
+from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.checkpoint import align, extend, shape_of
 from moesaic.io.language import HEADLESS, predicts_tokens
 from moesaic.io.naming import conversions
@@ -46,8 +45,6 @@ from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.source import check_loaded, language_model
 from moesaic.io.trust import pretrained
 from moesaic.layers.base import KINDS
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.plan import FORMAT as PLAN_FORMAT
 from moesaic.plan import Plan
 from moesaic.surgery import headers_of, install, shaped, sizes
 
@@ -206,34 +203,6 @@ class _Awaited:
         return CLASSES[cls.model_type.removeprefix(PREFIX)][0].from_dict(*args, **options)
 
 
-class _DeciLM:
-    """Reads a DeciLM's config as that of a Llama whose layers lost neurons."""
-
-    model_type = ""
-
-    def __new__(cls, **settings: object) -> Config:
-        return cls.from_dict(settings)
-
-    @classmethod
-    def from_dict(cls, settings: Values, **options: object) -> Config:
-        count, widths = settings["num_hidden_layers"], settings["intermediate_size"]
-        if "block_configs" in settings:
-            widths = widths_of(settings)
-        elif isinstance(widths, int):  # a GGUF file has no blocks, but one width or a list
-            widths = [widths] * count
-        if len(widths) != count:
-            raise ValueError(f"feed_forward_length has {len(widths)} entries for {count} layers")
-        headers = [{"kind": NarrowedLayer.kind, "width": n, "before": n} for n in widths]
-        plain = {k: v for k, v in settings.items() if k not in ("block_configs", *EXTRA_KEYS)}
-        plain["intermediate_size"] = max(widths)
-        plain["moesaic"] = {
-            "format": PLAN_FORMAT,
-            "base": {"widths": widths},
-            "layers": {str(i): [header] for i, header in enumerate(headers)},
-        }
-        return CLASSES["llama"][0].from_dict(plain, **options)
-
-
 def __getattr__(name: str) -> type:
     """A class by its name, as checkpoints and pickles ask for it."""
     if name not in _NAMED:
@@ -249,8 +218,6 @@ def _await() -> dict[str, str]:
         the base by the names of our classes.
     """
     deepseek = DeepseekConfig.model_type
-    for name in (DeciLMConfig.model_type, "deci"):
-        AutoConfig.register(name, type("_DeciLM", (_DeciLM,), {"model_type": name}), exist_ok=True)
     if deepseek not in CONFIG_MAPPING:
         register_checkpoint_conversion_mapping(deepseek, conversions("qwen2_moe"))
         AutoConfig.register(deepseek, DeepseekConfig)
@@ -480,7 +447,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
             plain[alias] = plain[name] = now[name]
     plain = {**_said_outright(config), **plain}
-    if not (config.model_type.startswith(PREFIX) or isinstance(config, DeciLMConfig)):
+    if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):
             keys.pop("auto_map", None)  # names code that is not copied
     if outer is not None:

@@ -13,7 +13,7 @@ from moesaic.foreign import JSON, Track, silent
 
 T = TypeVar("T")
 OF_SPEED = ("moesaic.nn", "moesaic.io.arithmetic", "moesaic.metrics.speed")
-"""Loggers whose warnings explain how fast models are: no kernels, another floating-point type."""
+"""Loggers whose warnings explain how fast models are: another floating-point type."""
 
 
 class Log(logging.Handler):

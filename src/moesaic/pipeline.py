@@ -5,29 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, parse_dtype
 from moesaic.data.questions import wanted_tasks
-from moesaic.distributed import gathered, own_device, process, wait_for_all
+from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, at_home, silent
 from moesaic.io.caller import untouched
 from moesaic.io.layout import (
     CARD,
     PAGE,
-    PICTURE,
-    PLAN_FILES,
     RECIPE,
     RECORD,
-    anywhere,
     our_folder,
 )
 from moesaic.io.outputs import (
@@ -40,16 +35,13 @@ from moesaic.io.outputs import (
     whole_file,
     whole_folder,
 )
-from moesaic.io.source import Source, from_hub, resolve
+from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods import implementation
-from moesaic.metrics.evaluate import have_room, measured_text
-from moesaic.metrics.forward import Layerwise
+from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
-from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.tasks import check_tasks
-from moesaic.nn.kernels import fast
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run, check_step
@@ -71,8 +63,6 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     job = Job(args, method.find, config.window)
     for sentence in method.settle(job):
         logger.warning(sentence)
-    if config.verb == "carve":
-        fast(torch.device(own_device(args.device)).type)  # says so first, where nothing gets faster
     with untouched(args.model, args.teacher):
         return Result(method, job, method.run(job))
 
@@ -84,7 +74,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
 
     Args:
         base: the model that the plan was made for, by name; empty for the one that the plan names.
-        plan: a result's folder, ``plan.json``, or a repository of the hub that it was pushed to.
+        plan: a result's folder, or its ``plan.json``.
         out: the folder to make.
         overwrite: replace ``out`` if it exists.
 
@@ -93,7 +83,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     """
     out, plan = Path(out).expanduser(), at_home(str(plan))
     check_out(out, overwrite, [base, plan])
-    place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *anywhere(*PLAN_FILES))
+    place = Path(plan)
     decided = Plan.load(place)
     steps = [*decided.earlier, decided]
     if not (base or steps[0].base.name):
@@ -126,7 +116,6 @@ def run_recipe(
     findings: Values | None = None,
     more: Callable[[Path], Values] | None = None,
     log: Log | None = None,
-    checked: Callable[[Recipe], None] | None = None,
 ) -> Record | None:
     """Carry out a recipe: convert, save, measure, report.
 
@@ -139,8 +128,6 @@ def run_recipe(
         more: writes further files into the folder before it is whole, and returns what the record
             says of them.
         log: one that was begun; by default a new one.
-        checked: called when the request is found right, before anything is computed, such as to
-            tell what it will take.
 
     Returns:
         what is known of the run, as ``result.json`` holds it; None in all processes of a run but
@@ -167,8 +154,6 @@ def run_recipe(
                 dtype=parse_dtype(recipe.dtype),
                 track=log.track,
             )
-        if checked is not None and first:
-            checked(recipe)
         if not resume and first:
             Progress(work, {}).discard()
         wait_for_all()
@@ -247,13 +232,12 @@ def _keep(result: Result, folder: Path) -> None:
 
 
 def describe(record: Record, recipe: Recipe, folder: Path) -> None:
-    """Write recipe, record, card, page and picture into a result's folder."""
+    """Write recipe, record, card and page into a result's folder."""
     recipe_yaml = recipe.to_yaml()
     files = {
         RECIPE: recipe_yaml,
         RECORD: json.dumps(record.as_json(), indent=1),
         PAGE: marked(report.html([record])),
-        PICTURE: marked(report.picture(record)),
     }
     (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
     for name, text in files.items():
@@ -271,33 +255,3 @@ def _record(
         environment=environment(recipe.device),
         measured=measured,
     )
-
-
-def with_baselines(
-    recipe: Recipe, record: Record, types: Sequence[str], track: Track = silent
-) -> Record:
-    """A run's record with its original rounded to more types, measured on the run's own text.
-
-    Args:
-        recipe: the run's.
-        record: what is known of it.
-        types: of :data:`~moesaic.config.ROUNDED`.
-        track: shows progress.
-
-    Raises:
-        MoesaicError: the run was not measured, its original is not there or has no room in float32.
-    """
-    scores = dict(record.measured.get("scores") or {})
-    if not (missing := [type for type in types if type not in scores]):
-        return record
-    if recipe.evaluation is None or "original" not in scores:
-        raise MoesaicError(f"{recipe.out} was not measured: rounding cannot be set beside it.")
-    source, device = resolve(recipe.model), own_device(recipe.device)
-    if not have_room((source,), device, torch.float32):
-        raise MoesaicError(f"There is no room for {recipe.model} in float32, to be rounded.")
-    tokens, _ = measured_text(source, replace(recipe.evaluation, tasks=""))
-    reference = Layerwise(source, device, parse_dtype(recipe.dtype), keep=True)
-    sizes = dict(record.measured.get("files") or {})
-    for type, score, _ in rounded_scores(source, reference, tokens, missing, device, track):
-        scores[type], sizes[type] = score.as_json(), score.total_bytes
-    return replace(record, measured={**record.measured, "scores": scores, "files": sizes})

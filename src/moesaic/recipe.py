@@ -7,7 +7,6 @@ Nothing here imports torch, so that a wrong request is answered at once.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -21,7 +20,6 @@ from moesaic.config import (
     STRICT,
     Calibration,
     Evaluation,
-    Former,
     MethodConfig,
     about,
     check_device,
@@ -32,7 +30,7 @@ from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text_source import read_by, spelled
 from moesaic.errors import MoesaicError, meant
-from moesaic.foreign import JSON, Values, at_home
+from moesaic.foreign import JSON, at_home
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -186,12 +184,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
-    for name, former in former_options(verb).items():
-        if name in options:
-            logging.getLogger(__name__).warning(
-                "%s: %s is called %s now.", where, name, former.name
-            )
-    options = renewed(verb, options)
+    options = dict(options)
     method = method_of(verb, options)
     if method not in methods:
         listed = ", ".join(methods)
@@ -205,22 +198,6 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if bundle is not None:
         options = {**_bundle(verb, method, str(bundle), where), **options}
     return checked(config, options, where)
-
-
-def former_options(verb: str) -> dict[str, Former]:
-    """Options of a verb's methods by the names that they had."""
-    return {
-        name: former
-        for config in methods_of(verb).values()
-        for name, former in config.former.items()
-    }
-
-
-def renewed(verb: str, options: Values) -> JSON:
-    """The options of a verb by the names that they have now."""
-    for config in methods_of(verb).values():
-        options = config.renewed(options)
-    return dict(options)
 
 
 def method_of(verb: str, options: JSON) -> str:

@@ -1,6 +1,6 @@
 r"""A run on record: one typed structure for all verbs, written as ``result.json``.
 
-Card, page, terminal and picture are made from it alone. Everything that they say of what was done
+Card, page and terminal are made from it alone. Everything that they say of what was done
 is said here, by the method and by the layer kinds, and what they draw of it are :class:`Figure`\ s,
 plain data; the report adds nothing of its own about it.
 """
@@ -14,8 +14,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from moesaic.foreign import JSON, Values, suits
 
 FORMAT = 3
-WITHOUT_FIGURES = 2
-"""The format before, which is read, too: its steps hold no figures."""
 T = TypeVar("T")
 
 WEIGHTS = ("own", "refitted", "averaged", "trained")
@@ -231,8 +229,8 @@ class Record:
     them that are ``of_speed``."""
     measured: Values = field(default_factory=dict)
     """``files``, bytes of the weights' files of ``original`` and ``result``. Measurements:
-    ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``, ``activity``, ``speed``,
-    ``speed_interleaved``, ``speed_ratio``; none of them without ``--eval``."""
+    ``evaluation``, ``scores``, ``routing``, ``generation``, ``speed``, ``speed_interleaved``,
+    ``speed_ratio``; none of them without ``--eval``."""
 
     def as_json(self) -> JSON:
         """As ``result.json`` holds it: ``measured`` laid open beside the other keys."""
@@ -244,20 +242,18 @@ class Record:
     def from_json(cls, plain: Values) -> Record:
         """The record that ``result.json`` holds; the inverse of :meth:`as_json`.
 
-        Keys that are unknown are left out. Of the format before all but the figures is read.
+        Keys that are unknown are left out.
 
         Raises:
-            ValueError: it is no record of these formats.
+            ValueError: it is no record of this format.
         """
         version = plain.get("format") if isinstance(plain, Mapping) else None
-        if version not in (WITHOUT_FIGURES, FORMAT):
+        if version != FORMAT:
             raise ValueError(
                 f"not of this version of Moesaic, format {FORMAT}: make the result anew."
             )
         names = {f.name for f in fields(cls)} - {"measured"}
         try:
-            if version == WITHOUT_FIGURES:
-                plain = _of_before(plain)
             measured = {k: v for k, v in plain.items() if k not in names}
             return _from_json(cls, {**plain, "measured": measured})
         except (KeyError, TypeError, AttributeError) as error:
@@ -272,24 +268,6 @@ class Record:
             layer |= layer.pop("shape")
             layer |= layer.pop("analysis")
         return plain | (dict(self.steps[-1].output) if self.steps else {})
-
-
-_RATIOS = {
-    **dict.fromkeys(("split", "learned", "gated"), "projections"),
-    **dict.fromkeys(("experts", "slimmed", "condensed"), "stored"),
-    **dict.fromkeys(("skipping", "fewer", "channels"), "active"),
-}
-"""What steps of :data:`WITHOUT_FIGURES` had under ``kind``."""
-
-
-def _of_before(plain: Values) -> JSON:
-    """A record of :data:`WITHOUT_FIGURES` with this format's keys."""
-    steps = [{**step, "ratio": _RATIOS.get(step.get("kind"), "")} for step in plain["steps"]]
-    layers = [
-        {"experts_before": (layer.get("shape") or {}).get("before", 0), **layer}
-        for layer in plain["layers"]
-    ]
-    return {**plain, "steps": steps, "layers": layers}
 
 
 def _from_json(cls: type[T], plain: Values) -> T:

@@ -163,7 +163,7 @@ def main(engine, request, answers):
     version, answer = globals()[engine]()
     with open(answers, "a", encoding="utf-8", buffering=1) as out:
         out.write(json.dumps({"version": version}) + "\n")
-        models = asked["models"].items()  # with our package there, a DeciLM is read as its own
+        models = asked["models"].items()
         for name, folder in sorted(models, key=lambda model: ours(model[1])):
             line = {"name": name}
             try:

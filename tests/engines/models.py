@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from moesaic import CondenseConfig, LExIConfig, MoREConfig, PruneConfig, SlimConfig
+from moesaic import CondenseConfig, MoREConfig, PruneConfig, SlimConfig, TopKConfig
 from moesaic.api import verb
 from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens
@@ -99,11 +99,10 @@ VERBS: dict[str, MethodConfig] = {
     "condense": CondenseConfig(keep="shared+routed", shared_gate="mean", candidates=(1,)),
     "condense --keep attention": CondenseConfig(keep="attention", candidates=(1,)),
     "condense --keep nothing": CondenseConfig(keep="nothing", candidates=(2,)),
-    "skip --top-k 1": LExIConfig(top_k=1),
+    "skip --top-k 1": TopKConfig(top_k=1),
 }
 BY_LAYER: dict[str, MethodConfig] = {
     "slim --allocate layers": SlimConfig(keep=0.5, allocate="layers", multiple=8),
-    "skip --top-k 1.5": LExIConfig(top_k=1.5, allocate="layers"),
 }
 """Layers differ afterwards: vLLM runs that as it is, by our own class."""
 LISTED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -137,7 +136,8 @@ REFUSED = {
     "condense": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep nothing": ("gemma4_text",),
-    "skip --top-k 1.5": LISTED,
+    "carve --method more": ("qwen2", "qwen3"),
+    "carve --method more --variant naive": ("qwen2", "qwen3"),
 }
 """By verb, the models of which there is no native result."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate import disk_offload
 from builders import (
     carved_layer,
     condensed_layer,
+    configured,
     converted,
     equal,
     is_own,
@@ -32,7 +34,6 @@ from moesaic import MoesaicError
 from moesaic.arch.lookup import base_arch
 from moesaic.io.source import resolve
 from moesaic.layers.base import KINDS, LayerPlan, same
-from moesaic.layers.channels import ChannelsLayer, Cut
 from moesaic.layers.condensed import NO_FFN
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.fewer import FewerLayer
@@ -42,6 +43,7 @@ from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
@@ -70,12 +72,10 @@ def shared_weights(i: int, **options: Any) -> OverlappingLayer:
 
 def cut_attention() -> Sample:
     model = tiny_model("llama")
-    plan = moesaic.carve(model, config_of("carve.tomoe"), calibration=many_tokens()).plan
+    given = asdict(config_of("carve.tomoe"))
+    config = configured(ToMoEConfig, **given, head_bias=3.0)  # else attention stays whole
+    plan = moesaic.carve(model, config, calibration=many_tokens()).plan
     return model, dict(plan.layers)
-
-
-def channels_layer(*paths: str) -> ChannelsLayer:
-    return ChannelsLayer({path: Cut(0.75, 24) for path in paths}, "norm")
 
 
 def some_neurons(width: int, keep: int, seed: int) -> torch.Tensor:
@@ -176,21 +176,6 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "nothing": lambda: mixture(NO_FFN),
     },
     "dropped": {"gone": lambda: mixture(DroppedLayer())},
-    "channels": {
-        "by norms": lambda: dense(lambda i: channels_layer("mlp.up_proj", "self_attn.o_proj")),
-        "fused": lambda: dense(lambda i: channels_layer("self_attn.qkv_proj"), "phi3"),
-        "by a threshold": lambda: dense(
-            lambda i: ChannelsLayer({"mlp.down_proj": Cut(0.5, threshold=0.1)}, "size")
-        ),
-        "factors": lambda: dense(
-            lambda i: ChannelsLayer(
-                {"mlp.up_proj": Cut(0.5, 16)}, "given", {"mlp.up_proj": torch.rand(32)}
-            )
-        ),
-        "experts": lambda: mixture(
-            ChannelsLayer({"mlp.experts.gate_up_proj": Cut(0.5, 16)}, "norm"), "gpt_oss"
-        ),
-    },
 }
 CASES = [(kind, name) for kind, samples in SAMPLES.items() for name in samples]
 

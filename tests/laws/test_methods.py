@@ -42,7 +42,7 @@ SHARED = [
     ("slim.neurons", {"refit": True}),  # each process solves for layers of its own
 ]
 """What several processes make."""
-TEXT_DECIDES = ("carve.teal", "carve.tomoe", "skip.lexi")
+TEXT_DECIDES = ("carve.tomoe",)
 """Methods whose results' sizes follow from the text that they look at."""
 
 
@@ -127,12 +127,9 @@ PAPERS = {
     "carve.more": {"experts": 4, "top_k": 1, "layers": "last-half", "balanced": False},
     "carve.tomoe": {"steps": 10_000, "length": 2048, "lr": 1e-3, "balance": 1.0, "noise": True},
     "carve.dsmoe": {"steps": 305_176, "batch": 32, "length": 1024, "lr": 2e-5, "sparsity": 1.0},
-    "carve.wina": {"choice": "top-k", "shares": "greedy", "gradients": False, "where": "all"},
-    "carve.teal": {"choice": "threshold", "shares": "greedy", "gradients": False, "where": "all"},
     "prune.naee": {"score": "reconstruction", "refit": False, "progressive": False},
     "slim.neurons": {"score": "energy", "allocate": "experts", "refit": False},
     "skip.naee": {"quantile": 0.5, "rule": "auto", "betas": ()},
-    "skip.lexi": {"allocate": "layers"},
     "condense.cd-moe": {
         **{"metric": "js", "expert_search": "greedy", "layer_search": "greedy"},
         **{"keep": "shared", "refit": False},
@@ -142,13 +139,11 @@ PAPERS = {
 """What each paper does, in its own text or its authors' code."""
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", PAPERS)
 def test_the_recipe_paper_is_its_papers_own_setting(key):
     """It goes beyond nothing; whatever else is beyond the paper says so, unasked or in a bundle."""
     verb, _, name = key.partition(".")
     asked = {"method": name, "recipe": "paper"}
-    if name == "lexi":
-        asked["top_k"] = 3
     paper = step_config(verb, asked)
     assert {option: getattr(paper, option) for option in PAPERS[key]} == PAPERS[key]
     for bundle in ({}, *METHODS[key].bundles.values()):
@@ -238,8 +233,6 @@ def surroundings(model: Any) -> dict[str, Any]:
     }
 
 
-LOOKING = {"carve.wina": {"gradients": True}}
-"""Options by which methods that look at weights alone run the model."""
 KNOWN_LOGGERS = (
     "moesaic",
     "transformers",
@@ -265,7 +258,7 @@ def stopping(error: type[BaseException]) -> Any:
 def test_the_caller_finds_all_as_it_was(key, place):
     """After a run, after one that fails, and after one that is interrupted."""
     options = model_of(start_of(key, place), live=True)
-    options["config"] = config_of(key, **LOOKING.get(key, {}))
+    options["config"] = config_of(key)
     result_of(key, **options)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
     before = surroundings(model)

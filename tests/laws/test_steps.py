@@ -17,7 +17,7 @@ from moesaic.surgery import headers_of
 
 SECOND = {
     "prune.naee": {"keep": 4},
-    "skip.lexi": {"top_k": 1},
+    "skip.top-k": {"top_k": 1},
     "tune.sft": {"what": "all"},
 }
 """Settings of a second step that do something after any first."""

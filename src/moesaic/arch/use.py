@@ -39,9 +39,6 @@ class LayerUse:
     """FFN weights beyond the original's: copies, where experts overlap."""
     active_attention: float = 1.0
     """The share of attention's stored projections that a token uses."""
-    read: float = 1.0
-    """The share that a token reads, at decoding, of the FFN weights it runs; 1 unless channels are
-    skipped."""
 
     @property
     def stored(self) -> int:
@@ -56,7 +53,7 @@ class LayerUse:
     @property
     def active_ffn(self) -> float:
         """Weights of the FFN that a token uses."""
-        return self.read * self.ffn * self.active_width / self.width if self.width else 0.0
+        return self.ffn * self.active_width / self.width if self.width else 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError, meant
-from moesaic.foreign import Values
+from moesaic.foreign import JSON, Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
 from moesaic.io.outputs import resumable, searched
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 ALL = "--help-all"
-RUNS = ("dry_run", "overwrite", "resume", "push", "push_plan", "as_json")
+RUNS = ("dry_run", "overwrite", "resume", "push", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
 LAST = (*RUNS, "evaluate", "merge")
 """Parameters of a command that follow the options made from dataclasses; its others lead."""
@@ -209,19 +209,7 @@ def emit(as_json: bool, data: object, view: object) -> None:
         console.print(view)
 
 
-def check_push(repo: str, plan_only: bool) -> None:
-    """Refuse what cannot be uploaded, before any work is done.
-
-    Raises:
-        MoesaicError: names the option.
-    """
-    if plan_only and not repo:
-        raise MoesaicError("push_plan needs push=you/name, a repository of the hub.")
-    if repo:
-        check_repository(repo)
-
-
-def pushed(folder: str, repo: str, plan_only: bool) -> dict[str, str]:
+def pushed(folder: str, repo: str) -> dict[str, str]:
     """Upload a result where that was asked for.
 
     Returns:
@@ -232,7 +220,7 @@ def pushed(folder: str, repo: str, plan_only: bool) -> dict[str, str]:
     from moesaic.cli.bars import err_console
     from moesaic.sharing import push
 
-    where = push(folder, repo, plan_only=plan_only)
+    where = push(folder, repo)
     err_console.print(f"Pushed to {where}")
     return {"pushed": where}
 
@@ -254,10 +242,10 @@ def carry_out(
     as_json: bool,
     dry_run: bool = False,
     push: str = "",
-    push_plan: bool = False,
 ) -> None:
     """Run a recipe and show what came of it, or what would."""
-    check_push(push, push_plan)
+    if push:
+        check_repository(push)
     if dry_run:
         check_run(recipe, overwrite=overwrite, resume=resume)
         _foretell(recipe, as_json)
@@ -275,24 +263,22 @@ def carry_out(
     err_console.print(
         f"{place}, report in {Path(recipe.out) / FOLDER / PAGE}", markup=False, soft_wrap=True
     )
-    upload = pushed(recipe.out, push, push_plan)
+    upload = pushed(recipe.out, push)
     emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
 
 def _foretell(recipe: Recipe, as_json: bool) -> None:
-    """Show what a recipe would make and take."""
+    """Show the sizes of a recipe's result."""
     from moesaic.estimates import estimate
-    from moesaic.report.numbers import memory, span
+    from moesaic.report.numbers import memory
 
     figures = estimate(recipe).as_json()
-    sizes = (name for name in figures if name.endswith("_bytes"))
-    table = {**figures, **{name.removesuffix("_bytes"): memory(figures[name]) for name in sizes}}
-    table = {name: value for name, value in table.items() if not name.endswith("_bytes")}
-    table["time"] = span(table.pop("seconds"))
-    lacks = table.pop("loads_in")
-    table |= {name: "; ".join(reasons) or "loads it" for name, reasons in lacks.items()}
+    table: JSON = {
+        n.removesuffix("_bytes"): memory(x) if n.endswith("_bytes") else x
+        for n, x in figures.items()
+    }
     view = columns({recipe.out: table})
-    view.caption = "Memory, disk and time are predicted; nothing was computed."
+    view.caption = "Nothing was computed; peak memory is estimated."
     emit(as_json, {"out": recipe.out, "estimate": figures}, view)
 
 
@@ -302,25 +288,17 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     from moesaic import pipeline
     from moesaic.cli.bars import bars
 
-    def beforehand(recipe: Recipe) -> None:
-        from moesaic.estimates import notice
-
-        tell(notice(recipe))
-
     try:
-        return pipeline.run_recipe(
-            recipe, overwrite=overwrite, resume=resume, track=bars, checked=beforehand
-        )
+        return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
         interrupted(recipe.out)
 
 
 def tell(line: str) -> None:
-    """Say on stderr what a long run is predicted to take; nothing where the line is empty."""
+    """Print a line on stderr."""
     from moesaic.cli.bars import err_console
 
-    if line:
-        err_console.print(line, soft_wrap=True, markup=False, highlight=False)
+    err_console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def interrupted(out: str | Path | None) -> NoReturn:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moesaic.cli.commands import carry_out, emit, register, tell
-from moesaic.cli.measure import place, redundancy_shown
+from moesaic.cli.commands import carry_out, emit, register
+from moesaic.cli.measure import place
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
@@ -24,7 +23,6 @@ from moesaic.cli.options import (
     Out,
     Overwrite,
     Push,
-    PushPlan,
     Resume,
     Value,
     of_methods,
@@ -37,7 +35,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_file
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, former_options, method_of, renewed, step_config
+from moesaic.recipe import Recipe, checked, method_of, step_config
 
 SELDOM = tuple(field.name for field in fields(Evaluation) if about(field).seldom)
 
@@ -71,18 +69,11 @@ def verb_options(verb: Verb) -> list[Option]:
         rest.append(option(Calibration, "stats"))
     evaluation = [option(Evaluation, name) for name in ("data", "max_tokens", "baselines")]
     common = [*calibration, *evaluation, DEVICE, DTYPE]
-    hidden = [
-        Option(
-            name, former.flag, bool if former.switch else str, f"--{former.name} now.", hidden=True
-        )
-        for name, former in former_options(verb.name).items()
-        if former.flag
-    ]
     visible = [*first, *(o for o in method_options if not o.hidden), *rest]
     visible += [replace(o, common=True) for o in common]
     flags = {o.flag for o in visible}
     seldom = [o for o in method_options if o.hidden and o.flag not in flags]
-    return [*visible, *seldom, *hidden]
+    return [*visible, *seldom]
 
 
 def command(verb: Verb) -> Callable[..., None]:
@@ -100,7 +91,6 @@ def command(verb: Verb) -> Callable[..., None]:
         overwrite: Overwrite = False,
         resume: Resume = False,
         push: Push = "",
-        push_plan: PushPlan = False,
         as_json: AsJson = False,
         **options: Value,
     ) -> None:
@@ -114,7 +104,7 @@ def command(verb: Verb) -> Callable[..., None]:
                 "data is what is measured: name what is trained on, too, with train=FILE, or "
                 "train=shipped for the text that ships."
             )
-        config = methods.get(method_of(verb.name, renewed(verb.name, options)))
+        config = methods.get(method_of(verb.name, options))
         config_fields = {field.name for field in fields(config)} if config else set()
         measured |= taken(extra, (name for name in SELDOM if name not in config_fields))
         if measured and not evaluate:
@@ -129,7 +119,7 @@ def command(verb: Verb) -> Callable[..., None]:
             evaluation=checked(Evaluation, measured, "") if evaluate else None,
             **device,
         )
-        carry_out(recipe, overwrite, resume, as_json, dry_run, push, push_plan)
+        carry_out(recipe, overwrite, resume, as_json, dry_run, push)
 
     run.__name__, run.__doc__ = verb.name, verb.help
     return run
@@ -141,66 +131,36 @@ def command(verb: Verb) -> Callable[..., None]:
 def observe(
     model: Model,
     stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
-    merge: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="STATS",
-            help="Merge this file of the same model in; MODEL is not run. Repeatable.",
-        ),
-    ] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
     """Observe a model once; prune, slim and skip then decide in seconds with --stats."""
-    check_file(stats, STATISTICS, overwrite, [model, *(merge or ())])
-    if not merge:
-        check_name(model)
-    elif options or resume:
-        raise MoesaicError(
-            f"{next(iter(options), 'resume')} is for running MODEL: not with merge={merge[0]}."
-        )
-    named, gram = taken(options, PLACE), taken(options, ("gram_mb",))
-    where = place({**named})
+    check_file(stats, STATISTICS, overwrite, [model])
+    check_name(model)
+    where, gram = place(taken(options, PLACE)), taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
-    from rich.console import Group
-
     from moesaic import api
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
-    from moesaic.estimates import notice_of_observing
-    from moesaic.fitting.redundancy import looking, observed_redundancy
-    from moesaic.observation.files import StatsFile, merge_files
+    from moesaic.observation.files import StatsFile
 
-    alone = process()[1] == 1  # of several processes all would have to look where it is redundant
-    if merge:
-        merge_files(merge, stats)
-    else:
-        if process()[0] == 0:
-            recipe = Recipe(model, "", (), calibration, None, **named)
-            tell(notice_of_observing(recipe, *[looking] if alone else []))
-        api.observe(
-            model,
-            stats,
-            calibration=calibration,
-            **gram,
-            **where,
-            overwrite=overwrite,
-            resume=resume,
-            track=bars,
-        )
+    api.observe(
+        model,
+        stats,
+        calibration=calibration,
+        **gram,
+        **where,
+        overwrite=overwrite,
+        resume=resume,
+        track=bars,
+    )
     if process()[0]:
         return
     header = StatsFile(stats).header
     figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
-    shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
-    if alone and not merge:
-        with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
-            redundancy = observed_redundancy(model, str(stats), bars, **where)
-            figures["redundancy"] = redundancy.as_json()
-            shown.append(redundancy_shown(redundancy))
-    emit(as_json, figures, Group(*shown))
+    emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")
 
 
 def commands() -> None:

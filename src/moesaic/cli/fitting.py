@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from moesaic.cli.commands import check_push, emit, pushed, register, tell
+from moesaic.cli.commands import emit, pushed, register, tell
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
@@ -17,7 +17,6 @@ from moesaic.cli.options import (
     Out,
     Overwrite,
     Push,
-    PushPlan,
     Resume,
     Value,
     option,
@@ -27,6 +26,7 @@ from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
 from moesaic.io.layout import FOLDER, PAGE
+from moesaic.io.names import check_repository
 from moesaic.recipe import Recipe, check_run, checked
 
 
@@ -36,14 +36,14 @@ def fit(
     overwrite: Overwrite = False,
     resume: Resume = False,
     push: Push = "",
-    push_plan: PushPlan = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
     """Find the recipe that loses least within a budget, and carry it out."""
     recipe = search_recipe(model, out, options)
     config = checked(FitConfig, options, "")
-    check_push(push, push_plan)
+    if push:
+        check_repository(push)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from rich.console import Group
 
@@ -60,7 +60,7 @@ def fit(
         outcome = f"No step is worth it at that size. The file alone is in {out}."
         outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
     err_console.print(outcome, soft_wrap=True)
-    upload = pushed(str(out), push, push_plan) if record.steps else {}
+    upload = pushed(str(out), push) if record.steps else {}
     emit(as_json, {**record.output(), **upload}, shown)
 
 
@@ -109,5 +109,6 @@ def tried(candidates: list[Value]) -> Value:
 
 def commands() -> None:
     """Make the command."""
-    every = search_options(*(field.name for field in fields(FitConfig)))
+    names = (field.name for field in fields(FitConfig))
+    every = search_options(*(name for name in names if name != "confirm"))
     register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", every)

@@ -16,7 +16,6 @@ import typer
 from moesaic.cli.commands import (
     GUIDE,
     app,
-    check_push,
     emit,
     fail,
     pushed,
@@ -123,7 +122,7 @@ def guide(
         )
         goal, points = explored(search, goal, asks_again)
         rounding = search.trials.baselines() if goal.size == "memory" else []
-    err_console.print(drawn(points, rounding, goal, situation))
+    err_console.print(drawn(points, rounding, situation))
     if advice := better_rounded(points, rounding):
         err_console.print(advice)
     chosen = goal.best(points)
@@ -306,26 +305,15 @@ def _budgets(situation: Situation, kind: str, limit: float, native: bool) -> lis
 # --- what came of it -----------------------------------------------------------------------------
 
 
-def drawn(
-    points: Sequence[Candidate], rounding: Sequence[JSON], goal: Goal, situation: Situation
-) -> Value:
-    """The frontier as a picture in the terminal, and as a table."""
-    from rich.console import Group
+def drawn(points: Sequence[Candidate], rounding: Sequence[JSON], situation: Situation) -> Table:
+    """Return the frontier as a table."""
+    from moesaic.report.numbers import memory
 
-    from moesaic.report.console import plane
-    from moesaic.report.numbers import count, memory, rate
-
-    unit = 1 if goal.size == "active_parameters" else 2**20
-    ours = [(getattr(c.weight, goal.size) / unit, c.kl, str(n)) for n, c in enumerate(points, 1)]
-    theirs = [(baseline["memory"] / unit, baseline["kl"], "·") for baseline in rounding]
-    name = "parameters a token uses" if unit == 1 else "MiB"
-    write = count if unit == 1 else rate
-    picture = plane([*theirs, *ours], f"KL from the original over {name}", write)
     table = _table(points, rounding)
     original = memory(situation.bytes)
     table.caption = f"The original takes {original}."
     table.caption += " · is rounding alone, as llama.cpp's files are." if rounding else ""
-    return Group(picture, table)
+    return table
 
 
 def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:
@@ -556,8 +544,7 @@ class Session:
     def _push(self, number: int) -> None:
         if not (repo := self._asked("Repository, such as you/name (empty: back)", "")):
             return
-        check_push(repo, plan_only=False)
-        pushed(str(self._folder(number)), repo, plan_only=False)
+        pushed(str(self._folder(number)), repo)
 
 
 def commands() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.commands import columns, emit, register, tell
+from moesaic.cli.commands import columns, emit, register
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
 from moesaic.config import (
     Bench,
@@ -26,20 +25,12 @@ from moesaic.recipe import Recipe
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from moesaic.fitting.redundancy import Redundancy
 
 Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
 Original = Annotated[
     str | None,
     typer.Option(
         metavar="ORIGINAL", help="Measured beside it, and compared with it token by token."
-    ),
-]
-
-Mtp = Annotated[
-    bool,
-    typer.Option(
-        "--mtp", help="Tell how many drafts of its multi-token-prediction layers are accepted."
     ),
 ]
 
@@ -53,7 +44,6 @@ def place(options: JSON) -> JSON:
 def evaluate(
     model: Model,
     against: Original = None,
-    mtp: Mtp = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
@@ -66,13 +56,9 @@ def evaluate(
     settings = {**options, **where}
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
-    from moesaic.estimates import notice_of_scoring
     from moesaic.metrics.evaluate import evaluate
 
-    if not process()[0]:
-        names = [model] if against is None else [model, against]
-        tell(notice_of_scoring(names, evaluation, **where, mtp=mtp))
-    result = evaluate(model, against=against, mtp=mtp, **settings, track=bars).as_json()
+    result = evaluate(model, against=against, **settings, track=bars).as_json()
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
@@ -136,20 +122,9 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **opti
     emit(as_json, result, Group(table, *sentences))
 
 
-def inspect(
-    model: Model,
-    stats: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="STATS",
-            help="A file of observe: tell too where the mixture is redundant, which runs it.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def inspect(model: Model, as_json: AsJson = False) -> None:
     """What a checkpoint is made of, layer by layer; reads no weights."""
     check_name(model)
-    from rich.console import Group
     from rich.table import Table
 
     from moesaic.metrics.size import inspect
@@ -166,25 +141,7 @@ def inspect(
         f"{figures['total_parameters']:,} parameters, of which a token uses "
         f"{figures['active_parameters']:,}; without embeddings {figures['active_ratio']:.1%}"
     )
-    output: list[Value] = [table]
-    if stats is not None:
-        from moesaic.cli.bars import bars
-        from moesaic.fitting.redundancy import observed_redundancy
-
-        redundancy = observed_redundancy(model, str(stats), bars)
-        figures["redundancy"] = redundancy.as_json()
-        output.append(redundancy_shown(redundancy))
-    emit(as_json, figures, Group(*output))
-
-
-def redundancy_shown(redundancy: Redundancy) -> Group:
-    """Where a mixture is redundant: a paragraph and a picture."""
-    from rich.console import Group
-
-    from moesaic.report.console import plane
-
-    title = "KL over the percentage that goes: d drops experts, n narrows each"
-    return Group(redundancy.summary, plane(redundancy.points, title))
+    emit(as_json, figures, table)
 
 
 def generate(

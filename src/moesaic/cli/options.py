@@ -47,9 +47,6 @@ Push = Annotated[
     str,
     typer.Option("--push", metavar="REPO", help="Upload the result to this repository of the hub."),
 ]
-PushPlan = Annotated[
-    bool, typer.Option("--push-plan", help="Of the result the plan alone, for apply to rebuild it.")
-]
 
 Value: TypeAlias = Any
 """A value that typer has read."""

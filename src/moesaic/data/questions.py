@@ -10,13 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesaic.errors import MoesaicError, how_to_install
+from moesaic.foreign import JSON
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 HEADLINE = ("acc_norm", "acc", "exact_match", "f1")
 """The metrics that a task is summed up by; the first that it has."""
-BETWEEN = "\n\n"
-"""Between an example and what follows it."""
 FIELDS = '{"question": "...", "choices": ["...", "..."], "answer": 0}'
 
 
@@ -46,30 +49,6 @@ ToMoE's comparison with mixtures made by others (its Table 5)."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question, its choices, and the right one."""
-
-    question: str
-    choices: tuple[str, ...]
-    answer: int
-    """Of the right choice, from 0."""
-
-    @property
-    def prompt(self) -> str:
-        """The text that a choice is to continue."""
-        return f"Question: {self.question}\nAnswer:"
-
-    def continuation(self, choice: int) -> str:
-        """A choice as it continues the prompt."""
-        return f" {self.choices[choice]}"
-
-    @property
-    def solved(self) -> str:
-        """The question with its answer, as an example for others."""
-        return self.prompt + self.continuation(self.answer)
-
-
-@dataclass(frozen=True)
 class Task:
     """One task that was asked for."""
 
@@ -77,8 +56,35 @@ class Task:
     """Of the task, or of its file without the ending."""
     shots: int | None = None
     """Examples before each question; None for the task's own."""
-    questions: tuple[Question, ...] = ()
-    """Of a local file; empty for a task of lm-eval."""
+    questions: tuple[JSON, ...] = ()
+    """Rows of a local file; empty for a task that lm-eval has."""
+
+    @property
+    def called(self) -> str:
+        """The name by which lm-eval knows it; a file may be called as one of its own tasks is."""
+        return f"{self.name}.jsonl" if self.questions else self.name
+
+    @property
+    def request(self) -> str | JSON:
+        """The task as lm-eval takes it: its name, or its config."""
+        if not self.questions:
+            return self.name
+
+        def data(**_: object) -> dict[str, Dataset]:
+            from datasets import Dataset
+
+            return {"test": Dataset.from_list([*self.questions])}
+
+        return {
+            "task": self.called,
+            "custom_dataset": data,
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "Question: {{question}}\nAnswer:",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        }
 
 
 def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None) -> list[Task]:
@@ -103,7 +109,14 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     chosen: list[Task] = []
     for name in names:
         if name.endswith((".jsonl", ".json")):
-            chosen.append(_local(Path(name).expanduser(), shots))
+            file = Path(name).expanduser()
+            questions = read_questions(file)
+            if (shots or 0) >= len(questions):
+                raise MoesaicError(
+                    f"shots {shots}: the examples are other questions of the file, and {file} has "
+                    f"{len(questions)}; lower it, or give more questions."
+                )
+            chosen.append(Task(file.stem, shots or 0, tuple(questions)))
         elif name in PRESETS:
             chosen += [Task(t, default if shots is None else shots) for t, default in PRESETS[name]]
         else:
@@ -111,34 +124,20 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     double = {task.name for task in chosen if [t.name for t in chosen].count(task.name) > 1}
     if double:
         raise MoesaicError(f"tasks names {', '.join(sorted(double))} twice; leave one out.")
-    named = [task.name for task in chosen if not task.questions]
-    if named and importlib.util.find_spec("lm_eval") is None:
-        raise MoesaicError(
-            f"tasks {named[0]!r} is a task of lm-eval, which is not here: "
-            f"{how_to_install('tasks')}, or give a FILE.jsonl of questions."
-        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise MoesaicError(f"tasks needs lm-eval, which is not here: {how_to_install('tasks')}.")
     return chosen
 
 
-def _local(file: Path, shots: int | None) -> Task:
-    questions = read_questions(file)
-    if shots and shots >= len(questions):
-        raise MoesaicError(
-            f"shots {shots}: the examples are other questions of the file, and {file} has "
-            f"{len(questions)}; lower it, or give more questions."
-        )
-    return Task(file.stem, shots or 0, tuple(questions))
-
-
-def read_questions(file: Path) -> list[Question]:
-    """The questions of a file, one JSON object a line.
+def read_questions(file: Path) -> list[JSON]:
+    """Return the questions of a file, one JSON object a line, with indices for answers.
 
     Raises:
         MoesaicError: there is no such file, or a line is not as it should be; says which.
     """
     if not file.is_file():
         raise MoesaicError(f"tasks: no file at {file}.")
-    questions = []
+    questions: list[JSON] = []
     try:
         lines = file.read_text("utf-8-sig").split("\n")  # JSON may hold other ends of lines
     except UnicodeDecodeError as error:
@@ -156,7 +155,7 @@ def read_questions(file: Path) -> list[Question]:
     return questions
 
 
-def _question(row: object) -> Question:
+def _question(row: object) -> JSON:
     """A line of a file.
 
     Raises:
@@ -174,7 +173,8 @@ def _question(row: object) -> Question:
         raise ValueError("choices is not a list of two or more")
     if not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("a choice is not text")
-    return Question(question, tuple(choices), _right_one(row["answer"], choices))
+    answer = _right_one(row["answer"], choices)
+    return {"question": question, "choices": choices, "answer": answer}
 
 
 def _right_one(answer: object, choices: Sequence[str]) -> int:
@@ -197,9 +197,3 @@ def _right_one(answer: object, choices: Sequence[str]) -> int:
                 return labels.index(answer)
     accepted = f"0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or a choice itself"
     raise ValueError(f"answer {answer!r} is none of {accepted}")
-
-
-def context(questions: Sequence[Question], number: int, shots: int) -> str:
-    """A question's prompt behind the first ``shots`` other questions of its file, solved."""
-    others = [q.solved for i, q in enumerate(questions[: shots + 1]) if i != number][:shots]
-    return BETWEEN.join([*others, questions[number].prompt])

@@ -24,11 +24,9 @@ from moesaic.data.reader import (
     Rows,
     drawn_from,
     open_rows,
-    shipped_texts,
 )
 from moesaic.data.rows import PromptAnswer, Row, asked, text_of
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
-from moesaic.data.text_source import text_sources
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Tokenizer
 
@@ -255,28 +253,6 @@ def training_text(
     if steps is not None and not rows.at_hand:
         return PackedText(text, tokenizer, length, seed, answers=answers)
     return _whole(rows, tokenizer, length, answers)
-
-
-def foretold_tokens(source: str) -> int | None:
-    """About as many tokens as a text has, told without reading it: four bytes each.
-
-    Args:
-        source: as for :func:`moesaic.data.text_source.text_sources`.
-
-    Returns:
-        None where the text does not lie here.
-    """
-    sources = text_sources(source)
-    files = [Path(part.name) for part in sources]
-    if not all(part.shipped or file.is_file() for part, file in zip(sources, files, strict=True)):
-        return None
-    sizes = [
-        sum(map(len, shipped_texts("calibration", part.domain)))
-        if part.shipped
-        else file.stat().st_size // (2 if part.tokenised else 1)
-        for part, file in zip(sources, files, strict=True)
-    ]
-    return sum(sizes) // 4
 
 
 def training_examples(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch import decilm
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.exports.form import CODE, Export, base_config
+from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import (
     TARGETS,
     Header,
@@ -24,8 +21,7 @@ from moesaic.exports.targets import (
     Target,
     backbone_of,
     filled,
-    head_dim_of,
-    windowed,
+    smallest,
 )
 from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint, Writer, skeleton
@@ -38,16 +34,12 @@ _SHARED_SETTINGS = (
     "bos_token_id", "eos_token_id", "rope_parameters", "dtype",
 )  # fmt: skip
 """Config attributes that mean the same in every architecture of the table."""
-DECI, DECI_BASES = "deci", ("llama", "mistral", "qwen2")
-"""DeciLM as llama.cpp calls it, and the dense architectures that compute what it does."""
 
 
 # --- carved layers as experts --------------------------------------------------------------------
 
 
-def as_experts(
-    source: Source, arch: Arch, headers: Sequence[Header | None], target: str, ep: int
-) -> Export:
+def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
     """The target that holds all layers with the fewest active neurons.
 
     Args:
@@ -55,7 +47,6 @@ def as_experts(
         arch: its architecture.
         headers: of every layer, None for those that were not carved.
         target: the only one to consider, if given.
-        ep: what the number of experts must be a multiple of.
 
     Raises:
         MoesaicError: none does; the message says what each lacks.
@@ -70,15 +61,12 @@ def as_experts(
     options: list[tuple[int, int, Target, Sizes]] = []
     reasons: list[str] = []
     for candidate in candidates:
-        sizes = candidate.sizes(headers, widths)
-        sizes = replace(sizes, experts=ep * -(-sizes.experts // ep))
+        sizes = smallest(headers, widths)
         lacks = _lacks(candidate, config, sizes) or _repeats(headers, sizes)
         if lacks:
             reasons.append(f"{candidate.model_type} lacks {lacks}")
         else:
-            dense = sum(widths[: sizes.dense])
-            active = dense + (len(widths) - sizes.dense) * sizes.active_width
-            options.append((active, len(options), candidate, sizes))
+            options.append((len(widths) * sizes.active_width, len(options), candidate, sizes))
     if not options:
         raise MoesaicError(f"No architecture holds this model exactly: {'; '.join(reasons)}.")
     active, _, chosen, sizes = min(options, key=lambda option: option[:2])
@@ -129,10 +117,7 @@ def _costs(
     each = sizes.shared + sizes.experts * sizes.width
     return {
         "active_neurons": [run, active],
-        "stored_neurons": [
-            stored,
-            sum(widths[: sizes.dense]) + (len(widths) - sizes.dense) * each,
-        ],
+        "stored_neurons": [stored, len(widths) * each],
         "experts": [max(len(h["petals"]) for h in headers if h), sizes.experts],
     }
 
@@ -165,7 +150,7 @@ def _write_carved(
     sizes: Sizes,
     writer: Writer,
 ) -> None:
-    blocks = {arch.ffn_prefix(i): i for i in range(sizes.dense, len(headers))}
+    blocks = {arch.ffn_prefix(i): i for i in range(len(headers))}
     for name in checkpoint.names():
         if not any(name.startswith(prefix) for prefix in blocks):
             writer.add(name, checkpoint.tensor(name))
@@ -188,86 +173,39 @@ def _write_carved(
 
 
 def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
-    """Static pruning and the like: DeciLM, or one intermediate size, filled up with zeros.
+    """Static pruning and the like: one intermediate size, filled up with zeros.
 
     Args:
         source: the pruned model.
         arch: its architecture.
         headers: of every layer.
-        target: ``deci`` or the base's own; empty for the former where widths differ, if it can.
+        target: the base's own, or empty.
 
     Raises:
-        MoesaicError: the target is another one, or does not compute as the base does.
+        MoesaicError: the target is another one.
     """
     widths = _source_widths(source)
     config = base_config(source.config, arch)
     config.intermediate_size = max(widths)
-    lacks = _decilm_lacks(config, widths)
-    if target not in ("", DECI, arch.model_type):
-        raise MoesaicError(
-            f"Without experts it is exported as {arch.model_type} or {DECI}, not {target}."
-        )
-    if target == DECI and lacks:
-        raise MoesaicError(
-            f"{DECI} lacks {lacks}: {arch.model_type} holds this model, padded with zeros."
-        )
-    new_widths = [max(widths)] * len(widths)
-    code = None
-    if target == DECI or (not target and not lacks and widths != new_widths):
-        new_widths, code = widths, Path(decilm.__file__)
-        config = _decilm_config(config, widths)
+    if target not in ("", arch.model_type):
+        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    width = max(widths)
 
     def write(writer: Writer) -> None:
         checkpoint = source.checkpoint
-        blocks = {arch.ffn_prefix(i): width for i, width in enumerate(new_widths)}
+        blocks = tuple(arch.ffn_prefix(i) for i in range(len(widths)))
         for name in checkpoint.names():
-            if not name.startswith(tuple(blocks)):
+            if not name.startswith(blocks):
                 writer.add(name, checkpoint.tensor(name))
-        for prefix, width in blocks.items():
+        for prefix in blocks:
             ffn, _ = _read_ffn(checkpoint, prefix, arch.ffn)
             for name, tensor in _ffn_tensors(filled(ffn, width), arch.ffn).items():
                 writer.add(prefix + name, tensor)
-        if code is not None and arch.model_type == "qwen2":
-            for i in range(len(new_widths)):
-                attention = f"{arch.layer_prefix(i)}self_attn."
-                like = checkpoint.tensor(f"{attention}q_proj.bias")
-                writer.add(f"{attention}o_proj.bias", like.new_zeros(config.hidden_size))
         writer.close()
 
-    neurons = [sum(widths), sum(new_widths)]
+    neurons = [sum(widths), len(widths) * width]
     costs = {"active_neurons": neurons, "stored_neurons": neurons}
-    return Export(config, write, costs, code=code)
-
-
-def _decilm_lacks(config: Config, widths: Sequence[int]) -> str | None:
-    """What a Llama whose layers differ in width does not compute of a dense model."""
-    if config.model_type not in DECI_BASES:
-        return f"the attention of {config.model_type}"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"the activation {config.hidden_act}"
-    if not all(widths):
-        return "layers without neurons"  # llama.cpp would leave out their attention, too
-    return "sliding-window attention" if windowed(config) else None
-
-
-def _decilm_config(config: Config, widths: Sequence[int]) -> Config:
-    """A config as DeciLM's, with a width for each layer.
-
-    All four projections of attention have a bias there, or none has: Qwen2's output projection gets
-    one of zeros.
-    """
-    settings = {
-        **_shared_settings(config),
-        "intermediate_size": config.intermediate_size,
-        "head_dim": head_dim_of(config),
-        "attention_bias": getattr(config, "attention_bias", config.model_type == "qwen2"),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-    }
-    deci: Config = decilm.DeciLMConfig(block_configs=decilm.blocks_of(widths, settings), **settings)
-    deci.architectures = [decilm.DeciLMForCausalLM.__name__]
-    kinds = {"AutoConfig": decilm.DeciLMConfig, "AutoModelForCausalLM": decilm.DeciLMForCausalLM}
-    deci.auto_map = {auto: f"{CODE}.{kind.__name__}" for auto, kind in kinds.items()}
-    return deci
+    return Export(config, write, costs)
 
 
 def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:

@@ -16,9 +16,7 @@ text otherwise than transformers. They get the order of their merges for scores.
 It asks Qwen's mixtures for layers that predict further tokens, which transformers does not write:
 where a checkpoint has none, it is told so.
 
-Of DeciLM's layers it reads widths in multiples of 256, which NVIDIA's models have, and vocabularies
-that are SentencePiece's or Llama 3's. Its own way for one width takes a list as well; vocabularies
-are those of Llamas. What a config of ours says of layers that differ, it is told in its own words.
+What a Nemotron-H config of ours says of layers that differ, it is told in its own words.
 
 It calls a model by its folder, and says what the card there does. A model that is on its way into a
 file is in a folder that nobody named: what is said is of another one.
@@ -46,15 +44,13 @@ def main(request: str) -> None:
     if settings:  # transformers loads no tokenizer beside a config that it does not know
         importlib.import_module("moesaic")
     split = importlib.util.find_spec("conversion")  # into one file a family, lately
-    glm, deci, llama, base = (
+    glm, base = (
         importlib.import_module(f"conversion.{name}") if split else converter
-        for name in ("glm", "deci", "llama", "base")
+        for name in ("glm", "base")
     )
     base.ModelBase.no_mtp = not predicting
     base.ModelBase.settings = settings  # looked at there: one model never gets another's
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
-    deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
-    deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
     gguf = importlib.import_module("gguf")  # the converter's own
     gguf.LlamaHfVocab.get_token_score = lambda self, token: scores(self.fname_tokenizer).get(
         token, UNMERGED

@@ -18,9 +18,6 @@ from moesaic.foreign import Config, Values
 from moesaic.io.checkpoint import Writer
 from moesaic.io.prediction import leave_out
 
-CODE = "modeling_decilm"
-"""The module beside an export's weights that has its classes."""
-
 
 @dataclass(frozen=True)
 class Export:
@@ -32,8 +29,6 @@ class Export:
     """Neurons before and after filling up, by name."""
     exact: bool = True
     """False where weights that should be one are nearly one."""
-    code: Path | None = None
-    """The file of its classes, where transformers has none; it goes along as :data:`CODE`."""
 
     @property
     def model_type(self) -> str:

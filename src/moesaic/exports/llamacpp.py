@@ -23,8 +23,8 @@ from moesaic.config import ExportArgs
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.engines import limits
 from moesaic.exports.form import base_config, run_script
+from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.live import Live, Types
 from moesaic.exports.mixed import (
     TYPES,
@@ -36,7 +36,6 @@ from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
 from moesaic.foreign import JSON, Config, Track, silent
 from moesaic.io.checkpoint import shape_of
-from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
@@ -55,13 +54,13 @@ NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 """No text for k-quants; windows of it, and their tokens."""
 
 
-def find_converter(path: str | Path = "") -> Path:
-    """llama.cpp's ``convert_hf_to_gguf.py``: given, in the folder $LLAMA_CPP, or on the PATH.
+def find_converter() -> Path:
+    """Return llama.cpp's ``convert_hf_to_gguf.py``: at or in $LLAMA_CPP, or on the PATH.
 
     Raises:
         MoesaicError: it is not there; the message says how to get it.
     """
-    place = path or os.environ.get(VARIABLE) or shutil.which(SCRIPT)
+    place = os.environ.get(VARIABLE) or shutil.which(SCRIPT)
     if place:
         file = Path(place).expanduser()
         file = file / SCRIPT if file.is_dir() else file
@@ -104,7 +103,7 @@ def export_gguf(
             compute something else; nothing is left at ``out``.
     """
     args = args or ExportArgs(to="gguf")
-    script, out = find_converter(args.converter), Path(out)
+    script, out = find_converter(), Path(out)
     plain = args.type in CONVERTED and args.memory is None
     if not plain:
         library()
@@ -113,19 +112,14 @@ def export_gguf(
     with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder, config = source.folder, source.config
-        other = args.target or args.untie or args.ep > 1
-        if not other and puzzle_settings(config):  # no class of transformers could verify it
+        if not args.target and puzzle_settings(config):  # no class of transformers could verify it
             config = base_config(config, base_arch(config))
             record = {"model_type": config.model_type}
-        elif other or config.model_type.startswith(PREFIX):
+        elif args.target or config.model_type.startswith(PREFIX):
             folder = place / "native"
             record = export_native(model, folder, args)
-            record.pop("trust_remote_code", None)  # llama.cpp has a class of its own
-        elif isinstance(source.checkpoint, GgufCheckpoint):
-            folder = place / "plain"
-            source.checkpoint.unpack(folder)
-        lacks = record.get("engines", limits(config))["llama.cpp"]
-        if lacks:
+            config = resolve(str(folder)).config
+        if lacks := lacking(config):
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = place / "model.gguf"
         convert(script, folder, source.folder, work, args.type if plain else "f32")
@@ -225,10 +219,6 @@ class Rounding:
         file = self._kept
         return Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
 
-    def unmeasured(self, types: Sequence[str]) -> list[str]:
-        """The types of tensors of which it is not known what they lose."""
-        return _new(types, self._table())
-
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""
         table = self._table()
@@ -264,24 +254,11 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(predicts(name, layers) for name in source.checkpoint.names())
-    settings = _by_layer_settings(source.config)
+    settings = puzzle_settings(source.config)
     request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, settings])
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
-
-
-def _by_layer_settings(config: Config) -> JSON:
-    """What the converter reads instead of a config's own words, where its layers differ.
-
-    Args:
-        config: of a DeciLM as it is read, or as of :func:`puzzle_settings`; others need nothing.
-    """
-    header = getattr(config, "moesaic", None)
-    if header is None:
-        return {}
-    widths = {"intermediate_size": header["base"]["widths"], "block_configs": None}
-    return puzzle_settings(config) or widths
 
 
 def puzzle_settings(config: Config) -> JSON:

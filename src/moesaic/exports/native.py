@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,13 +16,12 @@ from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.as_experts import as_experts, narrowed
-from moesaic.exports.engines import limits
-from moesaic.exports.form import CODE, Export, run_script
+from moesaic.exports.form import Export, run_script
 from moesaic.exports.reduced import reduced
 from moesaic.exports.targets import TARGETS
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter, path_of, shape_of
+from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
@@ -49,14 +47,12 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to make.
-        args: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, ``deci``, or empty
-            for the architecture with the fewest active neurons; its ``type`` is not used.
+        args: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, or empty for the
+            architecture with the fewest active neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
     Returns:
-        ``model_type``, ``exact``, what :func:`verify` found, ``engines`` (what each lacks),
-        ``costs``; ``trust_remote_code`` where transformers and vLLM need it for a class that lies
-        beside the weights.
+        ``out``, ``model_type``, ``exact``, what :func:`verify` found, and ``costs``.
 
     Raises:
         MoesaicError: no architecture holds the model; nothing is left at ``out``.
@@ -64,22 +60,20 @@ def export_native(
     source = resolve(model)
     check_out(Path(out), overwrite, [model])
     args = args or ExportArgs()
-    export = decide(source, args.target, args.ep)
+    export = decide(source, args.target)
     with whole_folder(Path(out), overwrite, [model]) as folder:
-        write(source, export, folder, args.untie)
+        write(source, export, folder)
         differences = verify(source, folder, export.exact)
     return {
         "out": str(out),
         "model_type": export.model_type,
         "exact": export.exact,
         **differences,
-        "engines": limits(export.config, args.ep),
         "costs": dict(export.costs),
-        **({} if export.code is None else {"trust_remote_code": True}),
     }
 
 
-def decide(source: Source, target: str = "", ep: int = 1) -> Export:
+def decide(source: Source, target: str = "") -> Export:
     """The architecture that holds a model, and the way to write it.
 
     Raises:
@@ -103,27 +97,19 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
                 f"target {target!r}: a mixture stays what it is, here {arch.model_type}; carved "
                 f"models may become {others}."
             )
-        return reduced(source, arch, stacks, ep)
+        return reduced(source, arch, stacks)
     if source.beside:
         raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
     if any(header and header.get("petals") for header in layers):
-        return as_experts(source, arch, layers, target, ep)
+        return as_experts(source, arch, layers, target)
     return narrowed(source, arch, layers, target)
 
 
-def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
+def write(source: Source, export: Export, folder: Path) -> None:
     """Write what was decided into an existing folder, unverified."""
     writer = ShardWriter(folder)
-    if untie and getattr(export.config, "tie_word_embeddings", False):
-        export.config.tie_word_embeddings = False
-        model = shape_of(source.config)
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = source.naming.read(f"{path_of(model, embedding)}.weight")
-        writer.add(f"{path_of(model, head)}.weight", tied)
     export.write(writer)
-    if export.code is not None:
-        shutil.copyfile(export.code, folder / f"{CODE}.py")
     write_config(export.config, folder)
     source.checkpoint.copy_side_files(folder)
 
@@ -150,8 +136,7 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         ids_file, logits_file = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
         save_file({"input_ids": ids}, ids_file)
-        own_code = any(folder.glob("*.py"))  # which we wrote: a source's is never copied
-        request = json.dumps([str(folder), str(ids_file), str(logits_file), own_code])
+        request = json.dumps([str(folder), str(ids_file), str(logits_file)])
         trouble = run_script("plain.py", request, HF_MODULES_CACHE=place)
         if trouble is not None:
             raise MoesaicError(f"The export does not load in plain transformers: {trouble}")

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.native.verify` sends."""
-    folder, ids_file, logits_file, own_code = json.loads(request)
+    folder, ids_file, logits_file = json.loads(request)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         output_loading_info=True,
-        trust_remote_code=own_code,
+        trust_remote_code=False,
     )
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if loaded.get(trouble):

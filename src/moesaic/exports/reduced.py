@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -28,16 +27,13 @@ from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, si
 ALIGNED = aligned(1)
 
 
-def reduced(
-    source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]], ep: int
-) -> Export:
+def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
     """Fewer experts or dense layers: one count, one dense width, filled up where that is exact.
 
     Args:
         source: the reduced model.
         arch: its architecture.
         stacks: headers by converted layer.
-        ep: the number of experts must be a multiple of it.
 
     Raises:
         MoesaicError: its own architecture cannot hold it.
@@ -45,7 +41,7 @@ def reduced(
     mixture = _Reduced(source, arch, stacks)
     if mixture.counts:
         mixture.widen()
-        mixture.fill_up(ep)
+        mixture.fill_up()
     mixture.drop()
     config = mixture.holding()
     return Export(config, mixture.write, mixture.costs)
@@ -107,15 +103,14 @@ class _Reduced:
             before = sum(view.count * view.width for view in views.values())
             self.costs["expert_neurons"] = [before, sum(self.counts.values()) * wide]
 
-    def fill_up(self, ep: int) -> None:
+    def fill_up(self) -> None:
         """Give all layers that route one number of experts, with ones that are never chosen.
 
         Raises:
             MoesaicError: the router cannot leave an expert out.
         """
         counts, groups = self.counts, self.arch.group_count(self.config)
-        unit = math.lcm(ep, groups)
-        count = unit * -(-max(counts.values()) // unit)
+        count = groups * -(-max(counts.values()) // groups)
         if set(counts.values()) != {count}:
             if self.arch.never is None:
                 raise MoesaicError(

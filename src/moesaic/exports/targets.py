@@ -2,7 +2,7 @@
 
 A carved layer is a backbone that every token runs and petals of which it runs one, with weight one
 (MoRE, Eq. 12). A target holds it as a shared expert and routed experts: the softmax over a single
-chosen logit is one, and so is a sigmoid divided by itself. All layers have one size there; what a
+chosen logit is one. All layers have one size there; what a
 layer has not is filled up with zeros, which changes no value and costs time and memory.
 
 Of several petals each has weight one, and native routers give weights that sum to one: about 1 / k
@@ -41,8 +41,6 @@ Tensors = Iterator[tuple[str, Tensor]]
 class Sizes:
     """The sizes that one config gives to all layers."""
 
-    dense: int
-    """Leading layers without experts."""
     shared: int
     """Neurons that every token runs."""
     experts: int
@@ -82,14 +80,14 @@ class Layer:
         real = [replace(e, down_DM=e.down_DM * sizes.top_k) for e in real]
         return real + real[:1] * (sizes.experts - len(real))
 
-    def router(self, sizes: Sizes, limit: float = math.inf) -> Tensor:
-        """One row an expert (E, D), float32, scaled so that no logit is beyond ``limit``, nor
-        beyond :data:`SMALL` where a token runs several."""
+    def router(self, sizes: Sizes) -> Tensor:
+        """One row an expert (E, D), float32, scaled so that no logit is beyond :data:`SMALL` where
+        a token runs several."""
         if self.router_RD is None:
             return torch.zeros(sizes.experts, self.ffn.up_MD.shape[1])
         missing = sizes.experts - len(self.petals)
         router_ED = torch.cat([self.router_RD, self.router_RD[:1].expand(missing, -1)])
-        limit = min(limit, math.inf if sizes.top_k == 1 else SMALL)
+        limit = math.inf if sizes.top_k == 1 else SMALL
         return router_ED * _scale_of(router_ED, self.norm_D, limit)
 
 
@@ -127,7 +125,6 @@ def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
     carved = [header for header in headers if header is not None]
     petals = [p for header in carved for p in header["petals"]]
     return Sizes(
-        dense=0,
         shared=max(map(backbone_of, headers, widths)),
         experts=max((len(header["petals"]) for header in carved), default=0),
         width=aligned(max(petals, default=0)),
@@ -144,29 +141,7 @@ def aligned(width: int) -> int:
     return 8 * -(-width // 8)
 
 
-def _leading_dense(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
-    """The same, for a target whose first layers may be dense and whose shared expert is a
-    multiple of a routed one: the multiple with the fewest active neurons."""
-    dense = next((i for i, h in enumerate(headers) if h is not None), len(headers))
-    least = smallest(headers[dense:], widths[dense:]) if dense < len(headers) else None
-    if least is None or not least.experts:
-        return smallest(headers, widths)
-    options = []
-    for multiple in range(1, math.ceil(least.shared / least.width) + 1):
-        width = max(least.width, aligned(math.ceil(least.shared / multiple)))
-        options.append(((multiple + least.top_k) * width, multiple, width))
-    _, multiple, width = min(options, default=(0, 1, least.width))
-    return replace(least, dense=dense, shared=multiple * width, width=width)
-
-
 # --- what the targets make of a layer ------------------------------------------------------------
-
-
-def _gated(prefix: str, ffn: DenseFFN) -> Tensors:
-    assert ffn.gate_MD is not None
-    yield f"{prefix}gate_proj.weight", ffn.gate_MD
-    yield f"{prefix}up_proj.weight", ffn.up_MD
-    yield f"{prefix}down_proj.weight", ffn.down_DM
 
 
 def _both(ffn: DenseFFN) -> Tensor:
@@ -184,17 +159,6 @@ def _granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
     yield f"{block}input_linear.weight", torch.stack([_both(e) for e in experts])
     yield f"{block}output_linear.weight", torch.stack([e.down_DM for e in experts])
     yield f"{block}router.layer.weight", layer.router(sizes)
-
-
-def _glm_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
-    """GLM4-MoE: the chosen expert's sigmoid is divided by itself, so it must be neither 0 nor lost
-    against 1: the rows are scaled so that no logit is beyond 4."""
-    block = f"{prefix}mlp."
-    yield from _gated(f"{block}shared_experts.", layer.shared(sizes))
-    for e, expert in enumerate(layer.experts(sizes)):
-        yield from _gated(f"{block}experts.{e}.", expert)
-    yield f"{block}gate.weight", layer.router(sizes, limit=4)
-    yield f"{block}gate.e_score_correction_bias", torch.zeros(sizes.experts)
 
 
 def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
@@ -227,7 +191,6 @@ class Target:
     model_type: str
     bases: Collection[str]
     """Dense architectures whose attention, norms and embeddings it has under the same names."""
-    sizes: Callable[[Sequence[Header | None], Sequence[int]], Sizes]
     settings: Callable[[Config, Sizes], JSON]
     """Its own config attributes, from the base's config."""
     tensors: Callable[[str, Layer, Sizes], Tensors]
@@ -250,26 +213,6 @@ def _granite_settings(config: Config, sizes: Sizes) -> JSON:
             name: getattr(config, name, 1.0)
             for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
         },
-    }
-
-
-def _glm_settings(config: Config, sizes: Sizes) -> JSON:
-    return {
-        "intermediate_size": config.intermediate_size,
-        "moe_intermediate_size": sizes.width,
-        "n_shared_experts": sizes.shared // sizes.width,
-        "n_routed_experts": sizes.experts,
-        "num_experts_per_tok": sizes.top_k,
-        "first_k_dense_replace": sizes.dense,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 0,
-        "head_dim": head_dim_of(config),
-        "attention_bias": config.model_type == "qwen2",
-        "use_qk_norm": config.model_type == "qwen3",
-        "rope_parameters": {"partial_rotary_factor": 1.0, **config.rope_parameters},
     }
 
 
@@ -299,14 +242,6 @@ def _granite_lacks(config: Config, sizes: Sizes) -> str | None:
     return "sliding-window attention" if windowed(config) else None
 
 
-def _glm_lacks(config: Config, sizes: Sizes) -> str | None:
-    if windowed(config):
-        return "sliding-window attention"
-    if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
-        return "a bias of the attention's output projection"
-    return None
-
-
 def _mixtral_lacks(config: Config, sizes: Sizes) -> str | None:
     if sizes.shared:
         return "a backbone that every token runs"
@@ -317,7 +252,6 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "mixtral",
         bases=("llama", "mistral"),
-        sizes=smallest,
         settings=_mixtral_settings,
         tensors=_mixtral_tensors,
         lacks=_mixtral_lacks,
@@ -325,18 +259,9 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "granitemoeshared",
         bases=("llama", "mistral", "granite"),
-        sizes=smallest,
         settings=_granite_settings,
         tensors=_granite_tensors,
         lacks=_granite_lacks,
-    ),
-    Target(
-        "glm4_moe",
-        bases=("llama", "mistral", "qwen2", "qwen3"),
-        sizes=_leading_dense,
-        settings=_glm_settings,
-        tensors=_glm_tensors,
-        lacks=_glm_lacks,
     ),
 )
 """In order of preference where equally many neurons are active."""

@@ -14,22 +14,17 @@ from functools import cached_property
 
 from moesaic.config import ExportArgs, MethodConfig, in_unit
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Stage, choosing_types, comparing
 from moesaic.exports.live import Types
 from moesaic.exports.mixed import Sensitivities
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, ending, filed
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.redundancy import WINDOWS
 from moesaic.fitting.search import FAR, Search
 from moesaic.fitting.sizes import Steps, conversions
 
 JOINT = 8
 """Shares of a form that are told apart where bits are shared out with it."""
-
-MADE = 3
-"""Of these shares those that are made, about: the best one and its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +73,6 @@ class FileSearch(Search):
         """The best file within the budget: of the original, or of what a form makes of it."""
         if self._least(every) > self.budget:
             return None
-        first = [(form, shares[0]) for form in every if (shares := self._possible(form))]
-        ended = [(filed(form, self.last), share) for form, share in first]
-        self._foretell(ended, self._beforehand(every), MADE)
         candidates = self._rounded()
         places = self._places(every)
         near = places[: config.confirm]
@@ -105,19 +97,6 @@ class FileSearch(Search):
         if self.mixed:
             return min(self.files.layout(built).least(self.config.types) for built in results)
         return min(self.files.size(built, self.last) for built in results)
-
-    def _beforehand(self, every: Sequence[Form]) -> list[Stage]:
-        """What it takes to measure what all forms' steps and all types lose alone."""
-        quick = [form.quick(share) for form in every for share in self._shares(form)]
-        steps = {step for several in quick for step in conversions(several)}
-        stages = [comparing(self.original, len(steps), WINDOWS * MethodConfig.window)]
-        if any(self.costs.decided(step, 0) for step in steps):
-            stages += self.costs.observing
-        if self.mixed:
-            groups = {*self.files.original.layout.rounded.values()}
-            types = self.files.original.unmeasured(self.config.types)
-            stages += choosing_types(self.original, len(groups), len(types))
-        return stages
 
     def _native(self, steps: Steps) -> bool:
         weight = self.costs.weight(steps)
@@ -148,8 +127,7 @@ class FileSearch(Search):
     def _places(self, every: Sequence[Form]) -> list[list[Place]]:
         """Of each form the shares that meet the budget; the form first that may lose least."""
         within = {form: places for form in every if (places := [*self._within(form)])}
-        hopeful = self._hopeful([(form, places[-1].share) for form, places in within.items()])
-        forms = [within[form] for form, _ in hopeful]
+        forms = [*within.values()]
         steps = {step for places in forms for place in places for step in place.steps}
         losses = self.trials.alone(sorted(steps, key=repr))
         forms = [

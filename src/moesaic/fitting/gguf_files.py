@@ -18,14 +18,13 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
-from moesaic.exports.engines import limits
+from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.live import Live
 from moesaic.exports.llamacpp import Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.foreign import JSON, Track, silent
-from moesaic.io.gguf import GgufCheckpoint
-from moesaic.io.outputs import scratch_folder, whole_file
+from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
 
 Sizes = tuple[int, int, int]
@@ -48,7 +47,7 @@ class Files:
     def __init__(self, source: Source, text: str, folder: Path, track: Track = silent):
         self.source, self.text, self.folder, self.track = source, text, folder, track
         self._converter = find_converter()
-        lacks = limits(source.config)["llama.cpp"]
+        lacks = lacking(source.config)
         if lacks or source.config.model_type.startswith(PREFIX):
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
@@ -62,14 +61,7 @@ class Files:
         Raises:
             MoesaicError: its file cannot be read back, so that no other could be measured.
         """
-        checkpoint, folder = self.source.checkpoint, self.source.folder
-        if isinstance(checkpoint, GgufCheckpoint):
-            folder = self.folder / "plain"
-            if not folder.is_dir():
-                with scratch_folder(folder) as work:
-                    checkpoint.unpack(work / "plain")
-                    (work / "plain").rename(folder)
-        rounding = self._converted(folder, self.folder / "original.gguf")
+        rounding = self._converted(self.source.folder, self.folder / "original.gguf")
         with self.opened(rounding.whole):
             return rounding
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
-from moesaic.estimates import notice
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
-from moesaic.fitting.redundancy import Redundancy
 from moesaic.fitting.search import Search
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.layout import RECORD, our_folder
@@ -46,8 +44,7 @@ def fit(
         overwrite: replace ``recipe.out`` if it exists, and drop an unfinished search.
         resume: continue an unfinished search; finished candidates are not measured again.
         track: shows progress.
-        tell: shows a line: what the search, and then the run, are predicted to take, where that is
-            over a minute.
+        tell: shows a line, of what pays.
 
     Returns:
         the record of the result, with ``chosen`` and ``tried`` among what was measured.
@@ -72,7 +69,7 @@ def fit(
         except KeyboardInterrupt:
             search.leave_best()
             raise
-        return carried_out(search, chosen, tried, **again, log=log, tell=tell)
+        return carried_out(search, chosen, tried, **again, log=log)
 
 
 def opened(
@@ -117,7 +114,6 @@ def carried_out(
     overwrite: bool = False,
     resume: bool = False,
     log: Log | None = None,
-    tell: Callable[[str], None] | None = None,
     **findings: object,
 ) -> Record | None:
     """Make and measure what was chosen; what the search kept on disk goes.
@@ -129,14 +125,11 @@ def carried_out(
         overwrite: replace the folder if it exists.
         resume: continue an unfinished run.
         log: one that was begun; by default a new one.
-        tell: shows what the run is predicted to take.
         findings: more that led to it, for the record.
     """
     best = replace(search.recipe, steps=chosen.converted)
     refused = [{"form": form, "reason": reason} for form, reason in search.trials.refused.items()]
-    redundancy: Redundancy | None = vars(search).get("redundancy")  # where that was asked for
     findings = {
-        **({} if redundancy is None else {"redundancy": redundancy.as_json()}),
         "chosen": chosen.as_json(),
         "tried": [c.as_json() for c in tried],
         "refused": refused,
@@ -154,7 +147,6 @@ def carried_out(
             more=more,
             track=search.track,
             log=log,
-            checked=None if tell is None else lambda recipe: tell(notice(recipe)),
         )
     else:
         record = rounded(best, search.source, findings, more, overwrite)

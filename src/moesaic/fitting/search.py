@@ -15,16 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
-from moesaic.config import MethodConfig, in_unit, parse_dtype
+from moesaic.config import in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, Stage, in_words
+from moesaic.estimates import Built
 from moesaic.fitting.candidates import Candidate, plainest, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, forms, guessed, largest
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.redundancy import HALF, Redundancy, redundancy
 from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
@@ -38,8 +35,6 @@ HALVINGS = 2
 """Sizes that are tried between the smallest that keeps a loss and the next."""
 ACTIVE = "active_parameters"
 BEST, FILES = "best.yaml", "files"
-OTHERS = {"prune": "slim", "slim": "prune"}
-"""The two ways to make a mixture smaller."""
 CLOSE = 1.25
 """A single step is refined where it loses at most so many times what the best one does: refits
 were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
@@ -67,7 +62,7 @@ class Search:
         config: the budget.
         work: a folder for what is finished.
         track: shows progress.
-        tell: shows a line, of what the search is predicted to take.
+        tell: shows a line, of what can be tried or what pays.
     """
 
     def __init__(
@@ -86,8 +81,6 @@ class Search:
         text = recipe.calibration.source
         self.files = Files(self.source, text, work / FILES, track) if config.types else None
         self._tried: dict[Steps, Candidate] = {}
-        self._left_out: set[str] = set()
-        """Verbs of which it was said that they are not tried."""
 
     @property
     def tried(self) -> list[Candidate]:
@@ -96,28 +89,17 @@ class Search:
 
     @cached_property
     def costs(self) -> Costs:
-        """Sizes of recipes, and what they take."""
+        """Sizes of recipes."""
         folder = self.work / "headers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        length = self.recipe.calibration.length or MethodConfig.window
-        return Costs(self.recipe, folder, self.files, self.config.windows * length)
+        return Costs(self.recipe, folder, self.files)
 
     @cached_property
     def trials(self) -> Trials:
         """How good candidates are."""
         context = self.texts, self.costs, self.files, self.work, self.track
         return Trials(self.recipe, self.source, *context)
-
-    @cached_property
-    def redundancy(self) -> Redundancy | None:
-        """Where a mixture is redundant, which is told; None where nobody can tell."""
-        if not isinstance(base_arch(self.source.config), MoEArch):
-            return None
-        result = redundancy(self.trials.args(stats=True), self.texts.both[1], self.track)
-        if result is not None and self.tell is not None:
-            self.tell(result.summary)
-        return result
 
     # --- the search ------------------------------------------------------------------------------
 
@@ -160,9 +142,6 @@ class Search:
             sized = self._sized(singles, budget)
             if not sized:
                 continue
-            if not self._tried:  # each of the others takes less: fewer forms are left
-                self._foretell(sized)
-            sized = self._hopeful(sized)
             if not self._tried and self.tell is not None:
                 names = dict.fromkeys(form.name for form, _ in sized)
                 self.tell(f"What can be tried: {'; '.join(names)}.")
@@ -193,8 +172,6 @@ class Search:
         sized = self._sized(every, config)
         if not sized:
             return None
-        self._foretell(sized)
-        sized = self._hopeful(sized)
         trials = self._worth_care(self._tried_quickly(sized, config), config)
         return self._chosen([t.candidate for t in trials] + self._refined(trials, config))
 
@@ -286,30 +263,6 @@ class Search:
         shares = ((form, self.share(form, config)) for form in tracked)
         return [(form, share) for form, share in shares if share is not None]
 
-    def _hopeful(self, sized: list[Sized]) -> list[Sized]:
-        """The forms that may come out best, by what they begin with; all where none may.
-
-        A verb is left out where a quarter of it loses more than a half of the other one, and this
-        meets the budget with no more than a half.
-        """
-        redundancy = self.redundancy if sized else None
-        if redundancy is None:
-            return sized
-        verbs = [form.quick(share)[0].verb for form, share in sized]
-        enough = {
-            verb
-            for verb, (form, share) in zip(verbs, sized, strict=True)
-            if form.single and share >= HALF
-        }
-        left_out = {v for v, other in OTHERS.items() if redundancy.hopeless(v) and other in enough}
-        for verb in sorted((left_out & {*verbs}) - self._left_out):
-            logging.getLogger(__name__).warning(
-                "%s is not tried: a quarter of it loses more than a half of the other way.", verb
-            )
-        self._left_out |= left_out & {*verbs}
-        hopeful = [one for verb, one in zip(verbs, sized, strict=True) if verb not in left_out]
-        return hopeful or sized
-
     def _out_of_reach(self, every: Iterable[Form]) -> str:
         """A message that names the smallest sizes within reach."""
         reached = [(form, shares[0]) for form in every if (shares := self._possible(form))]
@@ -330,27 +283,6 @@ class Search:
         return "; ".join(sentences) + f".{bits if 'memory' in (short or budgets) else ''}"
 
     # --- trials ----------------------------------------------------------------------------------
-
-    def _foretell(
-        self, sized: Sequence[Sized], instead: Sequence[Stage] = (), times: int = 1
-    ) -> None:
-        """Tell what it takes to try some forms, and then to refine as many as may be refined.
-
-        Args:
-            sized: the forms.
-            instead: what is done instead of making each.
-            times: that each is refined.
-        """
-        quick = [form.quick(share) for form, share in sized]
-        careful = [form.careful(share) for form, share in sized if form.careful]
-        if self.tell is None or not quick:
-            return
-        seconds, peak = self.costs.predicted([] if instead else quick, instead)
-        refined = min(self.config.confirm, len(careful))
-        each = self.costs.predicted(careful)[0] / max(1, len(careful))
-        more = f"{len(quick)} forms and {refined} refined; the result itself comes on top"
-        if line := in_words(seconds + refined * times * each, peak, more):
-            self.tell(line)
 
     def _tried_quickly(self, sized: Sequence[Sized], config: FitConfig) -> list[Trial]:
         """Every form at its largest size as it is quickly made, those that lose least first."""

@@ -1,32 +1,20 @@
-"""What recipes' results weigh, and what it takes to make them: told from headers."""
+"""What recipes' results weigh, told from headers."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from moesaic.config import Evaluation, ExportArgs, MethodConfig, parse_dtype
+from moesaic.config import ExportArgs, MethodConfig, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.estimates import (
-    Built,
-    Machine,
-    Stage,
-    Step,
-    carried_out,
-    making,
-    measuring,
-    observing,
-    outlined,
-)
+from moesaic.estimates import Built, Step, carried_out, outlined
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.redundancy import looking
 from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config
 from moesaic.io.weightless import Weightless, foretold
@@ -55,34 +43,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class _Cost:
-    """A recipe's result, and what its last step takes."""
+    """A recipe's result."""
 
     weight: Weight
-    making: list[Stage]
-    """Of the last step."""
-    measuring: list[Stage]
     built: Built
 
 
 class Costs:
-    """What recipes' results weigh and what making them takes; the steps before the last are shared.
+    """What recipes' results weigh; the steps before the last are shared.
 
     Args:
         recipe: model, text, device and type; its steps are not looked at.
         folder: an existing one, for headers.
         files: GGUF files, where candidates end in one.
-        tokens: that results are measured on.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        files: Files | None = None,
-        tokens: int = 0,
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, files: Files | None = None) -> None:
         self.recipe, self.folder, self.files = recipe, folder, files
-        self._evaluation = Evaluation(max_tokens=tokens, rounds=0, new_tokens=1)
         (folder / "original").mkdir()
         self._steps: dict[str, Step | str] = {}
         self._costs: dict[str, _Cost | str] = {}
@@ -104,32 +81,6 @@ class Costs:
         """
         return self._cost(steps).built
 
-    def predicted(
-        self, several: Sequence[Steps], beside: Sequence[Stage] = ()
-    ) -> tuple[float, int]:
-        """Seconds in which results are made and measured, and bytes of memory meanwhile.
-
-        Statistics and steps that several have in common are counted once.
-
-        Args:
-            several: steps of recipes.
-            beside: what else is done.
-        """
-        parts: dict[str, list[Stage]] = {}
-        for steps in several:
-            for number in range(1, len(steps) + 1):
-                with suppress(MoesaicError):
-                    cost = self._cost(steps[:number])
-                    parts[_key(steps[:number])] = cost.making
-                    parts[f"measured {_key(steps)}"] = cost.measuring
-            if self.decided(steps[0], 0):
-                with suppress(MoesaicError):  # told as a prune, which converted models cannot have
-                    parts["statistics"] = self.observing
-        stages = [*beside, *(stage for part in parts.values() for stage in part)]
-        machine = Machine.here(self.recipe.device)
-        peak = max((stage.memory for stage in stages), default=0)
-        return sum(map(machine.seconds, stages)), machine.resident + peak
-
     def decided(self, step: MethodConfig | ExportArgs, number: int) -> bool:
         """Whether a step decides from the file of statistics.
 
@@ -139,17 +90,12 @@ class Costs:
         """
         return not number and getattr(step, "decides_from_stats", False)
 
-    @cached_property
-    def observing(self) -> list[Stage]:
-        """Observing statistics, and looking by them where a mixture is redundant."""
-        return observing(self._source, self.recipe) + looking(self._original)
-
     def _cost(self, steps: Steps) -> _Cost:
         return _once(self._costs, steps, lambda: self._weighed(steps))
 
     def _weighed(self, steps: Steps) -> _Cost:
         if not steps:
-            return self._measured(self._original, [], exact=True)
+            return _Cost(_weight(self._original, exact=True), self._original)
         before, last = steps[:-1], steps[-1]
         if isinstance(last, ExportArgs):
             return self._filed(before, last)
@@ -162,29 +108,26 @@ class Costs:
         config = copy.deepcopy(source.config)
         convert_config(config, job.arch, outline.plan)
         built = Built(config, job.dtype)
-        decided = self.decided(last, len(before)) and not getattr(last, "refit", False)
-        stages = making(job, outline, built.bytes, decided)
-        return self._measured(built, stages, exact and outline.exact)
-
-    def _measured(self, built: Built, stages: list[Stage], exact: bool) -> _Cost:
-        size = built.size
-        sizes = size.total_parameters, size.active_parameters
-        weight = Weight(built.bytes, *sizes, native=built.native, exact=exact)
-        settings, device = self._evaluation, self.recipe.device
-        return _Cost(weight, stages, measuring(self._original, built, settings, device), built)
+        return _Cost(_weight(built, exact and outline.exact), built)
 
     def _filed(self, steps: Steps, file: ExportArgs) -> _Cost:
-        """A result's file: converted and written, read, rounded and written."""
+        """A result's file."""
         cost = self._cost(steps)
         assert self.files is not None  # whoever looks among files has given them
         memory = self.files.size(cost.built, file)
-        weight = replace(cost.weight, memory=memory)
-        return replace(cost, weight=weight, making=[Stage(bytes=4.0 * memory)])
+        return replace(cost, weight=replace(cost.weight, memory=memory))
 
     def _carried_out(self, source: Weightless, steps: Steps) -> Step:
         last, folder = steps[-1], self.folder / str(len(self._steps))
         assert isinstance(last, MethodConfig)  # a file comes after all of them
         return _once(self._steps, steps, lambda: carried_out(source, last, self.recipe, folder))
+
+
+def _weight(built: Built, exact: bool) -> Weight:
+    """What a result without values weighs."""
+    size = built.size
+    sizes = size.total_parameters, size.active_parameters
+    return Weight(built.bytes, *sizes, native=built.native, exact=exact)
 
 
 def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:

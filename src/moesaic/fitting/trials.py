@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from moesaic import __version__
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import base_arch
 from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.redundancy import WINDOWS, decided, divergences_of
 from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
 from moesaic.foreign import JSON, Track, give_back
@@ -31,12 +32,16 @@ from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
+from moesaic.observation.branches import divergences
 from moesaic.observation.files import observe
+from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
 from moesaic.surgery import routing_in
 
 STATS = "observed.stats"
+WINDOWS = 16
+"""Of the text that chooses: on them steps are measured alone."""
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
@@ -69,8 +74,7 @@ class Trials:
         file = self.work / f"tried-{_key([steps, dict(types)] if types else steps)}.json"
         if file.is_file():
             score = json.loads(file.read_text("utf-8"))
-            if BY_WINDOW in score:  # earlier states of this package kept the mean alone
-                return candidate.scored(score)
+            return candidate.scored(score)
         give_back()  # of the candidate before
         tokens = self.texts.both[1]
         with self._opened(candidate) as (run, memory):
@@ -103,11 +107,17 @@ class Trials:
         for step, key in keys.items():
             if key not in losses:
                 try:
-                    plans[key] = decided(step, self.args(stats=self.costs.decided(step, 0)))
+                    args = self.args(stats=self.costs.decided(step, 0))
+                    plan = convert(step, args).plan
+                    assert plan is not None  # those of ladders decide layer by layer
+                    plans[key] = plan.layers
                 except MoesaicError as error:
                     self.refused[step.verb] = str(error)
         if plans:
-            losses |= divergences_of(plans, self.args(), windows, self.track)
+            job: Job[Arch] = Job(self.args(), base_arch)
+            stream = job.stream((), lambda layer: layer, windows)
+            kl_CN = divergences(stream, [*plans.values()], self.track)
+            losses |= dict(zip(plans, kl_CN.mean(1).tolist(), strict=True))
             with whole_file(file) as partial:
                 partial.write_text(json.dumps(losses), "utf-8")
         return {step: losses.get(key, torch.inf) for step, key in keys.items()}

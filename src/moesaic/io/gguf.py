@@ -1,20 +1,16 @@
-"""GGUF files, llama.cpp's own: read tensor by tensor, blocks become values when they are asked for.
+"""GGUF files, llama.cpp's own: unpacked once into a folder of safetensors in the cache.
 
-transformers reads a file whole. What it knows is used one tensor at a time: a file's config and
-tokenizer, the names of weights, and what undoes llama.cpp's converter: processors of values for
-most architectures, conversions from llama.cpp's names to its own for the newest. gguf-py reads
-headers and knows the types. A folder in the cache holds what a checkpoint has beside weights, and
-an index of the places of these in the file.
+transformers reads a file whole. What it knows is used one tensor at a time, so that a file may be
+larger than memory: a file's config and tokenizer, the names of weights, and what undoes llama.cpp's
+converter: processors of values for most architectures, conversions from llama.cpp's names to its
+own for the newest. gguf-py reads headers and knows the types.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,8 +22,7 @@ from torch import Tensor
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
-from moesaic.io.fingerprint import Stored, of_stored
-from moesaic.io.headers import mapping_of
+from moesaic.io.fingerprint import Stored
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import alone, whole_folder
@@ -40,17 +35,12 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
-FORMAT = 2
-"""Of the index."""
-INDEX = "gguf.json"
-"""Of a folder in the cache: the file, and the place of every weight in it."""
+FORMAT = 3
+"""Of folders in the cache."""
 COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
 """Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
 model_type, and attributes of its config by fields of the file."""
-PROCESSED_AS = {"deci": "llama"}
-"""Architectures whose values transformers would leave as llama.cpp's converter writes them, and one
-of which it undoes the same."""
 ATTRIBUTES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -62,47 +52,23 @@ UNUSED = re.compile(r"^rope_(freqs|factors)")
 _NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
 
-def is_indexed(folder: Path) -> bool:
-    """Whether a folder stands for a GGUF file. Only our cache may say so: an index names a file."""
-    return (folder / INDEX).is_file() and folder.resolve().parent == cache_folder().resolve()
-
-
-class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF file by llama.cpp's own names, in float32.
+class Tensors(Checkpoint):
+    """The tensors of a GGUF file in float32, by llama.cpp's own names.
 
     Args:
-        folder: one of :func:`folder_of`, or where it is being made.
-        index: the folder's, where it is not written yet.
-
-    Raises:
-        MoesaicError: the file is gone or was changed.
+        file: the file.
+        folder: where it is unpacked.
+        places: of the tensors in the file, see :func:`_stored`.
     """
 
-    loadable = False
-
-    def __init__(self, folder: Path, index: JSON | None = None) -> None:
-        self._index: JSON = mapping_of(folder / INDEX) if index is None else index
+    def __init__(self, file: Path, folder: Path, places: Mapping[str, JSON]) -> None:
+        self.file, self._places = file, places
         super().__init__(folder)
 
     def _survey(self) -> None:
-        self.file = Path(self._index["file"])
-        if not self.file.is_file() or _stamp(self.file) != self._index["stamp"]:
-            raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
-        self._places: dict[str, JSON] = self._index["places"]
-        self._know({name: place["shape"] for name, place in self._places.items()})
-
-    def _know(self, shapes: Mapping[str, list[int]]) -> None:
         """Note what is read by which name. No bytes of the file are its values."""
+        shapes = {name: place["shape"] for name, place in self._places.items()}
         self._stored = {n: Stored(self.file, "F32", shape, 0, 0) for n, shape in shapes.items()}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return of_stored(
-            {
-                name: Stored(self.file, at["type"], at["shape"], at["begin"], at["nbytes"])
-                for name, at in self._places.items()
-            }
-        )
 
     def _values(self, name: str) -> Numbers:
         """What the file holds at the place of a name."""
@@ -115,23 +81,18 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> Tensor:
         return torch.from_numpy(self._values(name))
 
-    def unpack(self, out: Path) -> None:
-        """Write a checkpoint folder for readers of safetensors alone, in float32."""
-        out.mkdir()
-        writer = ShardWriter(out)
-        for name in self.names():
-            writer.add(name, self.tensor(name))
-        writer.close()
-        shutil.copyfile(self.folder / "config.json", out / "config.json")
-        self.copy_side_files(out)
 
+class Processed(Tensors):
+    """The same, named and shaped as published checkpoints have them.
 
-class Processed(GgufCheckpoint):
-    """The weights of a GGUF file, named and shaped as published checkpoints have them."""
+    Args:
+        processor: transformers', which undoes what llama.cpp's converter does to values.
+        given: of :class:`Tensors`.
+    """
 
-    @cached_property
-    def _processor(self) -> TensorProcessor:
-        return _processor_of(self._index["architecture"], self._index["config"])
+    def __init__(self, processor: TensorProcessor, *given: Any) -> None:
+        self._processor = processor
+        super().__init__(*given)
 
     def _read(self, name: str) -> Tensor:
         # without names of its own to look up, a processor leaves stacked experts apart
@@ -139,50 +100,6 @@ class Processed(GgufCheckpoint):
         about["name"] = self._places[name]["stored"]
         weights = self._processor.process(weights=self._values(name), **about).weights
         return torch.from_numpy(np.ascontiguousarray(weights)).view(self.shape(name))
-
-
-class Converted(GgufCheckpoint):
-    """The weights of a GGUF file, named and shaped as a loaded model has them."""
-
-    def _survey(self) -> None:
-        super()._survey()
-        self._know(self._index["weights"])
-
-    @cached_property
-    def _naming(self) -> Naming:
-        from transformers import AutoConfig
-
-        config = pretrained(AutoConfig, self.folder)
-        return _naming_of(self.folder, self._index, config)
-
-    def _read(self, name: str) -> Tensor:
-        return self._naming.read(name).contiguous()
-
-
-def opened(folder: Path) -> GgufCheckpoint:
-    """The weights of a GGUF file, by a folder of :func:`folder_of`.
-
-    Raises:
-        MoesaicError: the file is gone or was changed.
-    """
-    index = mapping_of(folder / INDEX)
-    return Converted(folder, index) if "weights" in index else Processed(folder, index)
-
-
-def _naming_of(folder: Path, index: JSON, config: Config) -> Naming:
-    """A file's tensors by llama.cpp's names, under those that they have in a loaded model."""
-    from transformers.integrations.gguf import get_gguf_conversion_mapping
-
-    steps = get_gguf_conversion_mapping(index["architecture"], config)
-    return Naming(GgufCheckpoint(folder, index), config.model_type, steps=steps)
-
-
-def _processor_of(architecture: str, config: JSON) -> TensorProcessor:
-    """transformers' processor, which undoes what llama.cpp's converter does to values."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
-    key = PROCESSED_AS.get(architecture, architecture)
-    return TENSOR_PROCESSORS.get(key, TensorProcessor)(config=config)
 
 
 def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
@@ -217,7 +134,7 @@ def _stamp(file: Path) -> list[int]:
 
 
 def folder_of(file: Path) -> Path:
-    """A folder in the cache with a GGUF's config and tokenizer, and an index of its weights.
+    """A folder in the cache with a GGUF's config, tokenizer and weights, these in float32.
 
     Raises:
         MoesaicError: the file is damaged, or of an architecture or a type that is not read.
@@ -250,7 +167,9 @@ def _unfolded(file: Path, folder: Path) -> Path:
 def _unfold(file: Path, work: Path) -> None:
     from gguf import GGUFReader
     from transformers import AutoTokenizer
-    from transformers.integrations.gguf import is_gguf_arch_supported
+    from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor as Plain
 
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
@@ -264,14 +183,20 @@ def _unfold(file: Path, work: Path) -> None:
     odd = sorted(k for k in {str(t.tensor_type.name) for t in reader.tensors} if not _is_read(k))
     if odd:
         raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
-    index: JSON = {"file": str(file.resolve()), "stamp": _stamp(file)}
-    index |= {"architecture": architecture, "config": attributes}
+    read: Callable[[str], Tensor]
     if is_gguf_arch_supported(architecture):
-        index["places"] = {str(tensor.name): _stored(tensor) for tensor in reader.tensors}
-        index["weights"] = _converted(file, _naming_of(work, index, config), model)
+        tensors = Tensors(file, work, {str(t.name): _stored(t) for t in reader.tensors})
+        steps = get_gguf_conversion_mapping(architecture, config)
+        naming = Naming(tensors, config.model_type, steps=steps)
+        names, read = _converted(file, naming, model), naming.read
     else:
-        index["places"] = _places(file, reader, architecture, model)
-    (work / INDEX).write_text(json.dumps(index))
+        places = _places(file, reader, architecture, model)
+        processor = TENSOR_PROCESSORS.get(architecture, Plain)(config=attributes)
+        names, read = [*places], Processed(processor, file, work, places).tensor
+    writer = ShardWriter(work)
+    for name in names:
+        writer.add(name, read(name).contiguous())
+    writer.close()
     config.architectures, config.dtype = [type(model).__name__], torch.float32
     config.save_pretrained(work)
     if model.can_generate():
@@ -306,8 +231,8 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
     return config, {name: getattr(config, name, None) for name in attributes}
 
 
-def _converted(file: Path, naming: Naming, model: Model) -> dict[str, list[int]]:
-    """The shapes of a model's weights by their names in memory, which are all in a file.
+def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
+    """Names in memory of a model's weights, which are all in a file.
 
     Raises:
         MoesaicError: some are not there or of another shape, or more is there.
@@ -322,7 +247,7 @@ def _converted(file: Path, naming: Naming, model: Model) -> dict[str, list[int]]
     # layers that predict further tokens, which transformers does not read
     left = {name for name in stored - state.keys() if not name.startswith("mtp.")}
     _check_left(file, [name for name, to in naming.in_memory.items() if to in left], model)
-    return {name: list(tensor.shape) for name, tensor in state.items() if name in stored}
+    return [name for name in state if name in stored]
 
 
 def _check_left(file: Path, names: Iterable[str], model: Model) -> None:

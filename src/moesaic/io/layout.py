@@ -12,8 +12,8 @@ from pathlib import Path
 FOLDER = "moesaic"
 """The folder in a result that holds what is ours."""
 CARD = "README.md"
-PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
-RECIPE, RECORD, PAGE, PICTURE = "recipe.yaml", "result.json", "report.html", "picture.svg"
+PLAN, PLAN_TENSORS = ("plan.json", "plan.safetensors")
+RECIPE, RECORD, PAGE = "recipe.yaml", "result.json", "report.html"
 FILES = "files.json"
 """Names every file that was written to the folder, so that no other is ever deleted."""
 TOKENIZER_FILES = (
@@ -35,13 +35,6 @@ SIDE_FILES = (
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""
-MARKS = (PLAN, RECORD)
-"""Files by which an older result, which has no list, is known."""
-OLDER = (
-    *("config.json", "model*.safetensors", "model.safetensors.index.json", "modeling_moesaic.py"),
-    *(CARD, *PLAN_FILES, RECIPE, RECORD, PAGE, PICTURE, "model-*.gguf", *SIDE_FILES),
-)
-"""Everything that an older result holds."""
 
 READ = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*")
 """Names of files that one engine or another takes for weights of the model beside them."""
@@ -63,12 +56,7 @@ def our_folder(folder: Path) -> Path:
 def placed(folder: Path, name: str) -> Path:
     """Where a file of ours lies in a result's folder, or would lie.
 
-    Older results have all files at the top, as has a folder that a plan alone was saved to.
+    A folder that a plan alone was saved to has it at the top.
     """
     ours = folder / FOLDER / name
     return folder / name if (folder / name).is_file() and not ours.is_file() else ours
-
-
-def anywhere(*names: str) -> list[str]:
-    """Patterns for files of ours in a repository of the hub, wherever they lie there."""
-    return [*names, *(f"{FOLDER}/{name}" for name in names)]

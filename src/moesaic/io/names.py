@@ -45,11 +45,6 @@ def _hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def public(name: str) -> bool:
-    """Whether a model's name is the same model everywhere: one by name, or a hub id."""
-    return name in NAMES or (_hub_id(name) and not Path(name).exists())
-
-
 def check_name(name: str) -> None:
     """Refuse a model's name that can be none, without looking for the model on the hub.
 

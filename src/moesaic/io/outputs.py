@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
-from moesaic.io.layout import FILES, FOLDER, MARKS, OLDER, misread, our_folder
+from moesaic.io.layout import FILES, FOLDER, misread, our_folder
 
 try:
     import fcntl
@@ -248,10 +248,6 @@ def _listed(folder: Path) -> set[str]:
     """The files in a folder that this package says it wrote; none where it says nothing."""
     with suppress(MoesaicError, KeyError, TypeError):
         return {*map(str, mapping_of(folder / FOLDER / FILES)["files"])}
-    for file in filter(Path.is_file, map(folder.joinpath, MARKS)):
-        with suppress(MoesaicError):
-            if {"format", "layers"} <= mapping_of(file).keys():
-                return {f.name for f in folder.iterdir() if any(fnmatch(f.name, n) for n in OLDER)}
     return set()
 
 

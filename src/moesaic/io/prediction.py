@@ -8,9 +8,6 @@ it and engines use them for speculative decoding.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import astuple, dataclass
-from itertools import count, takewhile
 
 from moesaic.foreign import Config
 
@@ -46,73 +43,3 @@ def predicts(name: str, count: int) -> bool:
     """
     number = _NUMBER.search(name)
     return bool(_MTP.search(name)) or (number is not None and int(number.group(1)) >= count)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a layer that predicts further tokens, by the starts of their tensors' names."""
-
-    layer: str
-    """A decoder layer as the model has them."""
-    join: str
-    """The projection of the token's embedding and the hidden state, one behind the other."""
-    embedding_norm: str
-    hidden_norm: str
-    norm: str
-    """In place of the model's last norm."""
-    head: str
-    embedding: str
-    """In place of the model's own head and embedding, where they are there."""
-
-
-LAYOUTS = (
-    Parts(
-        "{layers}.{number}.",
-        "{layers}.{number}.eh_proj.",
-        "{layers}.{number}.enorm.",
-        "{layers}.{number}.hnorm.",
-        "{layers}.{number}.shared_head.norm.",
-        "{layers}.{number}.shared_head.head.",
-        "{layers}.{number}.embed_tokens.",
-    ),
-    Parts(
-        "mtp.layers.{depth}.",
-        "mtp.fc.",
-        "mtp.pre_fc_norm_embedding.",
-        "mtp.pre_fc_norm_hidden.",
-        "mtp.norm.",
-        "mtp.lm_head.",
-        "mtp.embed_tokens.",
-    ),
-)
-"""Behind the last layer, as DeepSeek-V3 and GLM-4.5 have them; and as Qwen3-Next does."""
-
-
-def parts_of(names: Collection[str], layers: str, last: int) -> list[Parts]:
-    """The layers that predict further tokens, the one that predicts the nearest first.
-
-    Args:
-        names: of a checkpoint's tensors in memory.
-        layers: the path of the model's decoder layers.
-        last: as many there are.
-
-    Returns:
-        their parts; empty where there are none, or they are laid out in no way that is known.
-
-    >>> names = [f"mtp.{n}.weight" for n in ("fc", "layers.0.mlp.up_proj", "layers.1.mlp.up_proj")]
-    >>> [parts.layer for parts in parts_of(names, "model.layers", 4)]
-    ['mtp.layers.0.', 'mtp.layers.1.']
-    """
-
-    def there(start: str) -> bool:
-        return any(name.startswith(start) for name in names)
-
-    for layout in LAYOUTS:
-        each = (
-            Parts(*(n.format(layers=layers, number=last + k, depth=k) for n in astuple(layout)))
-            for k in count()
-        )
-        blocks = [*takewhile(lambda parts: there(parts.layer) and there(parts.join), each)]
-        if blocks:
-            return blocks
-    return []

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Values
-from moesaic.io import gguf
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.formats import (
     BlockScaled,
@@ -346,8 +345,6 @@ def opened(folder: Path) -> Checkpoint:
     Raises:
         MoesaicError: it is damaged, or of a format that is not read.
     """
-    if gguf.is_indexed(folder):
-        return gguf.opened(folder)
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
     quantization: JSON = config.get("quantization_config") or {}

@@ -21,7 +21,6 @@ from moesaic.io.checkpoint import (
     Checkpoint,
     ShardWriter,
     header_bytes,
-    place,
     shape_of,
 )
 from moesaic.io.layout import SIDE_FILES
@@ -53,12 +52,7 @@ class Weightless(Source):
 class Outliner(ShardWriter):
     """Writes the headers of shards; the files are as long as real ones and take no room on disk."""
 
-    waiting = 0
-    """Bytes of new values that wait in memory at most, until their shard is written."""
-
     def _save(self, path: Path) -> None:
-        new = sum(t.nbytes for t in self._pending.values() if place(t) is None)
-        self.waiting = max(self.waiting, new)
         _write_outline(path, self._pending)
 
 

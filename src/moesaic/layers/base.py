@@ -95,14 +95,6 @@ class Sizes:
         return 8 * self.hidden_size + self.width * max(1, self.experts)
 
 
-def former(what: str) -> MoesaicError:
-    """The refusal of layers that earlier versions made and this one no longer does."""
-    return MoesaicError(
-        f"This model was made with {what}, which this version no longer has: convert the original "
-        "anew, or load it with the version that made it."
-    )
-
-
 PADDING = -1
 """In a list of numbers: a place for what is not there, filled with zeros."""
 
@@ -320,7 +312,6 @@ KINDS: Registry[type[LayerPlan]] = Registry(
         "fewer": "moesaic.layers.fewer:FewerLayer",
         "condensed": "moesaic.layers.condensed:CondensedLayer",
         "dropped": "moesaic.layers.dropped:DroppedLayer",
-        "channels": "moesaic.layers.channels:ChannelsLayer",
     },
 )
 """Layer kinds by the name in their headers."""

@@ -25,7 +25,6 @@ from moesaic.layers.base import (
     Sizes,
     State,
     check_numbers,
-    former,
 )
 from moesaic.layers.neurons import of_ffn
 from moesaic.layers.recovery import refitted_down
@@ -108,7 +107,6 @@ class CarvedLayer(LayerPlan):
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CarvedLayer:
-        _refuse_former(header)
         return cls(
             backbone=header["backbone"],
             petals=tuple(header["petals"]),
@@ -136,7 +134,6 @@ class CarvedLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        _refuse_former(header)
         layer = layers[index]
         put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer))
 
@@ -219,16 +216,3 @@ class CarvedLayer(LayerPlan):
             if router is not None:
                 h_TM = h_TM * by_neuron(router(x_TD), self.backbone, self.petals).to(h_TM)
             yield whole_TM, h_TM
-
-
-def _refuse_former(header: Header) -> None:
-    """Refuse what earlier versions made of a layer, and this one no longer does."""
-    if header.get("bias"):
-        raise former("output biases")
-    gate = header.get("gate", {})
-    if "threshold" in gate:
-        raise former("a variable number of petals")
-    if gate.get("bias") or gate.get("force_one"):
-        raise former("a bias of its gates, or one that always runs")
-    if header["routing"] == "backbone":
-        raise former("a router that sees the backbone")

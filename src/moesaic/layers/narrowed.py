@@ -22,7 +22,6 @@ from moesaic.layers.base import (
     Sizes,
     State,
     check_numbers,
-    former,
 )
 from moesaic.layers.neurons import narrow_mlp, of_ffn
 from moesaic.layers.recovery import refitted_down
@@ -60,8 +59,6 @@ class NarrowedLayer(LayerPlan):
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
-        if header.get("bias"):
-            raise former("output biases")
         counted = header.get("counted", False)
         return cls(before=header["before"], counted=counted, **cls.fields_of(tensors))
 
@@ -79,8 +76,6 @@ class NarrowedLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        if header.get("bias"):
-            raise former("output biases")
         narrow_mlp(arch.ffn_of(layers[index]), arch.ffn, header["width"])
 
     # --- words -----------------------------------------------------------------------------------

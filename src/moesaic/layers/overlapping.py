@@ -16,7 +16,7 @@ from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers, former
+from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.neurons import narrow_linear, of_ffn
 from moesaic.nn.carved_ffn import CarvedFFN, carved_like, projections_like
@@ -89,7 +89,6 @@ class OverlappingLayer(LayerPlan):
         def part(start: str) -> dict[str, Tensor]:
             return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
-        _refuse_former(header)
         return cls(
             materialized=header["materialized"],
             rows=part("rows."),
@@ -137,7 +136,6 @@ class OverlappingLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        _refuse_former(header)
         layer = layers[index]
         if header["petals"]:
             put(layer, arch.ffn_path, _ffn_like(arch.ffn_of(layer), arch, header))
@@ -193,7 +191,7 @@ class OverlappingLayer(LayerPlan):
                 "materialize and attention=none for one."
             )
         if header.get("noise", False):
-            return "Routers that toss have no native form; carve with noise=false for one."
+            return "Routers that toss have no native form; carve with published=false for one."
         return None
 
     @classmethod
@@ -203,14 +201,6 @@ class OverlappingLayer(LayerPlan):
 
 def _cuts_attention(header: Header) -> bool:
     return bool(header["rows"] or header["head_top_k"])
-
-
-def _refuse_former(header: Header) -> None:
-    """Refuse what earlier versions made of attention, and this one no longer does."""
-    if header.get("columns") is not None:
-        raise former("values and outputs cut for all tokens alike")
-    if not header.get("mask_outputs", True):
-        raise former("attention whose values alone are masked")
 
 
 def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None:

@@ -25,15 +25,13 @@ VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
 METHODS: Registry[type[MethodConfig]] = Registry(
     "moesaic.methods",
     {
-        "carve.wina": "moesaic.methods.channels.config:WINAConfig",
-        "carve.teal": "moesaic.methods.channels.config:TEALConfig",
         "carve.more": "moesaic.methods.more.config:MoREConfig",
         "carve.tomoe": "moesaic.methods.tomoe.config:ToMoEConfig",
         "carve.dsmoe": "moesaic.methods.dsmoe.config:DSMoEConfig",
         "prune.naee": "moesaic.methods.naee.config:PruneConfig",
         "slim.neurons": "moesaic.methods.slim.config:SlimConfig",
         "skip.naee": "moesaic.methods.naee.config:SkipConfig",
-        "skip.lexi": "moesaic.methods.lexi.config:LExIConfig",
+        "skip.top-k": "moesaic.methods.fewer.config:TopKConfig",
         "condense.cd-moe": "moesaic.methods.cdmoe.config:CondenseConfig",
         "tune.sft": "moesaic.methods.sft.config:TuneConfig",
     },

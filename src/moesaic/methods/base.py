@@ -56,35 +56,19 @@ class Summary:
 
 @dataclass(frozen=True)
 class Outline:
-    """A result as it can be told before weights or text are looked at."""
+    """A result as it is known before weights or text are looked at."""
 
     plan: Plan
     """Any decision that weighs as much as the one that will be made; empty where a model is only
     trained further."""
     exact: bool = True
     """The result will be of this very shape; otherwise near it."""
-    passes: float = 1.0
-    """Times that the calibration text passes through the layers."""
-    work: float = 0.0
-    """Floating-point operations beside those passes, per calibration token."""
-    held: int = 0
-    """Bytes of statistics held at a time beside the layer and its tokens."""
-    libraries: int = 0
-    """Bytes of libraries that deciding imports, and most methods do not."""
+    statistics: int = 0
+    """Bytes of the largest layer's statistics."""
+    backward: bool = False
+    """Hidden states of all layers are kept, for a pass backward."""
     trained: int = 0
     """Parameters that learn; the whole model is then in memory."""
-    added: int = 0
-    """Of them those that the model itself lacks."""
-    tokens: int = 0
-    """Tokens that are trained on, forward and backward."""
-    batch: int = 0
-    """Tokens of them at a time."""
-    taught: bool = False
-    """A teacher runs forward with each batch."""
-    beside: int = 0
-    """Bytes of the teacher, where it has weights of its own."""
-    whole: bool = False
-    """The whole model is held while it is observed."""
 
 
 class Method(ABC, Generic[C, A]):
@@ -137,7 +121,7 @@ class Method(ABC, Generic[C, A]):
         """
 
     def outline(self, job: Job[A]) -> Outline:
-        """The shape of what :meth:`run` will make, and what making it takes.
+        """The shape of what :meth:`run` will make, and the memory that this needs.
 
         Only headers are read: ``job.shape`` is a skeleton, and ``job.tokens`` are not asked for.
 

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LIBRARIES = 190_000_000
-"""Bytes that scipy and scikit-learn take once they are imported."""
 LARGE = 1 << 18
 """Members times dimensions from which eigenvectors are found by blocks, and k-means starts once."""
 

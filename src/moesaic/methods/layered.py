@@ -27,11 +27,10 @@ from moesaic.methods.refit import recover, refit_name
 from moesaic.observation.branches import divergences
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.layers import (
-    Cost,
     LayerStats,
     Observation,
     Observed,
-    cost_of,
+    bytes_of,
     shows_tokens,
 )
 from moesaic.observation.processes import each_layer
@@ -134,10 +133,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     ) -> AbstractContextManager[nn.Module | None]:
         """Of options that are ``progressive``: inside, a layer passes on what it became makes."""
         raise NotImplementedError
-
-    def cost(self, job: Job[A], sizes: Mapping[int, Sequence[S]]) -> Cost:
-        """What deciding takes beside observing what it ``needs``."""
-        return Cost()
 
     @property
     def final(self) -> bool:
@@ -271,18 +266,11 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         }
         chosen = self.allocate(losses)
         layers = self.finish(job, {i: decided[i][size][0] for i, size in chosen.items()})
-        cost = cost_of(self.needs, job, list(sizes), self.gram_bytes) + self.cost(job, sizes)
-        refit = 0.0
-        if self._option("refit"):
-            at_once = all(self._at_once(job, self.needs, options) for options in sizes.values())
-            refit = (1.0 if at_once else 2.0) + self._option("progressive")
         return Outline(
             Plan(self.config.name, job.base, layers, asdict(self.config)),
             exact=all(len(options) == 1 for options in sizes.values()),
-            passes=cost.passes + refit,
-            work=cost.work,
-            held=cost.held,
-            libraries=cost.libraries,
+            statistics=bytes_of(self.needs, job, list(sizes), self.gram_bytes),
+            backward="curvature" in self.needs,
         )
 
 

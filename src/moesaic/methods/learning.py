@@ -14,17 +14,9 @@ from moesaic.config import MethodConfig
 from moesaic.data.rows import Row
 from moesaic.data.text import Tokens
 from moesaic.data.training import Examples, training_text
-from moesaic.foreign import JSON, Values
+from moesaic.foreign import Values
 from moesaic.objectives import Objective, Schedule
 from moesaic.observation.job import Job
-
-
-def spent(config: MethodConfig, length: int) -> JSON:
-    """Fields of an :class:`~moesaic.methods.base.Outline`: all tokens of a schedule of so many
-    steps, and those of a batch; ``length`` are the tokens of a text."""
-    schedule = Schedule.of(config)
-    batch = schedule.batch * length
-    return {"tokens": (schedule.steps or 0) * schedule.accumulate * batch, "batch": batch}
 
 
 def examples_of(

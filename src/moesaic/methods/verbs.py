@@ -7,7 +7,7 @@ from moesaic.config import Verb
 BUILT_IN = (
     Verb(
         "carve",
-        "Let each token use a part of a dense model: channels, petals or experts.",
+        "Let each token use a part of a dense model: petals or experts.",
         "moesaic carve smollm2 out --active 0.8",
         compares="this variant at the same active ratio (more, tomoe, dsmoe)",
     ),

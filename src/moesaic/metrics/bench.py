@@ -1,28 +1,22 @@
-"""Speed, memory and file size of a model beside another, in transformers or in llama.cpp."""
+"""Speed, memory and file size of a model beside another."""
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
-from moesaic.config import Bench, ExportArgs, GgufType
-from moesaic.data.reader import shipped_texts
+from moesaic.config import Bench
 from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
-from moesaic.exports.llamacpp import export_gguf
-from moesaic.foreign import JSON, Model, Track, at_home, silent
+from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import have_room
-from moesaic.metrics.gguf_engine import Engine, gguf_parameters
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
+from moesaic.metrics.speed import Speed, against, compare_speed, peak_memory
 
 
 def bench(
@@ -31,7 +25,7 @@ def bench(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
-    **options: str | int,
+    **options: int,
 ) -> dict[str, JSON]:
     """Speed of models, the peak memory of each in its own process.
 
@@ -40,8 +34,8 @@ def bench(
     Args:
         models: names for :func:`moesaic.io.source.resolve` by column; ``model`` is compared with
             ``against`` where both are there.
-        device: for transformers.
-        dtype: floating-point type for transformers; None for the checkpoint's own.
+        device: where they compute.
+        dtype: floating-point type; None for the checkpoint's own.
         track: shows progress.
         options: fields of :class:`~moesaic.config.Bench`.
 
@@ -51,16 +45,10 @@ def bench(
         :func:`moesaic.metrics.speed.against`.
 
     Raises:
-        MoesaicError: the engine is unknown or not there, or a model cannot be loaded.
+        MoesaicError: a model cannot be loaded.
     """
-    settings = Bench(**options)  # type: ignore[arg-type]
-    if settings.engine == "llamacpp":
-        for name, chosen in (("device", device != "cpu"), ("dtype", dtype is not None)):
-            if chosen:
-                raise MoesaicError(f"{name} is of engine=transformers: leave it out.")
-        speeds, figures = _llamacpp(models, settings, track)
-    else:
-        speeds, figures = _transformers(models, settings, device, dtype, track)
+    settings = Bench(**options)
+    speeds, figures = _measured(models, settings, device, dtype, track)
     measured = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
         theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
@@ -68,16 +56,13 @@ def bench(
     return measured
 
 
-Measured = tuple[dict[str, Speed], dict[str, JSON]]
-
-
-def _transformers(
+def _measured(
     models: Mapping[str, str],
     settings: Bench,
     device: str,
     dtype: torch.dtype | None,
     track: Track,
-) -> Measured:
+) -> tuple[dict[str, Speed], dict[str, JSON]]:
     new_tokens, rounds = settings.new_tokens, settings.rounds
     sources = {name: resolve(model) for name, model in models.items()}
     length = _length(settings, sources.values())
@@ -134,38 +119,3 @@ def _active(model: Model) -> int:
         return model_size(model).active_parameters
     except MoesaicError:
         return sum(p.numel() for p in model.parameters())
-
-
-def _llamacpp(models: Mapping[str, str], settings: Bench, track: Track) -> Measured:
-    new_tokens, rounds = settings.new_tokens, settings.rounds
-    length = _length(settings, [resolve(m) for m in models.values() if not m.endswith(".gguf")])
-    context = length + new_tokens + 1
-    with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
-        files = {
-            n: _gguf(at_home(model), Path(place) / f"{n}.gguf", settings.type)
-            for n, model in models.items()
-        }
-        with ExitStack() as opened:
-            engines = {n: opened.enter_context(Engine(f, context)) for n, f in files.items()}
-            first = next(iter(engines.values()))
-            prompt = first.tokens("\n\n".join(shipped_texts("evaluation")), length)
-            prompt %= min(engine.vocabulary for engine in engines.values())
-            speeds = interleaved(engines, prompt, new_tokens, rounds, track)
-        return speeds, {
-            name: {
-                "peak_memory_bytes": peak_memory(file, length, new_tokens, "cpu", None),
-                "active_parameters": gguf_parameters(file)[1],
-                "file_bytes": file.stat().st_size,
-            }
-            for name, file in files.items()
-        }
-
-
-def _gguf(model: str, file: Path, type: GgufType) -> Path:
-    """The model's GGUF file: itself, or one made for the occasion."""
-    if model.endswith(".gguf"):
-        if not Path(model).is_file():
-            raise MoesaicError(f"No file at {model}.")
-        return Path(model)
-    export_gguf(model, file, ExportArgs(to="gguf", type=type))
-    return file

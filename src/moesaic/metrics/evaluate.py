@@ -23,7 +23,6 @@ from moesaic.io.headers import mapping_of
 from moesaic.io.layout import RECORD, placed
 from moesaic.io.source import Source
 from moesaic.methods import METHODS
-from moesaic.metrics.drafts import Drafts
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.machine import free_bytes
@@ -48,7 +47,6 @@ def evaluate(
     limit: int | None = Evaluation.limit,
     shots: int | None = Evaluation.shots,
     generations: bool = Evaluation.generations,
-    mtp: bool = False,
     stream: bool = Evaluation.stream,
     tokenizer: Tokenizer | None = None,
     device: str = "cpu",
@@ -70,7 +68,6 @@ def evaluate(
         limit: questions of each task at most; None for all.
         shots: examples before each question; None for the task's own.
         generations: continue fixed prompts, and tell how the continuations repeat themselves.
-        mtp: tell how many drafts of layers that predict further tokens are accepted.
         stream: read models given by name layer by layer in any case.
         tokenizer: for texts and tasks, when ``model`` is loaded.
         device: where to compute, when a model is a name.
@@ -99,28 +96,14 @@ def evaluate(
         tokens.check(each.config)
         if isinstance(each, Source):
             _check_unseen(each, tokens, data)
-    drafts = {name: _drafts(each, device, dtype) for name, each in models.items() if mtp}
-    options: JSON = {"device": device, "dtype": dtype, "keep": mtp, "track": track}
+    options: JSON = {"device": device, "dtype": dtype, "track": track}
     result = scored(models, tokens, tokenizer, settings, **options)
-    for name, layers in drafts.items():
-        share = layers.accepted(result.runs[name], tokens, named(track, name), process()[1] > 1)
-        result.scores[name] = replace(result.scores[name], mtp=share)
     if generations:
         assert tokenizer is not None
         for name in models:
             repetition = repeated(result.model(name), tokenizer, track=track)
             result.scores[name] = replace(result.scores[name], generations=repetition)
     return replace(result.scores["model"], against=result.scores.get("original"))
-
-
-def _drafts(model: Source | Model, device: str, dtype: torch.dtype | None) -> Drafts:
-    """The layers of a model on disk that predict further tokens."""
-    if not isinstance(model, Source):
-        raise MoesaicError(
-            "mtp reads layers that a loaded model does not have: pass the model's name or folder."
-        )
-    device = own_device(device)
-    return Drafts(model, device, working_type(model.config, dtype, device))
 
 
 @dataclass
@@ -152,7 +135,6 @@ def scored(
     *,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    keep: bool = False,
     track: Track = silent,
 ) -> Scored:
     """Open one model, or two of which the first is compared with the second, and score them.
@@ -166,7 +148,6 @@ def scored(
         settings: tasks, and whether models are read layer by layer in any case.
         device: where those on disk compute.
         dtype: their floating-point type; None for their own.
-        keep: of models that are read layer by layer keep what the last one makes of the text.
         track: shows progress.
 
     Raises:
@@ -178,10 +159,11 @@ def scored(
     if settings.stream and len(sources) < len(models):
         raise MoesaicError("stream reads models from disk: pass their names or folders.")
     together = all(gathered(have_room(sources, device, dtype)))
-    for source in sources if settings.generations and not together else ():
+    needed = [name for name in ("tasks", "generations") if getattr(settings, name)]
+    for source in sources if needed and not together else ():
         if not have_room([source], device, dtype):
             raise MoesaicError(
-                f"generations needs {source.name} in memory, and it does not fit; leave it out, or "
+                f"{needed[0]} needs {source.name} in memory, and it does not fit; leave it out, or "
                 "give a narrower dtype."
             )
     whole = together and not settings.stream
@@ -189,22 +171,21 @@ def scored(
     def opened(model: Source | Model) -> Runner:
         if not isinstance(model, Source):
             return Whole(model)
-        return Whole.of(model, device, dtype) if whole else Layerwise(model, device, dtype, keep)
+        return Whole.of(model, device, dtype) if whole else Layerwise(model, device, dtype)
 
     items = track(models.items(), "Loading models", len(models)) if sources else models.items()
     runs = {name: opened(model) for name, model in items}
     measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
+    result = Scored(tokens, measured, runs, together, device, dtype)
     if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
         figures = {
-            name: measure_tasks(run, tokenizer, tasks, settings.limit, named(track, name), shared)
-            for name, run in runs.items()
+            name: measure_tasks(result.model(name), tokenizer, tasks, settings.limit)
+            for name in track(runs, "Tasks", len(runs))
         }
-        measured = {
-            name: with_tasks(measured[name], figures[name], figures.get("original"))
-            for name in figures
-        }
-    return Scored(tokens, measured, runs, together, device, dtype)
+        for name, score in measured.items():
+            measured[name] = with_tasks(score, figures[name], figures.get("original"))
+    return result
 
 
 def with_tasks(

@@ -1,4 +1,4 @@
-"""A GGUF file in llama.cpp, through llama-cpp-python: logits, speed, parameters."""
+"""A GGUF file in llama.cpp, through llama-cpp-python: logits, greedy text, speed."""
 
 from __future__ import annotations
 
@@ -85,17 +85,6 @@ class Engine:
         """Tokens it knows."""
         return int(self._llama.n_vocab())
 
-    def tokens(self, text: str, length: int) -> Tensor:
-        """The first tokens (1, L) of a text.
-
-        Raises:
-            MoesaicError: the text is shorter.
-        """
-        ids = self._llama.tokenize(text.encode(), add_bos=False)[:length]
-        if len(ids) < length:
-            raise MoesaicError(f"The text is shorter than {length} tokens; lower --length.")
-        return torch.tensor([ids])
-
     def _next(self, ids: Sequence[int]) -> int:
         """The greedy token after these, which are added to what was read."""
         self._llama.eval(ids)
@@ -139,26 +128,3 @@ def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> i
     engine.close()
     wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return sum(ids != right for ids, right in zip(split, wanted, strict=True))
-
-
-def gguf_parameters(file: Path) -> tuple[int, int]:
-    """Parameters in all, and what one token runs of them: k of E experts, all the rest.
-
-    Raises:
-        MoesaicError: the file is no GGUF.
-    """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(file)
-    except (ValueError, OSError) as error:
-        raise MoesaicError(f"{file} cannot be read as GGUF: {error}") from error
-
-    def count(name: str) -> int:
-        field = next((f for key, f in reader.fields.items() if key.endswith(f".{name}")), None)
-        return 0 if field is None else int(field.contents())
-
-    experts, used = count("expert_count"), count("expert_used_count")
-    total = sum(int(t.n_elements) for t in reader.tensors)
-    routed = sum(int(t.n_elements) for t in reader.tensors if "_exps." in t.name)
-    return total, total - (routed - routed * used // experts if experts else 0)

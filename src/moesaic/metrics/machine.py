@@ -19,13 +19,6 @@ from moesaic.foreign import JSON
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.metrics.speed.peak_memory` sends."""
     folder, length, new_tokens, device, dtype = json.loads(request)
-    if folder.endswith(".gguf"):
-        from moesaic.metrics.gguf_engine import Engine
-
-        with Engine(Path(folder), length + new_tokens + 1) as engine:
-            engine(torch.arange(length).view(1, -1) % engine.vocabulary, new_tokens)
-        print(_peak_resident())
-        return
     from moesaic.config import parse_dtype
     from moesaic.io.source import Source
 

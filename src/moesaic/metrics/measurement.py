@@ -14,9 +14,7 @@ import torch
 
 from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.reader import shipped_texts
-from moesaic.data.text import Tokens, evaluation_tokens, positions
-from moesaic.data.text_source import DOMAINS
+from moesaic.data.text import Tokens, positions
 from moesaic.distributed import own_device
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.arithmetic import working_type
@@ -26,11 +24,9 @@ from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.rounding import rounded_scores
-from moesaic.metrics.routing_counts import trace
-from moesaic.metrics.score import score, scores
+from moesaic.metrics.score import scores
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratios
 from moesaic.metrics.tasks import measure_tasks
-from moesaic.nn import ThresholdRouter
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +74,6 @@ class Measurement:
         )
         self._scores = {name: self._scored.scores[name] for name in ("original", "result")}
         self._generation: dict[str, str] = {}
-        self._more: JSON = {"samples": []}
         self._sizes: dict[str, int] = {}
 
     def figures(self, comparisons: Mapping[str, Callable[[], Model]]) -> JSON:
@@ -114,7 +109,7 @@ class Measurement:
         }
         if self._generation:
             measured["generation"] = {"prompt": self.settings.prompt, **self._generation}
-        return {**measured, **self._more, **(self._speed(speeds) if speeds else {})}
+        return {**measured, **(self._speed(speeds) if speeds else {})}
 
     def _of_loaded(self, names: list[str]) -> dict[str, Speed]:
         """Everything that takes models in memory, each loaded once; their speeds, if asked for."""
@@ -130,7 +125,7 @@ class Measurement:
         return compare_speed(models, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
 
     def _continue(self, name: str, model: Model) -> None:
-        """A model's continuations; of the result its experts on samples of text, too."""
+        """A model's continuations."""
         if self.tokenizer is None:
             return
         if self.settings.generations:
@@ -140,10 +135,6 @@ class Measurement:
             self._generation[name] = generate(
                 model, self.tokenizer, self.settings.prompt, self.settings.new_tokens
             )
-            if name == "result":
-                active = activity(model, self.tokenizer, self.tokens.input_ids.shape[1])
-                self._more["samples"] = colour_samples(model, self.tokenizer)
-                self._more |= {"activity": active} if active else {}
 
     def _compared(self, comparisons: Mapping[str, Callable[[], Model]]) -> None:
         """Scores and continuations of other models, of which one is held at a time."""
@@ -155,7 +146,7 @@ class Measurement:
             self._scores[name] = scores([run, self._reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None
-                tasks = measure_tasks(run, self.tokenizer, wanted, settings.limit, shown)
+                tasks = measure_tasks(run.shape, self.tokenizer, wanted, settings.limit)
                 self._scores[name] = with_tasks(self._scores[name], tasks, original.tasks)
             self._continue(name, run.shape)
             del run  # before the next one comes
@@ -227,42 +218,3 @@ class Measurement:
             "sources": [origin.as_json() for origin in self.tokens.origins],
             **extra,
         }
-
-
-def colour_samples(model: Model, tokenizer: Tokenizer, tokens: int = 160) -> list[JSON]:
-    """The start of one document a domain, token by token, with the expert of each in every layer.
-
-    Returns:
-        of each document ``domain``, ``tokens`` (as text) and ``experts`` (by layer, one a token).
-    """
-    samples = []
-    for domain in ("prose", "reference", "code"):
-        ids = tokenizer(shipped_texts("evaluation", domain)[0], add_special_tokens=False)
-        ids = torch.tensor(ids["input_ids"][:tokens])
-        chosen = trace(model, ids)
-        pieces = [tokenizer.decode([i]) for i in ids.tolist()]
-        samples.append(
-            {
-                "domain": domain,
-                "tokens": pieces,
-                "experts": {str(layer): experts for layer, experts in chosen.items()},
-            }
-        )
-    return samples
-
-
-def activity(
-    model: Model, tokenizer: Tokenizer, length: int, tokens: int = 2048
-) -> dict[str, dict[str, float]]:
-    """Mean experts that a token runs, by domain of the shipped evaluation text and by layer.
-
-    Empty where that number is the same for every token.
-    """
-    if not any(isinstance(m, ThresholdRouter) for m in model.modules()):
-        return {}
-    means = {}
-    for domain in DOMAINS:
-        text = evaluation_tokens(domain, tokenizer, length, max(tokens, length))
-        routing = score(model, text).routing
-        means[domain] = {str(i): r.calls for i, r in routing.items()}
-    return means

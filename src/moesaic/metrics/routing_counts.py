@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, logits_alone
-from moesaic.nn.phase import Phase, phased, set_mode
+from moesaic.foreign import JSON, Model
 from moesaic.surgery import routed_modules
 
 
@@ -108,13 +106,10 @@ class Counts(dict[int, Routing]):
     """Routing by decoder layer, while it is counted."""
 
     mask: Tensor | None = None
-    phases: Collection[Phase] = ()
 
     def look_at(self, mask: Tensor | None) -> None:
         """Count these tokens of the batch that runs next: bool (B, L), False on padding."""
         self.mask = mask
-        for phase in self.phases:
-            phase.real = mask
 
 
 @contextmanager
@@ -122,7 +117,6 @@ def counted(model: Model) -> Iterator[Counts]:
     """Count the routing of everything that runs inside."""
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
-    counts.phases = [phase for _, phase in phased(model)]
     with ExitStack() as hooks:
         hooks.callback(counts.look_at, None)
         for router, routing in by_layer.values():
@@ -142,19 +136,3 @@ def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
         layer.counts = [a + b for a, b in zip(layer.counts, new, strict=True)]
 
     return count
-
-
-@torch.inference_mode()
-def trace(model: Model, input_ids: Tensor) -> dict[int, list[int]]:
-    """By decoder layer, the first choice of each token of one text: for token colours."""
-    chosen: dict[int, list[int]] = {}
-
-    def note(i: int, router: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
-        chosen[i] = _choice(out)[:, 0].tolist()
-
-    with set_mode(model, "always"), ExitStack() as hooks:
-        for i, (router, _) in routers(model).items():
-            hooks.enter_context(router.register_forward_hook(partial(note, i)))
-        ids = input_ids.view(1, -1).to(model.device)
-        model(input_ids=ids, use_cache=False, **logits_alone(model.config))
-    return chosen

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +28,6 @@ from moesaic.metrics.forward import (
 )
 from moesaic.metrics.routing_counts import Routing
 from moesaic.metrics.size import model_size
-from moesaic.nn.phase import set_mode
 from moesaic.objectives import divergence, in_chunks
 
 LARGEST = 709.0
@@ -86,9 +84,6 @@ class Score(Quality):
     recovery: float | None = None
     """Of all tasks together: :func:`moesaic.metrics.tasks.recovery_ratio`; None where it was
     compared with nothing."""
-    mtp: Values = field(default_factory=dict)
-    """Of layers that predict further tokens, the keys of
-    :meth:`moesaic.metrics.drafts.Drafts.accepted`."""
     generations: Mapping[str, Values] = field(default_factory=dict, repr=False)
     """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
     against: Score | None = None
@@ -108,7 +103,7 @@ class Score(Quality):
         }
         if self.sources:
             figures["sources"] = {name: part.as_json() for name, part in self.sources.items()}
-        for name in ("kl", "top1_agreement", "mtp", "tasks", "recovery", "generations"):
+        for name in ("kl", "top1_agreement", "tasks", "recovery", "generations"):
             value = getattr(self, name)
             if value not in (None, {}):
                 figures[name] = value
@@ -135,11 +130,8 @@ def scores(
 
     The arguments are those of :func:`qualities`.
     """
-    with ExitStack() as modes:
-        for run in runs:  # channels: what is read is counted
-            modes.enter_context(set_mode(run.shape, "always"))
-        measured = qualities(runs, tokens, track, shared)
-        sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
+    measured = qualities(runs, tokens, track, shared)
+    sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
     return [
         Score(
             **vars(quality),

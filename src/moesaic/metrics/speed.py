@@ -164,7 +164,7 @@ def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
 def peak_memory(
     model: Path, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
 ) -> int:
-    """Bytes at the peak of loading a checkpoint or a GGUF file, one prompt and some decoding.
+    """Bytes at the peak of loading a checkpoint, one prompt and some decoding.
 
     Measured in a fresh process: its resident set, or the accelerator's allocations.
 

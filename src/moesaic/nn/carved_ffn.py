@@ -203,7 +203,7 @@ def carved_like(
     width = header["backbone"] + sum(header["petals"])
     phase = None
     if layer is not None and header.get("prompts") == "dense":
-        phase = Phase.of(layer, compiled=False)
+        phase = Phase.of(layer)
     with torch.device("meta"):
         return CarvedFFN(
             projections_like(ffn, names, width),

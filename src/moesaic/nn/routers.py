@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.foreign import Values
-from moesaic.nn.kernels import top
 
 CHOOSING = ("cosine", "random", "linear", "tossed")
 
@@ -22,6 +21,24 @@ CHOOSING = ("cosine", "random", "linear", "tossed")
 def _logits(weight_RD: Tensor, x_TD: Tensor) -> Tensor:
     with torch.autocast(x_TD.device.type, enabled=False):
         return F.linear(x_TD.float(), weight_RD.float())
+
+
+def top(score_TI: Tensor, keep: int) -> Tensor:
+    """The places of the highest scores of each token, bool (T, I); of equal ones the first.
+
+    >>> top(torch.tensor([[1.0, 2.0, 1.0]]), 2)
+    tensor([[ True,  True, False]])
+    """
+    if keep == 0:
+        return torch.zeros_like(score_TI, dtype=torch.bool)
+    lowest_T1 = score_TI.topk(keep, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    on_TI = score_TI >= lowest_T1
+    looks = score_TI.is_cpu and not torch.compiler.is_compiling()
+    if looks and int(on_TI.count_nonzero()) * score_TI.shape[-1] == keep * on_TI.numel():
+        return on_TI  # no equal ones: the rest takes as long again
+    above_TI = score_TI > lowest_T1
+    left_T1 = keep - above_TI.sum(-1, keepdim=True)
+    return above_TI | (on_TI & ((on_TI & ~above_TI).cumsum(-1) <= left_T1))
 
 
 class Router(nn.Module):
@@ -212,15 +229,10 @@ class SoftmaxRouter(nn.Module):
 WEIGHING: dict[str, type[nn.Module]] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
 
 
-_FORMER = ("bias", "force_one")
-"""Options that earlier versions wrote down; :mod:`moesaic.layers.carved` refuses those that act."""
-
-
 def make_router(
     hidden_size: int, experts: int, top_k: int, routing: str, gate: Values | None = None
 ) -> nn.Module:
     """The router of that name, its weights not set; ``gate``: options of one that weighs."""
     if routing in WEIGHING:
-        acting = {name: value for name, value in (gate or {}).items() if name not in _FORMER}
-        return WEIGHING[routing](hidden_size, experts, top_k, **acting)
+        return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))
     return Router(hidden_size, experts, top_k, routing)

@@ -13,16 +13,12 @@ from itertools import tee
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import Arch
 from moesaic.foreign import Track
 from moesaic.objectives import next_token_loss
-from moesaic.observation.job import Job
 from moesaic.observation.stream import Block, LayerStream, Spill
 
 LIMIT = 1 << 30
 """Bytes of what enters the layers that are kept in memory."""
-BACK = 4.0
-"""What all of it takes, in passes forward: one of them, one again, and backward as much as two."""
 Watch = Callable[[Block], AbstractContextManager[object]]
 
 
@@ -86,10 +82,3 @@ def _head_gradients(stream: LayerStream[object], states: Iterable[Tensor]) -> It
             loss = next_token_loss(logits, batch.labels.to(logits.device))
             (gradient,) = torch.autograd.grad(loss, leaf)
         yield gradient
-
-
-def kept_for_backward(job: Job[Arch], tokens: int) -> int:
-    """Bytes of what enters the layers for so many tokens, as far as they stay in memory."""
-    weight = job.shape.get_input_embeddings().weight
-    item = (job.working_type or weight.dtype).itemsize
-    return int(min(LIMIT, len(job.layers) * tokens * weight.shape[1] * item))

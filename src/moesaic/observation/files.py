@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,7 +31,6 @@ from moesaic.io.outputs import (
     alone,
     check_file,
     discard,
-    scratch_folder,
     unfinished,
     whole_file,
 )
@@ -59,8 +58,7 @@ def observe(
     """Observe a model once; ``prune``, ``slim`` and ``skip`` then decide without running it.
 
     The file serves every criterion and size of ``prune``, ``skip``, and the scores of ``slim`` that
-    look at single neurons; of a dense model these alone. Files of the same model on different
-    tokens merge (:func:`merge_files`).
+    look at single neurons; of a dense model these alone.
 
     Args:
         model: a loaded PreTrainedModel, or a name.
@@ -270,54 +268,3 @@ def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
             with path.open("rb") as file:
                 file.seek(skip)
                 shutil.copyfileobj(file, joined, 16 << 20)
-
-
-def merge_files(paths: Sequence[Path], out: Path) -> None:
-    """One statistics file from several of the same model, made on different tokens.
-
-    Raises:
-        MoesaicError: they are of different models, or some text would count twice.
-    """
-    files = [StatsFile(path) for path in paths]
-    first = files[0].header
-    seen: dict[str, Path] = {}
-    for file in files:
-        same = {"base": file.header["base"], "layers": file.layers, "dtype": file.header["dtype"]}
-        differences = [*differing(same, {name: first[name] for name in same})]
-        if differences:
-            raise MoesaicError(
-                f"{file.path} and {paths[0]} are of different models and cannot be merged: "
-                f"{differences[0]}."
-            )
-        for text in file.header["calibration"].split("+"):
-            if text in seen:
-                raise MoesaicError(
-                    f"{file.path} and {seen[text]} were observed on the same text, which would "
-                    "count twice: leave one of them out."
-                )
-            seen[text] = file.path
-    samples = [f.header.get("samples") or 0 for f in files]
-    lengths = {f.header.get("length") for f in files}
-    header = {
-        **first,
-        "calibration": "+".join(f.header["calibration"] for f in files),
-        "tokens": sum(f.header["tokens"] for f in files),
-        "samples": sum(samples) if all(samples) else None,
-        "length": lengths.pop() if len(lengths) == 1 else None,
-        "sources": [source for f in files for source in f.sources],
-        "gram": max(f.header["gram"] for f in files),
-    }
-    with scratch_folder(out) as folder:
-        for index in files[0].layers:
-            _save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
-        join({i: _layer_file(folder, i) for i in files[0].layers}, out, header)
-
-
-def _renumbered(files: Sequence[StatsFile], index: int) -> Iterator[ExpertStats]:
-    """A layer of each file; batches keep apart."""
-    first = 0
-    for file in files:
-        stats = file.layer(index)
-        stats.batch_T = stats.batch_T + first
-        first = int(stats.batch_T.max()) + 1 if stats.tokens else first
-        yield stats

@@ -5,7 +5,7 @@ A method says by names what it needs (:data:`NEEDS`), and nothing else is comput
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,6 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
-from moesaic.observation.backward import BACK, kept_for_backward
-from moesaic.observation.curvature import Curvature, curvatures
 from moesaic.observation.expert_stats import PARTS, ExpertStats, gram_room, observed
 from moesaic.observation.files import StatsFile, from_file
 from moesaic.observation.job import Job
@@ -29,12 +27,12 @@ from moesaic.observation.neuron_stats import (
 )
 from moesaic.observation.stream import Site
 
-MODEL = {"products": "pairs of neurons", "curvature": "gradients", "tokens": "tokens"}
+MODEL = {"products": "pairs of neurons", "tokens": "tokens"}
 """What no file of ``observe`` holds, in words."""
 NEEDS = frozenset({"router", *PARTS, "sizes", "energy", "shared", *MODEL})
 """Of a mixture: ``router`` and :data:`~moesaic.observation.expert_stats.PARTS`. Of the neurons of
-any model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, ``products`` and
-``curvature``; ``tokens`` for the layer's tokens themselves, all of them in every process."""
+any model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, and
+``products``; ``tokens`` for the layer's tokens themselves, all of them in every process."""
 OF_EXPERTS = frozenset({"router", *PARTS})
 OF_NEURONS = frozenset({"sizes", "energy", "shared"})
 OF_WEIGHTS = frozenset({"weights", "sizes"})
@@ -50,7 +48,6 @@ class LayerStats:
     experts: ExpertStats | None = None
     neurons: NeuronStats | None = None
     products: Products | None = None
-    curvature: Curvature | None = None
 
 
 Observed = tuple[int, LayerStats, Site[FFN] | None]
@@ -89,7 +86,7 @@ class Observation:
     @property
     def whole(self) -> bool:
         """Every process sees all tokens of a layer, so that layers can be shared among them."""
-        return self._file is None and "tokens" in self.needs and "curvature" not in self.needs
+        return self._file is None and "tokens" in self.needs
 
     @property
     def file(self) -> str:
@@ -141,7 +138,7 @@ class Observation:
 
     def _sites(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Layers whose tokens are at hand; of several processes each sees all where asked for."""
-        curvature, whole = self._curvatures(layers), "tokens" in self.needs
+        whole = "tokens" in self.needs
         tokens = self.job.tokens if whole else self.job.share[0]
         for site in self.job.stream(layers, self.job.arch.view, tokens):
             i, stats = site.index, None
@@ -149,22 +146,18 @@ class Observation:
                 part = observe_neurons(site)
                 stats = part if whole else NeuronStats.merged(gathered(part))
             products = Products.of(site, not whole) if "products" in self.needs else None
-            yield i, LayerStats(None, stats, products, curvature.get(i)), site
+            yield i, LayerStats(None, stats, products), site
 
     def _passing(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Statistics taken in while the tokens pass through: one pass; no shared path's."""
-        curvature, arch = self._curvatures(layers), self.job.arch
-        tokens = self._tokens[1]
+        arch, tokens = self.job.arch, self._tokens[1]
         for turn in self.job.stream(layers, arch.view, tokens).turns():
             i, layer = turn.block.index, turn.block.layer
             stats = replace(weight_stats(arch.view(layer)), tokens=tokens.count)
             with watching(layer, arch, stats, iter(turn.masks)):
                 turn.run()
             merged = NeuronStats.merged(gathered(stats))
-            yield i, LayerStats(None, merged, None, curvature.get(i)), None
-
-    def _curvatures(self, layers: Sequence[int]) -> Mapping[int, Curvature]:
-        return curvatures(self.job, layers) if "curvature" in self.needs else {}
+            yield i, LayerStats(None, merged), None
 
 
 def shows_tokens(job: Job[Arch], needs: Collection[str]) -> bool:
@@ -182,28 +175,10 @@ def neuron_pairs(experts: int, width: int) -> int:
     return 8 * experts * width**2
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What observing or deciding takes; see :class:`~moesaic.methods.base.Outline`."""
-
-    passes: float = 0.0
-    work: float = 0.0
-    held: int = 0
-    libraries: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.passes + other.passes,
-            self.work + other.work,
-            max(self.held, other.held),
-            self.libraries + other.libraries,
-        )
-
-
-def cost_of(
+def bytes_of(
     needs: Collection[str], job: Job[Arch], layers: Sequence[int], gram_bytes: int = 0
-) -> Cost:
-    """What observing some layers takes; read from their shapes.
+) -> int:
+    """Return the bytes of the largest layer's statistics, from its shapes.
 
     Args:
         needs: of :data:`NEEDS`.
@@ -212,22 +187,11 @@ def cost_of(
         gram_bytes: memory for the Gram matrices of one layer's experts.
     """
     arch: Arch = job.arch
-    views = [arch.view(job.layers[i]) for i in layers]
-    passes = float(bool(set(needs) - OF_WEIGHTS))
-    passes += BACK * ("curvature" in needs)
-    work, held = 0.0, 0
-    if "curvature" in needs:
-        held = kept_for_backward(job, job.planned_tokens)
-    for view in views:
-        if set(needs) & set(PARTS) - OF_WEIGHTS:
-            weighed = view.weighed if isinstance(view, MoEFFN) else view.count
-            pairs = weighed * (weighed + 1) // 2 * len(view.weights_of(0)[-1])
-            size = sum(w.numel() for w in view.weights_of(0))
-            work += 2.0 * ((view.count - view.top_k) * size + pairs * ("gram" in needs))
-        if "products" in needs:  # and what scoring by them takes, in float64 as they are
-            scoring = 16.0 * view.count * view.width**3
-            work += 4.0 * view.top_k * view.width**2 + scoring / job.planned_tokens
+    held = 0
+    for i in layers:
+        view = arch.view(job.layers[i])
+        if "products" in needs:
             held = max(held, neuron_pairs(view.count, view.width))
         if "gram" in needs and isinstance(view, MoEFFN):
             held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.weighed)))
-    return Cost(passes, work, held)
+    return held

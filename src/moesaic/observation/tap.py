@@ -1,4 +1,4 @@
-"""Hooks: what enters the projections of a layer, or the gradient there, as tokens pass.
+"""Hooks: what enters the projections of a layer, as tokens pass.
 
 Shape suffixes: T tokens of a batch, N of them, I inputs, E experts, D hidden size, K top-k.
 """
@@ -25,7 +25,7 @@ class Event:
     path: str
     """Of the projection in the decoder layer; of experts that of their tensor."""
     x_NI: Tensor
-    """What enters it, or the gradient of the loss with respect to that; padding left out."""
+    """What enters it; padding left out."""
     expert: int | None = None
     weights_N1: Tensor | None = None
     """An expert's combine weights."""
@@ -44,7 +44,6 @@ def tapped(
     notify: Notify,
     masks: Masks | None = None,
     *,
-    gradients: bool = False,
     instead: bool = False,
 ) -> Iterator[None]:
     """Show what enters a layer's projections while it runs.
@@ -55,8 +54,6 @@ def tapped(
         paths: of projections in the layer; of routed experts those of their tensors.
         notify: called once a projection and a batch, of experts once for each that runs.
         masks: by batch the tokens that count (B, L); None for all.
-        gradients: show the gradient with respect to what each projection alone takes in, once the
-            loss goes backward.
         instead: experts run one by one, here, instead of being run again beside: not their own
             kernel's rounding, and half of the work.
     """
@@ -70,15 +67,7 @@ def tapped(
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             notify(Event(path, _counted(args[0].flatten(0, -2), real[0])))
 
-        def after(module: nn.Linear, args: object, out: Tensor) -> None:
-            if not out.requires_grad:  # what chooses positions for attention runs without
-                return
-            weight_OI, of_batch = module.weight.detach(), real[0]
-            out.register_hook(
-                lambda g: notify(Event(path, _counted(g.flatten(0, -2) @ weight_OI, of_batch)))
-            )
-
-        return after if gradients else before
+        return before
 
     with ExitStack() as hooks:
         hooks.callback(layer.register_forward_pre_hook(entering).remove)
@@ -88,16 +77,11 @@ def tapped(
             block = f"{arch.inside}{arch.experts}."
             tensors = {p.removeprefix(block): p for p in paths if p.startswith(block)}
         for path in {*paths} - {*tensors.values()}:
-            module, hook = layer.get_submodule(path), linear(path)
-            handle = (
-                module.register_forward_hook(hook)
-                if gradients
-                else module.register_forward_pre_hook(hook)
-            )
+            handle = layer.get_submodule(path).register_forward_pre_hook(linear(path))
             hooks.callback(handle.remove)
         if view is not None and tensors:
-            experts = _Experts(view, tensors, notify, real, gradients)
-            if instead or gradients:
+            experts = _Experts(view, tensors, notify, real)
+            if instead:
                 hooks.enter_context(forward_replaced(view.experts, experts.forward))
             else:
                 handle = view.experts.register_forward_pre_hook(experts.beside)
@@ -119,7 +103,6 @@ class _Experts:
     notify: Notify
     real: list[Tensor | None]
     """Of the batch at hand the tokens that count (T,)."""
-    gradients: bool
 
     def each(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Each expert that runs: its number, its rows, their weights (N, 1), and h."""
@@ -136,15 +119,8 @@ class _Experts:
         if self.real[0] is not None:
             real_T = self.real[0].to(rows.device)
             real_N = real_T[rows % len(real_T)]
-
-        def show(shown_NI: Tensor) -> None:
-            counted_N1 = _counted(weights_N1, real_N)
-            self.notify(Event(path, _counted(shown_NI, real_N), i, counted_N1))
-
-        if self.gradients:
-            x_NI.register_hook(show)
-        else:
-            show(x_NI)
+        counted_N1 = _counted(weights_N1, real_N)
+        self.notify(Event(path, _counted(x_NI, real_N), i, counted_N1))
 
     def beside(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Before the experts' own forward."""

@@ -9,7 +9,6 @@ import yaml
 
 from moesaic.errors import how_to_install
 from moesaic.io.layout import FOLDER, PLAN
-from moesaic.io.names import public
 from moesaic.record import Record
 from moesaic.report import numbers, read, words
 from moesaic.report.read import part
@@ -22,14 +21,13 @@ HUB_IDS = {
 TAGS = ["moesaic", "mixture-of-experts"]
 
 
-def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool = False) -> str:
+def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
     """The card: what came of it, how to load it, what was measured, how it was made.
 
     Args:
         record: of the run.
         recipe_yaml: the recipe that made it.
         repo: the repository of the hub that it is in; empty for a folder.
-        plan_only: of the result only its plan is there.
     """
     model = read.model_name(record)
     front = {
@@ -42,26 +40,16 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {_inline(read.title(record))}",
         f"{_inline(words.outcome(record))} Measure it on your own text before relying on it.",
-        _applying(record, repo) if plan_only else _loading(record, repo),
+        _loading(record, repo),
         *_measured(record),
         "## How it was made",
         *map(_inline, words.step_paragraphs(record)),
         _inline(words.weights(record)),
         _fence(recipe_yaml, "yaml"),
-        "" if plan_only else _rebuilding(record),
+        _rebuilding(record),
         "The base model's licence applies to its weights.",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _applying(record: Record, repo: str) -> str:
-    base = "" if public(record.model) else "BASE "  # nobody else has that folder or file
-    code = _fence(f"{how_to_install()}\nmoesaic apply {base}{repo} OUT", "sh")
-    return (
-        "## Rebuilding it\n\nThis repository holds the plan and no weights: what was decided, "
-        "index lists, and what was solved for. With the base model it is the checkpoint again, bit "
-        f"for bit.\n\n{code}"
-    )
 
 
 def _rebuilding(record: Record) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -75,38 +72,3 @@ def _cell(cell: tables.Cell) -> Text:
             style="not bold" if cell.tone else "dim not bold",
         )
     return text
-
-
-WIDE, HIGH = 60, 14
-"""Characters of a plane."""
-
-
-def plane(
-    points: Sequence[tuple[float, float, str]],
-    title: str,
-    write: Callable[[float], str] = "{:,.4g}".format,
-) -> Text:
-    """Points by their marks, upwards on a logarithmic scale; of two at one place the later one.
-
-    Args:
-        points: across, upwards (above 0), and a mark.
-        title: of both axes.
-        write: how figures across are written.
-
-    >>> plane([(1, 0.01, "a"), (3, 0.1, "b")], "loss over size").plain.splitlines()[1].split()
-    ['0.1', '┤', 'b']
-    """
-    across, up = [x for x, *_ in points], [math.log10(max(y, 1e-9)) for _, y, _ in points]
-
-    def place(value: float, values: Sequence[float], count: int) -> int:
-        room = (max(values) - min(values)) or 1.0
-        return round((value - min(values)) / room * (count - 1))
-
-    rows = [[" "] * WIDE for _ in range(HIGH)]
-    for x, y, (_, _, mark) in zip(across, up, points, strict=True):
-        left = min(place(x, across, WIDE), WIDE - len(mark))
-        rows[HIGH - 1 - place(y, up, HIGH)][left : left + len(mark)] = mark
-    ends = {0: f"{10 ** max(up):.2g}", HIGH - 1: f"{10 ** min(up):.2g}"}
-    lines = [f"{ends.get(n, ''):>8} ┤{''.join(row).rstrip()}" for n, row in enumerate(rows)]
-    foot = write(min(across)).ljust(WIDE - 8) + write(max(across))
-    return Text("\n".join([title, *lines, " " * 9 + "└" + "─" * WIDE, " " * 10 + foot]))

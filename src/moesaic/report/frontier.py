@@ -31,8 +31,6 @@ APART = 0.002
 class Axis:
     """One figure of a model, along which models are compared."""
 
-    key: str
-    """What it is asked for by."""
     name: str
     form: Format
     path: tuple[str, ...]
@@ -64,19 +62,19 @@ def _score(key: str) -> tuple[str, ...]:
 
 
 SAVED = (
-    Axis("disk", "bytes on disk", numbers.memory, ("files", "*")),
-    Axis("bytes", "bytes in memory", numbers.memory, _score("total_bytes")),
-    Axis("active", "active parameters", numbers.count, _score("active_parameters")),
-    Axis("decode", "decode speed", numbers.times, ("speed_ratio", "decode"), 1.0, -1),
-    Axis("prefill", "prefill speed", numbers.times, ("speed_ratio", "prefill"), 1.0, -1),
-    Axis("memory", "peak memory", numbers.memory, ("speed", "*", "peak_memory_bytes")),
+    Axis("bytes on disk", numbers.memory, ("files", "*")),
+    Axis("bytes in memory", numbers.memory, _score("total_bytes")),
+    Axis("active parameters", numbers.count, _score("active_parameters")),
+    Axis("decode speed", numbers.times, ("speed_ratio", "decode"), 1.0, -1),
+    Axis("prefill speed", numbers.times, ("speed_ratio", "prefill"), 1.0, -1),
+    Axis("peak memory", numbers.memory, ("speed", "*", "peak_memory_bytes")),
 )
 """What a model may save: the horizontal axes."""
 LOST = (
-    Axis("perplexity", "perplexity", numbers.perplexity, _score("perplexity")),
-    Axis("kl", "KL from the original", numbers.share, _score("kl"), 0.0),
-    Axis("agreement", "top-1 agreement", tenths, _score("top1_agreement"), 1.0, -1),
-    Axis("tasks", "tasks, of the original", tenths, _score("recovery"), 1.0, -1),
+    Axis("perplexity", numbers.perplexity, _score("perplexity")),
+    Axis("KL from the original", numbers.share, _score("kl"), 0.0),
+    Axis("top-1 agreement", tenths, _score("top1_agreement"), 1.0, -1),
+    Axis("tasks, of the original", tenths, _score("recovery"), 1.0, -1),
 )
 """What a model may lose: the vertical axes."""
 AXES = (*SAVED, *LOST)
@@ -100,16 +98,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The picture of one original's models, and what a page needs to switch it between axes."""
+    """The picture of one original's models."""
 
     model: str
     """The original, and which text where runs were measured on several."""
-    saved: list[str]
-    """Names of the horizontal axes that tell models apart."""
-    lost: list[str]
-    """Names of the vertical axes."""
+    said: str
+    """The axes, and which models are on the frontier."""
     drawn: Markup
-    """Every choice of axes, the first one shown."""
     kinds: list[str]
     """Comparisons that are drawn."""
 
@@ -165,16 +160,6 @@ def _points(record: Record, run: int, several: bool) -> Iterator[Point]:
         yield Point(number, kind, short, title, tuple(axis.value(record, name) for axis in AXES))
 
 
-def measured(records: Sequence[Record]) -> set[str]:
-    """The keys of the axes along which some model has a figure."""
-    columns = zip(*(p.figures for models in points(records).values() for p in models), strict=True)
-    return {
-        axis.key
-        for axis, column in zip(AXES, columns, strict=False)
-        if any(value is not None for value in column)
-    }
-
-
 def best(places: Sequence[tuple[float, float]]) -> list[int]:
     """The points that no other beats: none is as good in both and better in one. Less is better.
 
@@ -202,69 +187,56 @@ def best(places: Sequence[tuple[float, float]]) -> list[int]:
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def frontiers(records: Sequence[Record], first: Sequence[str] = ()) -> list[Frontier]:
+def frontiers(records: Sequence[Record]) -> list[Frontier]:
     """A picture for every original that three models or more were measured of, itself among them.
 
-    Args:
-        records: of the runs.
-        first: keys of the axes to be drawn first; otherwise those that most models have.
+    Its axes are those that most models have.
     """
     pictures = [
-        _frontier(model, models, first, len(records) > 1)
+        _frontier(model, models, len(records) > 1)
         for model, models in points(records).items()
         if len(models) > 2
     ]
     return [f for f in pictures if f is not None]
 
 
-def _frontier(
-    model: str, models: Sequence[Point], first: Sequence[str], numbered: bool
-) -> Frontier | None:
+def _frontier(model: str, models: Sequence[Point], numbered: bool) -> Frontier | None:
     """The picture of some models; None where no two axes tell them apart."""
-    axes = _axes(models, first)
-    across = [along for along in axes if along[0] in SAVED]
-    rising = [along for along in axes if along[0] in LOST]
-    if not across or not rising:
+    axes = _axes(models)
+    across = next((along for along in axes if along[0] in SAVED), None)
+    rising = next((along for along in axes if along[0] in LOST), None)
+    if across is None or rising is None:
         return None
-    plots = [_plot(x, y, models) for y in rising for x in across]
-    pictures = [
-        f'<g class="plot"{_HIDDEN if n else ""}>{drawn}</g>' for n, (drawn, _) in enumerate(plots)
-    ]
+    said, drawn, places = _plot(across, rising, models)
     shared = list(dict.fromkeys(p.kind for p in models if p.kind not in ("original", "result")))
     marks = [
-        _mark(p, shared, [places[n] for _, places in plots], numbered) for n, p in enumerate(models)
+        _mark(point, shared, place, numbered)
+        for point, place in zip(models, places, strict=True)
+        if place is not None
     ]
     label = f"Models made of {model} by what they lose and what they save"
-    return Frontier(
-        model=model,
-        saved=[axis.name for axis, _ in across],
-        lost=[axis.name for axis, _ in rising],
-        drawn=svg([*pictures, *marks], *SIZE, label, role="group"),
-        kinds=shared,
-    )
+    return Frontier(model, said, svg([*drawn, *marks], *SIZE, label, role="group"), shared)
 
 
 Along = tuple[Axis, list[float | None]]
 """An axis, and where each model is along it."""
 Place = tuple[float, float, bool] | None
 """Where a point lies on a picture and whether it is on the frontier; None where it is not there."""
-_HIDDEN = ' style="display:none"'
 
 
-def _axes(models: Sequence[Point], first: Sequence[str]) -> list[Along]:
-    """The axes along which models differ: first those that were asked for, then those that most
-    models have."""
+def _axes(models: Sequence[Point]) -> list[Along]:
+    """The axes along which models differ, first those that most models have."""
     axes = []
     for axis, column in zip(AXES, zip(*(p.figures for p in models), strict=True), strict=True):
         values = [v if v is not None and math.isfinite(v) else None for v in column]
         finite = [v for v in values if v is not None]
         if len(finite) > 1 and max(finite) - min(finite) > APART * max(map(abs, finite)):
             axes.append((axis, values))
-    return sorted(axes, key=lambda along: (along[0].key not in first, along[1].count(None)))
+    return sorted(axes, key=lambda along: along[1].count(None))
 
 
-def _plot(x: Along, y: Along, models: Sequence[Point]) -> tuple[str, list[Place]]:
-    """Axes and frontier of one choice of axes, and where each point lies."""
+def _plot(x: Along, y: Along, models: Sequence[Point]) -> tuple[str, list[str], list[Place]]:
+    """Return a caption, axes and frontier, and where each point lies."""
     coordinates = {
         n: (a, b)
         for n, (a, b) in enumerate(zip(x[1], y[1], strict=True))
@@ -272,16 +244,14 @@ def _plot(x: Along, y: Along, models: Sequence[Point]) -> tuple[str, list[Place]
     }
     places: list[Place] = [None] * len(models)
     if not coordinates:
-        message = f"No model has both {y[0].name} and {x[0].name}."
-        middle = text(SIZE[0] / 2, SIZE[1] / 2, message, "quiet", "middle")
-        return f"<desc>{message}</desc>{middle}", places
+        return f"No model has both {y[0].name} and {x[0].name}.", [], places
     out, plane, front = scatter([*coordinates.values()], x[0], y[0], BOX)
     members = list(coordinates)
     for i, n in enumerate(members):
         places[n] = (*plane.at(*coordinates[n]), i in front)
     ahead = ", ".join(models[members[i]].name for i in front)
     caption = f"{y[0].title} over {x[0].title}. On the frontier: {ahead}."
-    return f"<desc>{escape(caption[0].upper() + caption[1:])}</desc>{''.join(out)}", places
+    return caption[0].upper() + caption[1:], out, places
 
 
 def scatter(
@@ -326,10 +296,10 @@ def _stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered: bool) -> str:
+def _mark(
+    point: Point, shared: Sequence[str], place: tuple[float, float, bool], numbered: bool
+) -> str:
     """A point: a disc with its run's number, or the shape of its comparison."""
-    every = ";".join("" if p is None else f"{p[0]:.0f},{p[1]:.0f},{p[2]:d}" for p in places)
-    first = places[0]
     values = [
         f"{axis.name} {axis.form(v)}"
         for axis, v in zip(AXES, point.figures, strict=True)
@@ -343,9 +313,9 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
         kind = point.kind
         label = f"<text y='4' text-anchor='middle'>{point.run}</text>"
         shape = f'<circle r="{9 if point.run else 6}"/>{label if numbered and point.run else ""}'
-    at = _HIDDEN if first is None else f' transform="translate({first[0]:.0f} {first[1]:.0f})"'
-    beaten = "" if first is None or first[2] else " beaten"
-    marked = f'class="point {kind} s0{beaten}" data-run="{point.run}" data-at="{every}"{at}'
+    x, y, ahead = place
+    beaten = "" if ahead else " beaten"
+    marked = f'class="point {kind} s0{beaten}" transform="translate({x:.0f} {y:.0f})"'
     inside = f"<title>{tip}</title>{shape}"
     if not point.run:
         return f'<g {marked} role="img" aria-label="{tip}">{inside}</g>'
@@ -354,7 +324,7 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
 
 # --- a search ------------------------------------------------------------------------------------
 
-MEMORY = Axis("memory", "memory of the weights", numbers.memory, ())
+MEMORY = Axis("memory of the weights", numbers.memory, ())
 KL = LOST[1]
 
 
@@ -388,7 +358,5 @@ def tried(record: Record) -> tuple[str, Markup] | None:
         f"{len(candidates)} candidates, on calibration text that nothing was decided on; pale ones "
         "as they are quickly made. Blue: chosen. The line: none is smaller and loses less."
     )
-    if untried := record.measured.get("left_out"):
-        how += f" {len(untried)} more were not tried, for they would take too long as predicted."
     label = "Candidates by the memory they take and what they lose"
     return how, svg(out, 540, 300, label)

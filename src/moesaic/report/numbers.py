@@ -119,18 +119,6 @@ def duration(seconds: float) -> str:
 
 
 @_any
-def span(seconds: float) -> str:
-    """A long time, in the unit that suits.
-
-    >>> [span(s).replace(NBSP, " ") for s in (74.6, 845, 18_700, 1_900_000)]
-    ['75 s', '14 min', '5.2 h', '22 days']
-    """
-    units = ((172_800, 86_400, "days"), (7200, 3600, "h"), (90, 60, "min"), (0, 1, "s"))
-    unit, name = next((unit, name) for least, unit, name in units if seconds >= least)
-    return f"{seconds / unit:.{unit == 3600:d}f}{NBSP}{name}"
-
-
-@_any
 def memory(size: float) -> str:
     """Bytes, in binary units, to three digits.
 

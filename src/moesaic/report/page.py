@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.record import (
-    WITHOUT_FIGURES,
     Figure,
     Heat,
     LayerRecord,
-    Lines,
     Record,
     Row,
-    Series,
 )
 from moesaic.report import draw, numbers, read, tables, words
 from moesaic.report.frontier import SHAPES, frontiers, tried
-from moesaic.report.read import by_layer, figure, part
+from moesaic.report.read import figure, part
 
 View = dict[str, object]
 """Values for the template, by the names that it uses."""
@@ -36,7 +32,6 @@ MANY = 6
 LARGEST = 1_000_000
 """Bytes of a page."""
 HEAVY = {
-    "samples": "texts token by token",
     "drawings": "drawings of layers",
     "layers": "tables of layers",
 }
@@ -55,7 +50,7 @@ def _template() -> Template:
     return environment.get_template("template.html")
 
 
-def html(records: Sequence[Record], first: Sequence[str] = ()) -> str:
+def html(records: Sequence[Record]) -> str:
     """One self-contained HTML file about one or more runs.
 
     Parts that take the most room and say the least are left out of all runs, one after another,
@@ -63,8 +58,6 @@ def html(records: Sequence[Record], first: Sequence[str] = ()) -> str:
 
     Args:
         records: of the runs. What was not measured is left out.
-        first: axes of the frontier that are drawn first
-            (:func:`moesaic.report.frontier.frontier`).
 
     Raises:
         MoesaicError: there are no runs.
@@ -72,16 +65,16 @@ def html(records: Sequence[Record], first: Sequence[str] = ()) -> str:
     if not records:
         raise MoesaicError("A page is about one run at least.")
     without: list[str] = []
-    page = _page(records, without, first)
+    page = _page(records, without)
     for name in HEAVY:
         if len(page.encode()) < LARGEST:
             break
         without.append(name)
-        page = _page(records, without, first)
+        page = _page(records, without)
     return page
 
 
-def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str]) -> str:
+def _page(records: Sequence[Record], without: Sequence[str]) -> str:
     """The page without some of the parts in :data:`HEAVY`."""
     several = len(records) > 1
     runs = [_view(record, n) | dict.fromkeys(without) for n, record in enumerate(records, 1)]
@@ -94,7 +87,7 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
         several=several,
         overview=tables.overview(records) if several else None,
         strip=_strip(records) if several else "",
-        frontiers=frontiers(records, first),
+        frontiers=frontiers(records),
         shapes=SHAPES,
         colours=draw.colours(most),
         left_out=[HEAVY[name] for name in without],
@@ -117,7 +110,6 @@ def _view(record: Record, number: int) -> View:
         "model": read.model_name(record),
         "subtitle": _subtitle(record),
         "made": read.step_labels(record),
-        "search": _words(record),
         "outcome": words.outcome(record),
         "tiles": words.changes(record),
         "warnings": read.warnings(record)[1],
@@ -128,11 +120,8 @@ def _view(record: Record, number: int) -> View:
         "tasks": tables.task_table(record),
         "loops": tables.loop_table(record),
         "explained": _explained(record),
-        "unit": read.unit(record),
         "carved": read.by_projections(record),
         "drawings": drawings(record),
-        "figureless": record.format == WITHOUT_FIGURES,
-        "renumbered": read.renumbered(record),
         "bars": _bars(record),
         "speed": tables.speed_table(record),
         "interleaved": read.interleaved(record),
@@ -141,7 +130,6 @@ def _view(record: Record, number: int) -> View:
         "structures": structures,
         "others": others if len(others) <= MANY else [],
         "layers": tables.layer_table(record) if any(x.told for x in record.layers) else None,
-        "samples": _samples(record),
         "about": _about(record),
     }
 
@@ -174,14 +162,6 @@ def _subtitle(record: Record) -> str:
     layers = [layer.index for layer in read.changed(record)]
     some = f"layers {numbers.ranges(layers)}" if 0 < len(layers) < len(record.layers) else ""
     return " · ".join(filter(None, (read.done(record), some)))
-
-
-def _words(record: Record) -> str:
-    """Names, words and options of a run, and what became of its layers: it is found by them."""
-    options = [f"{k} {v}" for step in record.steps for k, v in _pairs(step.config)]
-    forms = dict.fromkeys(layer.told for layer in read.changed(record))
-    every = [read.title(record), read.step_labels(record), *options, *forms]
-    return " ".join(every).lower().replace(numbers.NBSP, " ")
 
 
 def _pairs(options: Values) -> list[tuple[str, str]]:
@@ -237,45 +217,9 @@ def drawings(record: Record) -> list[tuple[str, list[Drawing]]]:
 
 
 def _of_measured(record: Record) -> Iterator[Figure]:
-    """Where it was redundant, where tokens went, and how many experts they ran."""
-    redundancy = part(record.measured, "redundancy")
-    ways = {"whole experts go": "dropped", "each gets narrower": "narrowed"}
-    series = [
-        Series(name, tuple(sorted((float(k), float(v)) for k, v in part(redundancy, way).items())))
-        for name, way in ways.items()
-    ]
-    if series := [line for line in series if line.points]:
-        yield Lines(
-            section=SEARCH,
-            title="Where it is redundant.",
-            caption="KL from the original before any refit, by the share of experts' parameters "
-            "that goes, in both ways.",
-            series=tuple(series),
-            x="share that goes",
-            y="KL",
-            form=".3f",
-            log=False,
-        )
-    unit, routed = read.unit(record), read.routing(record)
-    texts = part(record.measured, "activity")
-    means = {name: dict(by_layer(part(texts, name))) for name in texts}
-    if layers := sorted({i for counts in means.values() for i in counts}):
-        most = float(max(1, read.most_experts(record)))
-        rows = [
-            Row(str(i), tuple(counts.get(i) for counts in means.values()), most) for i in layers
-        ]
-        mean = tuple(sum(counts.values()) / max(1, len(counts)) for counts in means.values())
-        yield Heat(
-            section=f"How many {unit}s tokens run",
-            title=f"Active {unit}s.",
-            caption=f"Mean number of {unit}s that a token runs, of {most:.0f}, by layer and text.",
-            rows=(*rows, Row("mean", mean, most)),
-            columns=tuple(means),
-            column="text",
-            form=".2f",
-            written=".1f",
-        )
-    if not routed:
+    """Where tokens went."""
+    unit = read.unit(record)
+    if not read.routing(record):
         return
     total = "the expert calls of the evaluation text"
     if read.by_projections(record):
@@ -334,68 +278,6 @@ def left(layer: LayerRecord, ratio: str) -> float | None:
 
 
 # --- text, options -------------------------------------------------------------------------------
-
-
-def _samples(record: Record) -> View | None:
-    """Sample texts token by token; None where no token was routed.
-
-    An expert is written with as many digits to base 36 as the greatest number needs, by layer; of
-    a token that ran none it is the number of experts, the most of all layers.
-    """
-    count = read.most_experts(record)
-    routed = {layer.index: layer.experts for layer in record.layers if layer.experts}
-    digits = 1 if count < 36 else math.ceil(math.log(count + 1, 36))
-    samples = []
-    numbers: list[int] = []
-    for sample in record.measured.get("samples") or ():
-        experts = {
-            i: [j if j < routed.get(i, count) else count for j in chosen]
-            for i, chosen in by_layer(sample.get("experts") or {})
-        }
-        if not experts:
-            continue
-        numbers = numbers or list(experts)
-        first = experts.get(numbers[0]) or []
-        pairs = zip(sample.get("tokens") or (), first, strict=False)
-        coded = ("".join(_base36(j, digits) for j in experts.get(i, ())) for i in numbers)
-        samples.append(
-            {
-                "domain": sample.get("domain", ""),
-                "tokens": [(visible(token), petal) for token, petal in pairs],
-                "experts": " ".join(coded),
-            }
-        )
-    if not samples:
-        return None
-    several = any(layer.top_k != 1 for layer in record.layers if layer.experts)
-    return {
-        "layers": numbers,
-        "texts": samples,
-        "petals": count,
-        "several": several,
-        "digits": digits,
-    }
-
-
-def _base36(number: int, digits: int) -> str:
-    """A number as JavaScript's ``parseInt(text, 36)`` reads it.
-
-    >>> _base36(7, 1), _base36(35, 1), _base36(75, 2)
-    ('7', 'z', '23')
-    """
-    alphabet = "0123456789abcdefghijklmnopqrstuvwxyz"
-    return "".join(alphabet[number // 36**k % 36] for k in reversed(range(digits)))
-
-
-def visible(token: str) -> Markup:
-    """A token's text, its newlines and tabs marked but kept.
-
-    >>> visible("<b>\\n")
-    Markup('&lt;b&gt;<i class="nl">\\n</i>')
-    """
-    escaped = str(escape(token)).replace("\r", "")
-    marked = escaped.replace("\n", '<i class="nl">\n</i>').replace("\t", '<i class="tab">\t</i>')
-    return Markup(marked)
 
 
 def _about(record: Record) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -39,17 +39,13 @@ fill:#1d2126}
 """
 
 
-def frontier_picture(records: Sequence[Record], first: Sequence[str] = ()) -> str:
+def frontier_picture(records: Sequence[Record]) -> str:
     """What several runs lose over what they save, their names beside it, as one SVG.
-
-    Args:
-        records: of the runs.
-        first: keys of the two axes, as for :func:`moesaic.report.frontier.frontiers`.
 
     Returns:
         the picture; empty where fewer than three models were measured.
     """
-    plots = frontiers(records, first)
+    plots = frontiers(records)
     if not plots:
         return ""
     width, edge, tall = 900, 28, 450

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from moesaic.config import Former, MethodConfig, option, seed_option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.ladder import Ladder, Rung, Shape
@@ -54,7 +54,6 @@ class CondenseConfig(MethodConfig):
             "refit": False,
         },
     }
-    former: ClassVar[Mapping[str, Former]] = {"layers": Former("count", "--layers")}
     window = 512
 
     count: int | None = option(
@@ -86,7 +85,7 @@ class CondenseConfig(MethodConfig):
         "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
         seldom=True,
     )
-    layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine", "random"] = option(
+    layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine"] = option(
         "racing",
         "How layers are chosen; greedy is the paper's Alg. 2, which racing follows, "
         "each round on as much text as it takes; cosine is of He et al.",
@@ -102,12 +101,6 @@ class CondenseConfig(MethodConfig):
         "A gate on the shared path: token keeps it, mean fixes it at its mean.",
         seldom=True,
     )
-    padding: bool = option(
-        True,
-        "Fill up with zeros to one width where the architecture itself can then hold it.",
-        seldom=True,
-    )
-    force: bool = option(False, "Keep the shared path even where there is none.", seldom=True)
     refit: bool | None = option(
         None,
         "Solve for the dense layers' down projections anew. Default: where it can be done.",

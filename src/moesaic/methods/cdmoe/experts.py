@@ -22,7 +22,7 @@ Where we depart from the paper or its code, and how to have theirs:
 - Qwen's shared path keeps its gate, a sigmoid a token: ``shared_gate="token"``. ``"mean"`` fixes it
   to its mean as Eq. 2 fixes the others, which lets the architecture itself hold the layer.
 - Models without shared experts: ``keep="shared"`` would leave nothing of a layer (Layer Drop) and
-  is refused, unless ``force``.
+  is refused.
 - ``metric="ppl"`` is for the choice of layers (Tab. 8); a layer's output has no perplexity, and
   experts are then chosen by JS.
 - PL_Alpha_Hill is the mean over an expert's three matrices; x_min is sought from 0.95 to 1.5 times

@@ -54,8 +54,6 @@ CHUNK_BYTES = 128 << 20
 FIRST, LEAST, GROWTH = 16, 8, 4
 """A race begins on one of so many windows, and at least on so many, and goes on with so many times
 the text."""
-RACED = 1 / 3
-"""Of the forward passes of the paper's search what a race takes, about."""
 SURE = 3.0
 """Standard errors of the mean difference by which a candidate is behind for good."""
 

@@ -26,7 +26,7 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.footprint import Footprint
-from moesaic.methods.cdmoe.layer_search import RACED, ExpertSearch, LayerSearch, Replaced, legs
+from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.methods.phrases import credited
 from moesaic.methods.refit import recover
@@ -58,7 +58,7 @@ class Target:
     def finish(self, chosen: Sequence[int]) -> dict[int, LayerPlan]:
         """The layers of a plan, of the numbers of those that are condensed."""
         some = {i: self.plans[i] for i in sorted(chosen)}
-        if self.config.padding and self.config.keep != "nothing":
+        if self.config.keep != "nothing":
             condensed, job = cast("dict[int, CondensedLayer]", some), self.job
             return {**padded(condensed, job.base, job.arch, job.original.config)}
         return {**some}
@@ -89,15 +89,11 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
         target = Target(job, config, plans)
         count = next(n for n in range(len(candidates) + 1) if target.met(candidates[:n]))
-        depth = len(job.base.widths)
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
         others = {target.size.applied(target.finish([*first, i])) for i in rest} if count else set()
-        tried = sum(len(candidates) - n for n in range(count))  # each half a pass
-        share = {"greedy": 1.0, "racing": RACED}.get(config.layer_search, 0.0)
         return Outline(
             Plan(config.name, job.base, target.finish(candidates[:count]), asdict(config)),
             exact=len(others) <= 1,
-            passes=2.0 + 4 * len(candidates) / depth + share * tried / 2 + 2 * bool(config.refit),
         )
 
     def run(self, job: Job[MoEArch]) -> Decision:
@@ -197,10 +193,6 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     def _scores(self, plans: Mapping[int, Replaced], finished: Finished) -> dict[int, float]:
         """The ranks of layers, where no search looks at the whole model."""
         config = self.config
-        if config.layer_search == "random":
-            generator = torch.Generator().manual_seed(config.seed)
-            scores = torch.rand(len(plans), dtype=torch.float64, generator=generator).tolist()
-            return dict(zip(plans, scores, strict=True))
         analyses = {i: finished["experts", i][1] for i in plans}
         if config.layer_search == "cosine":
             key = "nothing" if config.keep == "nothing" else "attention"
@@ -214,9 +206,6 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config, every = self.effective(decision.plan), len(decision.plan.base.routed)
         chosen: list[int] = decision.summary["layers"]
         shapes = [layers[i].shape for i in chosen]
-        if config.keep == "shared" and shapes and not any(shape["shared"] for shape in shapes):
-            # nothing was shared
-            config = replace(config, keep="attention", force=False, refit=False)
         stays = ["the shared path"] if any(shape.get("shared") for shape in shapes) else []
         if config.keep == "shared+routed":
             count = span({len(shape["chosen"]) for shape in shapes})
@@ -388,7 +377,7 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         candidates = [i for i in candidates if i not in leaders]
     for i in candidates:
         view = arch.mixture(job.layers[i])
-        why = obstacle(view, job.layers[i], config.keep, config.force)
+        why = obstacle(view, job.layers[i], config.keep)
         if why:
             others = [keep for keep in KEEPS if not obstacle(view, job.layers[i], keep)]
             works = f" keep={' or '.join(others)} works." if others else ""
@@ -404,14 +393,13 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
     return candidates
 
 
-def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> str:
+def obstacle(view: MoEFFN, layer: nn.Module, keep: str) -> str:
     """What keeps a layer from being condensed so, in words; "" where nothing does.
 
     Args:
         view: of the layer.
         layer: itself.
         keep: what is to stay of it.
-        force: the shared path stays even where there is none.
     """
     if view.arch.entry is not None:
         return "its experts stand in the decoder layer itself"
@@ -422,6 +410,6 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> 
         return "its layers hand on to the next one more than hidden states"
     if keep not in ("shared", "shared+routed"):
         return ""
-    if keep == "shared" and not view.shared_width and not force:
+    if keep == "shared" and not view.shared_width:
         return "it has no shared experts, so that nothing of a layer would stay"
     return view.apart(routed=keep == "shared+routed")

@@ -24,8 +24,7 @@ Where the paper is silent or we depart from it:
 - The paper has no target. With ``active``, a controller moves lambda after each step with the share
   of active blocks that is too many; below zero, lambda rewards activity.
 - ``top-k`` is the comparison with LLaMA-MoE: the same blocks, a fixed number of them by a softmax,
-  the scale n / k, and the load-balance loss of Switch. Its noise is left out. ``top_k_scale``
-  is the sum of a token's weights: 1 in LLaMA-MoE.
+  the scale n / k, and the load-balance loss of Switch. Its noise is left out.
 """
 
 from __future__ import annotations

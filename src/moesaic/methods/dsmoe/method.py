@@ -10,8 +10,6 @@ import torch
 
 from moesaic import hub
 from moesaic.arch.dense import Arch
-from moesaic.config import chosen_layers
-from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
@@ -19,7 +17,7 @@ from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
-from moesaic.methods.learning import examples_of, learn, spent
+from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.phrases import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
@@ -52,8 +50,6 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             for name, method in variants.items()
         }
         text = args.calibration.source if args.text is None else args.text
-        if not isinstance(text, Tokens | torch.Tensor):
-            text = config.train or text
         texts = examples_of(job, config, text, stream=True)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
@@ -101,9 +97,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         count = sum(p.numel() for p in job.shape.parameters())
         return Outline(
             Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)),
-            passes=0.0,
             trained=count,
-            **spent(config, config.length),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
@@ -141,7 +135,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         config = self.config
         if config.active is None:
             return None
-        layers = chosen_layers(config.layers, len(sizes))
+        layers = range(len(sizes))
         share = ffn_share(sizes, layers, config.active)
         if share * config.experts < 1:
             least = active_ratio(sizes, {i: sizes[i].width / config.experts for i in layers})
@@ -158,7 +152,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             MoesaicError: an FFN cannot be cut into so many equal blocks.
         """
         config = self.config
-        layers, blocks = chosen_layers(config.layers, len(sizes)), config.experts
+        layers, blocks = range(len(sizes)), config.experts
         for i in layers:
             if sizes[i].width % blocks:
                 raise MoesaicError(
@@ -173,9 +167,9 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         if config.variant != "top-k":
             return config.experts
         share = self.target(sizes)
-        if config.top_k is None and share is None:
-            raise MoesaicError("variant top-k needs top_k or active.")
-        return config.top_k or max(1, round(config.experts * float(share or 0)))
+        if share is None:
+            raise MoesaicError("variant top-k needs active.")
+        return max(1, round(config.experts * share))
 
     def _layer(self, size: LayerSize, top_k: int, seeded: torch.Generator) -> CarvedLayer:
         config, blocks = self.config, self.config.experts
@@ -191,5 +185,5 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             top_k=top_k,
             routing="softmax" if config.variant == "top-k" else "threshold",
             router_RD=0.02 * torch.randn(blocks, size.hidden, generator=seeded),
-            gate={"scale": config.top_k_scale} if config.variant == "top-k" else gate,
+            gate={"scale": 1.0} if config.variant == "top-k" else gate,
         )

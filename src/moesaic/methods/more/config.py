@@ -16,6 +16,14 @@ Variant = Literal["full", "backbone", "random", "naive", "static"]
 Router = Literal["cosine", "ridge"]
 Prompts = Literal["auto", "petals", "dense"]
 
+BEST: JSON = {
+    "experts": 256,
+    "top_k": 0,
+    "layers": "all",
+    "router": "ridge",
+    "refit": True,
+}
+"""Fine petals."""
 FAST: JSON = {
     "experts": 6,
     "top_k": 0,
@@ -55,7 +63,7 @@ class MoREConfig(MethodConfig):
         "random": "random routing",
         "naive": "petals without a backbone",
     }
-    bundles: ClassVar[dict[str, JSON]] = {"fast": FAST, "paper": _PAPER}
+    bundles: ClassVar[dict[str, JSON]] = {"best": BEST, "fast": FAST, "paper": _PAPER}
     unit: ClassVar[str] = "petal"
 
     active: float = option(
@@ -64,7 +72,9 @@ class MoREConfig(MethodConfig):
         above=0,
         maximum=1,
     )
-    experts: int = option(4, "Petals of a layer.")
+    experts: int = option(
+        4, "Petals of a layer; with top_k 0 at most half as many as it has neurons."
+    )
     top_k: int = option(
         1,
         "Petals that a token runs beside the backbone; 0 for as many as leave two thirds of a "

@@ -25,7 +25,6 @@ from moesaic.methods.budget import (
     split_for_share,
     split_for_target,
 )
-from moesaic.methods.clustering import LIBRARIES
 from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.formulas import (
@@ -44,7 +43,6 @@ from moesaic.methods.phrases import carved, number, some
 from moesaic.methods.slim.choice import narrowest
 from moesaic.nn.carved_ffn import NARROW
 from moesaic.observation.job import Job
-from moesaic.observation.layers import Cost
 from moesaic.observation.stream import Site
 from moesaic.record import Figure, LayerRecord, Row
 
@@ -78,16 +76,6 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
             return {}
         widths = {i: next(iter(of_layer)).active_width for i, of_layer in losses.items()}
         return {"active": active_ratio(layer_sizes(job.shape, job.arch), widths)}
-
-    def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Split]]) -> Cost:
-        """Neurons are compared in pairs; which petals they form is decided by a library."""
-        routes = self.config.variant not in ("static", "backbone")
-        pairs = sum(2.0 * job.base.widths[i] ** 2 for i in sizes)
-        return Cost(
-            work=pairs * (self.config.activation_ratio + 2 * self.config.refit),
-            held=max(12 * job.base.widths[i] ** 2 for i in sizes),
-            libraries=LIBRARIES * routes,
-        )
 
     def _outlined(self, width: int, hidden: int, budget: Split) -> LayerPlan:
         """A layer of a budget, its neurons as they come."""
@@ -152,6 +140,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         active, experts, multiple = config.active, config.experts, config.multiple
         if config.variant == "naive":
             return _without_backbone(sizes, layers, ffn_share(sizes, layers, active))
+        if not config.top_k:
+            experts = min(experts, min(sizes[i].width for i in layers) // 2)
         top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
         return split_for_target(sizes, layers, active, experts, top_k, multiple)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import Former, MethodConfig, option, seed_option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.ladder import FINEST, Ladder, Rung, Shape, shares_of
@@ -44,12 +44,6 @@ class PruneConfig(MethodConfig):
     bundles: ClassVar[Mapping[str, Values]] = {
         "best": {},
         "paper": {"score": "reconstruction", "refit": False},
-    }
-    former: ClassVar[Mapping[str, Former]] = {
-        "criterion": Former("score", "--criterion"),
-        "uniform": Former(
-            "allocate", "--uniform/--non-uniform", {"true": "uniform", "false": "layers"}
-        ),
     }
 
     keep: float = option(

@@ -51,15 +51,10 @@ from moesaic.methods.naee.subsets import (
     subsets,
 )
 from moesaic.methods.phrases import credited
-from moesaic.observation.expert_stats import ExpertStats, routing_of, sample_share
+from moesaic.observation.expert_stats import ExpertStats, routing_of
 from moesaic.observation.job import Job
-from moesaic.observation.layers import Cost
 from moesaic.observation.stream import Site
 from moesaic.record import Figure, LayerRecord
-
-REROUTED, RECOMBINED = 10_000, 1_100
-"""Operations as long as it takes to score a set by a token, and more for each expert: the router
-chooses anew, which is no product. Measured."""
 
 
 class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
@@ -203,14 +198,6 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         """Whether all sets are scored; each is, by every token."""
         return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
 
-    def _scored_sets(self, view: MoEFFN, keep: int, groups: int, tokens: int) -> float:
-        """Sets that are scored by all tokens, told beforehand; a neighbour, by those that move."""
-        if not tokens or keep == view.count:
-            return 0.0
-        greedily = 2.0 * view.top_k * (view.count - keep)
-        every = self._tries_all(view.count, keep, groups, tokens)
-        return greedily + every * subsets(view.count, keep, groups)
-
     def _scored(
         self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
     ) -> tuple[PrunedLayer, JSON]:
@@ -258,20 +245,6 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     @property
     def final(self) -> bool:
         return not self.config.padding
-
-    def cost(self, job: Job[MoEArch], sizes: Mapping[int, Sequence[int]]) -> Cost:
-        """Sets of experts are scored by every token whose Gram matrix is kept."""
-        if not self.config.chosen.gram:
-            return Cost()
-        groups = job.arch.group_count(job.shape.config)
-        work = 0.0
-        for i, options in sizes.items():
-            view = job.arch.mixture(job.layers[i])
-            share = sample_share(job.planned_tokens, view.weighed, self.gram_bytes)
-            tokens = int(share * job.planned_tokens)
-            sets = sum(self._scored_sets(view, r, groups, tokens) for r in options)
-            work += share * sets * (REROUTED + RECOMBINED * view.count)
-        return Cost(work=work)
 
     # --- words -----------------------------------------------------------------------------------
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import Former, MethodConfig, option, seed_option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -30,7 +29,6 @@ class TuneConfig(MethodConfig):
     paper: ClassVar[str] = ""
     implementation: ClassVar[str] = "moesaic.methods.sft.method:Tuning"
 
-    former: ClassVar[Mapping[str, Former]] = {"data": Former("train")}
     bundles: ClassVar[dict[str, JSON]] = {
         "paper": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0}
     }

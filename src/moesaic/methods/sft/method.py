@@ -10,11 +10,9 @@ from torch import Tensor
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
-from moesaic.data.training import foretold_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
-from moesaic.io.arithmetic import sizes_in, working_type
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.arithmetic import working_type
 from moesaic.io.fingerprint import of_model
 from moesaic.io.language import HEADLESS
 from moesaic.io.layout import PLAN, placed
@@ -29,8 +27,6 @@ from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 
-_TOKENS = 300_000
-"""Tokens that are counted with beforehand where the text, which says how many, is not here."""
 KL = "KL divergence from the teacher"
 
 
@@ -115,27 +111,7 @@ class Tuning(Method[TuneConfig, Arch]):
         else:
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
-        tokens = foretold_tokens(config.train) or _TOKENS
-        texts = round(config.epochs * tokens / config.length)
-        if config.steps is not None:
-            texts = config.steps * config.batch * config.accumulate
-        teacher, dtype = job.args.teacher, None
-        if teacher is None and config.teacher:
-            teacher_config = resolve(config.teacher).config
-            teacher, dtype = (
-                shape_of(teacher_config),
-                working_type(teacher_config, job.dtype, job.device),
-            )
-        return Outline(
-            Plan(config.name, job.base, {}, asdict(config)),
-            passes=0.0,
-            trained=count,
-            added=count if config.what == "lora" else 0,
-            tokens=texts * config.length,
-            batch=config.batch * config.length,
-            taught=teacher is not None,
-            beside=0 if teacher is None else sum(sizes_in(teacher, dtype)),
-        )
+        return Outline(Plan(config.name, job.base, {}, asdict(config)), trained=count)
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """Says what was trained, for how long, and towards what."""

@@ -23,7 +23,7 @@ from moesaic.observation.stream import Site
 
 def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
     """The neurons of the routed experts (E, M), or of the shared path, as one expert's (1, S)."""
-    neurons, curvature, products = stats.neurons, stats.curvature, stats.products
+    neurons, products = stats.neurons, stats.products
     assert neurons is not None
 
     def of(routed: Tensor, path: Tensor) -> Tensor:
@@ -33,7 +33,6 @@ def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
         of(neurons.energy_EM, neurons.shared_energy_S),
         of(neurons.reach_EM, neurons.shared_reach_S),
         of(neurons.size_EM, neurons.shared_size_S),
-        None if curvature is None else of(curvature.routed_EM, curvature.shared_S),
         seed,
         None if products is None else of(products.gram_EMM, products.shared_SS),
         None if products is None else of(products.down_EDM, products.shared_DS),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from moesaic.config import Former, MethodConfig, option, seed_option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
@@ -32,10 +32,6 @@ class SlimConfig(MethodConfig):
     bundles: ClassVar[Mapping[str, Values]] = {
         "best": {},
         "paper": {"score": "energy", "allocate": "experts", "refit": False},
-    }
-    former: ClassVar[Mapping[str, Former]] = {
-        "spread": Former("allocate", "--spread", {"sensitivity": "layers", "uniform": None}),
-        "uneven": Former("allocate", "--uneven", {"true": "experts", "false": None}),
     }
 
     keep: float = option(
@@ -131,7 +127,7 @@ class SlimConfig(MethodConfig):
 
     @property
     def decides_from_stats(self) -> bool:
-        needs_model = self.score is not None and (self.chosen.gradients or self.chosen.gram)
+        needs_model = self.score is not None and self.chosen.gram
         return not (self.measures or needs_model)
 
     @property

@@ -6,12 +6,11 @@ another. A dense FFN is one expert that every token runs.
 
 Where we depart from the scores' papers:
 
-- CAMERA and HEAPr rank the neurons of a layer, or of the model, together, and experts come out of
-  different widths, which no architecture holds: zeros are stored. Here experts are of one width;
+- CAMERA ranks the neurons of a layer, or of the model, together, and experts come out of different
+  widths, which no architecture holds: zeros are stored. Here experts are of one width;
   where ``allocate`` names ``experts`` a layer's neurons are ranked together, and no zeros are
   stored.
 - CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
-- HEAPr's curvature is that of each expert's own tokens.
 
 One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
 the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
@@ -56,8 +55,8 @@ from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
-from moesaic.observation.job import HELD_BACK, Job
-from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
+from moesaic.observation.job import Job
+from moesaic.observation.layers import LayerStats, neuron_pairs
 from moesaic.observation.neuron_stats import no_stats
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
@@ -141,7 +140,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             "energy": score.observes,
             "shared": score.observes and config.shared is not None,
             "products": score.gram,
-            "curvature": score.gradients,
             "tokens": config.measures,
         }
         return {name for name, need in needs.items() if need}
@@ -318,11 +316,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if alone:
             return size
         return replace(size, shared=shared, room=room, shared_count=view.shared_count)
-
-    def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
-        """Where sizes are compared, the experts run at each; and both ways to spend a budget."""
-        both = (2 / HELD_BACK + bool(self.config.refit)) * self.config.by_layer
-        return Cost(passes=3.0 * self.config.measures + both)
 
     # --- one layer -------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 ========  =============================================================================
 w_t h_tj  input of the down projection at neuron j, times the combine weight of its expert
 d_j       column j of the down projection
-g_t       gradient of the loss at the layer's output, for token t
 ========  =============================================================================
 
 Within an expert the neurons of the highest score stay; squares of scores add up, so that an
@@ -35,9 +34,6 @@ class Neurons:
     """float64: ||d_j||."""
     size: Tensor
     """float64: norm of all of a neuron's weights."""
-    curvature: Tensor | None
-    """float64: mean of (g_t . d_j)^2 over the tokens that the expert runs; None where no gradient
-    was asked for."""
     seed: int
     """Of random choice; another one for every layer."""
     gram: Tensor | None = None
@@ -63,8 +59,6 @@ class Score:
     """Authors, title and place; empty where it is of no paper that we know."""
     observes: bool = True
     """It looks at tokens."""
-    gradients: bool = False
-    """It needs the gradients of the loss, layer by layer."""
     gram: bool = False
     """It needs the inner products of neurons, M x M of each expert."""
 
@@ -74,11 +68,6 @@ def _random(neurons: Neurons) -> Tensor:
 
     generator = torch.Generator().manual_seed(neurons.seed)
     return torch.rand(neurons.size.shape, dtype=torch.float64, generator=generator)
-
-
-def _heapr(neurons: Neurons) -> Tensor:
-    assert neurons.curvature is not None
-    return (neurons.energy * neurons.curvature / 2).sqrt()
 
 
 def _surgeon(neurons: Neurons) -> Tensor:
@@ -100,15 +89,6 @@ BUILT_IN = (
         lambda neurons: neurons.energy.sqrt() * neurons.reach,
         'Xu et al., "CAMERA: Multi-Matrix Joint Compression for MoE Models via Micro-Expert '
         'Redundancy Analysis" (AAAI 2026)',
-    ),
-    Score(
-        "heapr",
-        "HEAPr",
-        "second-order loss: half the sum of (w h_j)^2 times the mean of (g . d_j)^2",
-        _heapr,
-        'Li et al., "HEAPr: Hessian-based Efficient Atomic Expert Pruning in Output Space" '
-        "(ICLR 2026)",
-        gradients=True,
     ),
     Score(
         "surgeon",

@@ -16,14 +16,14 @@ paper has them:
 - A mask is tossed in training only. A result is deterministic: a neuron is on where its logit plus
   b exceeds minus the Gumbel median, so it is the majority of the tosses. The budget counts what is
   deployed: the widest expert without noise, and the mean over tokens of a head's dimensions; and at
-  the end one threshold for all layers is moved until the active ratio is ``active``. With ``noise``
-  the result tosses and the budget counts maxima over tosses, as in the paper, which leaves the
-  result below its target.
-- Attention starts further from its threshold than FFNs (``head_bias``): else the budget takes half
+  the end one threshold for all layers is moved until the active ratio is ``active``. With
+  ``published`` the result tosses and the budget counts maxima over tosses, as in the paper, which
+  leaves the result below its target.
+- Attention starts further from its threshold than FFNs (b is 6, not 3): else the budget takes half
   of it in the first steps, before the teacher is heard.
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
-  should be on (``neuron_masks``).
-- R_L has an eighth of the paper's weight (``balance``): what the released code computes for eight
+  should be on.
+- R_L has an eighth of the paper's weight (1/8, not 1): what the released code computes for eight
   experts, which leaves out Eq. 9's factor N.
 
 Where we differ in both: R_U covers attention too, as in the paper; the released code leaves it out.

@@ -12,7 +12,7 @@ from moesaic.errors import MoesaicError
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.budget import layer_sizes
-from moesaic.methods.learning import examples_of, learn, spent
+from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.more.config import MoREConfig, Variant
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.phrases import carved, number, some
@@ -135,12 +135,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         return Outline(
             Plan(config.name, job.base, dict(plans), asdict(config)),
             exact=False,
-            passes=1.0,
             trained=count,
-            added=count,
-            **spent(config, config.length),
-            taught=True,
-            whole=True,
         )
 
     def _beside(self, job: Job[Arch], name: str, active: float) -> Plan:

@@ -39,7 +39,7 @@ class Student(nn.Module):
         super().__init__()
         self.base, self.arch = base, arch
         self.masking = MaskingModules(config, layer_shapes(base, arch))
-        self.masked = Masked(base, arch, self.masking, config.neuron_masks == "projections")
+        self.masked = Masked(base, arch, self.masking, config.published)
         self.recomputing = False
 
     @property

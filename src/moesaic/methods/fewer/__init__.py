@@ -1,0 +1,1 @@
+"""Fewer experts a token: one number for all layers."""
