@@ -40,7 +40,7 @@ from moesaic.io.outputs import (
     whole_file,
     whole_folder,
 )
-from moesaic.io.source import Source, from_hub, resolve
+from moesaic.io.source import Source, fetched, resolve
 from moesaic.log import Log
 from moesaic.methods import implementation
 from moesaic.metrics.evaluate import have_room, measured_text
@@ -93,7 +93,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     """
     out, plan = Path(out).expanduser(), at_home(str(plan))
     check_out(out, overwrite, [base, plan])
-    place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *anywhere(*PLAN_FILES))
+    place = Path(plan) if Path(plan).exists() else fetched(str(plan), anywhere(*PLAN_FILES))
     decided = Plan.load(place)
     steps = [*decided.earlier, decided]
     if not (base or steps[0].base.name):

@@ -9,6 +9,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import CARD, PAGE, PICTURE, PLAN_FILES, RECIPE, RECORD, anywhere, placed
 from moesaic.io.names import check_repository
+from moesaic.io.trust import check_file
 from moesaic.plan import Plan
 from moesaic.record import Record
 
@@ -39,6 +40,8 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
         raise MoesaicError(
             f"push_plan: {folder} holds no plan, for its weights were trained. Push it whole."
         )
+    for file in sorted(folder.rglob("*")):
+        check_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -27,9 +27,12 @@ TOKENIZER_FILES = (
     "*.model",
 )
 """What a tokenizer is read from."""
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps chat templates beside the default one."""
 SIDE_FILES = (
     *TOKENIZER_FILES,
     "chat_template*",
+    f"{TEMPLATES}/*.jinja",
     "generation_config.json",
     "*processor_config.json",
     "LICENSE*",
@@ -70,5 +73,5 @@ def placed(folder: Path, name: str) -> Path:
 
 
 def anywhere(*names: str) -> list[str]:
-    """Patterns for files of ours in a repository of the hub, wherever they lie there."""
+    """Names of files of ours in a repository of the hub, wherever they lie there."""
     return [*names, *(f"{FOLDER}/{name}" for name in names)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON, Model
 from moesaic.io.arithmetic import sizes_in
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.source import resolve
+from moesaic.io.checkpoint import check_whole, shape_of
+from moesaic.io.weightless import foretold
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
 
@@ -67,8 +69,10 @@ def inspect(model: str) -> JSON:
     Raises:
         MoesaicError: there is no such model, or its architecture is unknown.
     """
-    source = resolve(model)
-    size = model_size(shape_of(source.config))
+    with TemporaryDirectory(prefix="moesaic-") as folder:
+        source = foretold(model, Path(folder))
+        check_whole(source.folder)
+        size = model_size(shape_of(source.config))
     of_layer = ("kind", "experts", "top_k", "width", "active_width")
     of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
     return {
