@@ -228,7 +228,8 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
     """
     config = folder / "config.json"
     said = mapping_of(config) if config.is_file() else {}
-    names = (os.listdir(folder) if folder.is_dir() else []) if names is None else names
+    if names is None:
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     first = first_file(names, said, where or folder)
     if not first.endswith(".index.json"):
         return [first]
