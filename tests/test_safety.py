@@ -766,18 +766,24 @@ def killed_after(steps: int, out: Path, exchanges: bool) -> bool:
 
         def count(event: str, _: Any) -> None:
             nonlocal done
-            if event.startswith(("os.", "shutil.", "open", "ctypes.")):
+            if event != "os.kill" and event.startswith(("os.", "shutil.", "open", "ctypes.")):
                 done += 1
                 if done > steps:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        if not exchanges:
-            outputs._exchanged = lambda *_: False  # type: ignore[assignment]
-        sys.addaudithook(count)
-        with whole_folder(out, overwrite=True) as work:
-            (work / "config.json").write_text("new")
-        os._exit(0)
-    return os.waitpid(child, 0)[1] != 0
+        code = 1
+        try:
+            if not exchanges:
+                outputs._exchanged = lambda *_: False  # type: ignore[assignment]
+            sys.addaudithook(count)
+            with whole_folder(out, overwrite=True) as work:
+                (work / "config.json").write_text("new")
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL)
+    return status != 0
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -819,3 +825,68 @@ def test_an_empty_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "a b").mkdir()
     with pytest.raises(MoesaicError, match="exists"):
         check_out(tmp_path / "a b")
+
+
+# --- what a result takes over --------------------------------------------------------------------
+
+
+def test_every_file_of_a_tokenizer_and_processor_is_taken_over(
+    theirs: Path, tmp_path: Path
+) -> None:
+    taken = {
+        "additional_chat_templates/tool.jinja": "{{ tools }}",
+        "chat_template.json": "{}",
+        "chat_template.jsonl": "{}",
+        "chat_template.jinja": "{{ messages }}",
+        "processor_config.json": "{}",
+        "preprocessor_config.json": "{}",
+        "video_preprocessor_config.json": "{}",
+    }
+    for name, text in taken.items():
+        (theirs / name).parent.mkdir(exist_ok=True)
+        (theirs / name).write_text(text)
+    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer")).save(tmp_path / "out")
+    moesaic.export(str(out), tmp_path / "native", to="native")
+    for folder in (out, tmp_path / "native"):
+        assert {name: (folder / name).read_text() for name in taken} == taken
+        assert resolve(str(folder)).tokenizer.chat_template["tool"] == "{{ tools }}"
+
+
+def test_a_tokenizer_that_is_dead_in_the_result_is_said(
+    command: Command, theirs: Path, tmp_path: Path
+) -> None:
+    """On the terminal and on the card; one that needs no code names none."""
+    auto = {"AutoTokenizer": ["evil.T", None]}
+    edited(theirs, "tokenizer_config.json", auto_map=auto)
+    said = "The tokenizer cannot be loaded from the result"
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
+    assert (code, said in err) == (0, False), err
+    assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
+    (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
+    edited(theirs, "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
+    assert code == 0, err
+    assert said in (tmp_path / "out" / "README.md").read_text()
+    assert said in err
+
+
+def test_an_unfinished_run_hides_no_wrong_request(
+    command: Command, theirs: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "out.partial"
+    work.mkdir()
+    (work / "layer-0000-x.safetensors").touch()
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    run = ("prune", theirs, tmp_path / "out", "--no-eval")
+    wrong = {
+        "keep": (*run, "--keep", 99),
+        "a.png": (*run, "--keep", 6, "--calibration", tmp_path / "a.png"),
+        "holds an unfinished run": (*run, "--keep", 6),
+    }
+    for words, line in wrong.items():
+        code, _, err = command(*line)
+        assert (code, words in err) == (2, True), (line, err)
+        assert (words == "holds an unfinished run") == ("unfinished" in err), err
+    assert (work / "layer-0000-x.safetensors").exists()
+    assert command(*run, "--keep", 6, "--dry-run")[0] == 0

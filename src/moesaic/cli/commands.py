@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
-from moesaic.io.outputs import resumable, searched
+from moesaic.io.outputs import resumable, searched, unfinished
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -303,8 +303,12 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     from moesaic.cli.bars import bars
 
     def beforehand(recipe: Recipe) -> None:
-        from moesaic.estimates import notice
+        from moesaic.estimates import foreseen, notice
 
+        if unfinished(recipe.out).exists() and not (overwrite or resume):
+            with foreseen(recipe) as steps:  # what is wrong with the request is said first
+                if recipe.calibration.source:
+                    _ = steps[0].job.tokens
         tell(notice(recipe))
 
     try:

@@ -43,7 +43,7 @@ from moesaic.io.outputs import (
     check_out,
     write_drawing,
 )
-from moesaic.recipe import Recipe, check_run, load_recipe, plain_values, step_config
+from moesaic.recipe import Recipe, check_anew, check_run, load_recipe, plain_values, step_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,6 +102,7 @@ def demo(
     remaining = {name: recipe for name, recipe in halves.items() if name not in finished}
     for recipe in remaining.values():
         check_run(recipe, overwrite=overwrite, resume=resume)
+        check_anew(recipe, overwrite=overwrite, resume=resume)
     check_free(out, overwrite or resume)
     check_drawing(out / PAGE, ".html")
     warn_of_company()

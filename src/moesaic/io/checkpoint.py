@@ -30,7 +30,13 @@ from moesaic.foreign import JSON, Config, Model, Values
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import let_read
-from moesaic.io.trust import check_adapter, check_fetched, check_file, side_files
+from moesaic.io.trust import (
+    check_adapter,
+    check_fetched,
+    check_file,
+    settle_tokenizer,
+    side_files,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -175,10 +181,11 @@ class Checkpoint:
             to = out / file.relative_to(self.folder)
             to.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, to)
+        settle_tokenizer(self.folder, out)
 
 
 def first_file(names: Iterable[str], config: Values, where: object) -> str:
-    """Return the file that transformers begins to read a checkpoint with: its weights or their index.
+    """Return the name of the file that transformers opens first: the weights or their index.
 
     Args:
         names: of the files that are there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -179,3 +180,27 @@ def side_files(folder: Path) -> Iterator[Path]:
             logging.getLogger(__name__).warning("%s is a link elsewhere and left out.", file)
             continue
         yield file
+
+
+def settle_tokenizer(folder: Path, out: Path) -> None:
+    """Let a copied tokenizer name no code that was not copied, or say that it needs it.
+
+    Args:
+        folder: of the source.
+        out: where its side files were copied to.
+    """
+    if not brings_code(folder):
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        pretrained(AutoTokenizer, folder)
+    except Exception:  # tokenizers raises anything over a file that is odd
+        logging.getLogger(__name__).warning(
+            "The tokenizer cannot be loaded from the result: it needs Python code that comes with "
+            "the source, which is neither run nor copied. Load the source's tokenizer."
+        )
+        return
+    file = out / "tokenizer_config.json"
+    said = {key: value for key, value in mapping_of(file).items() if key != "auto_map"}
+    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")
