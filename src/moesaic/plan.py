@@ -134,11 +134,11 @@ class Plan:
         Raises:
             MoesaicError: there is no plan, it is not whole, or another version wrote it.
         """
+        if path.is_dir():
+            check_links(path)
         file = placed(path, PLAN) if path.is_dir() else path
         if not file.is_file():
             raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
-        if path.is_dir():
-            check_links(path)
         check_file(file.with_name(PLAN_TENSORS), file.parent)
         try:
             header = mapping_of(file)

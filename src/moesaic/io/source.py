@@ -109,6 +109,7 @@ class Source:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """Its weights, to be read one by one."""
+        check_links(self.folder)
         return opened(self.folder)
 
     @cached_property

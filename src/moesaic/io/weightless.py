@@ -41,6 +41,7 @@ class Weightless(Source):
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """Its tensors, on the meta device."""
+        check_links(self.folder)
         checkpoint = opened(self.folder)
         checkpoint.weightless = True
         return checkpoint

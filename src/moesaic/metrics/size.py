@@ -12,6 +12,7 @@ from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON, Model
 from moesaic.io.arithmetic import sizes_in
 from moesaic.io.checkpoint import check_whole, shape_of
+from moesaic.io.source import resolve
 from moesaic.io.weightless import foretold
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
@@ -59,7 +60,7 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
 
 
 def inspect(model: str) -> JSON:
-    """The parts of a checkpoint, read from its config alone.
+    """The parts of a checkpoint, read from its config; of its weights only headers are looked at.
 
     Returns:
         ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
@@ -70,9 +71,10 @@ def inspect(model: str) -> JSON:
         MoesaicError: there is no such model, or its architecture is unknown.
     """
     with TemporaryDirectory(prefix="moesaic-") as folder:
-        source = foretold(model, Path(folder))
-        check_whole(source.folder)
+        local = Path(model).expanduser().is_dir()
+        source = resolve(model) if local else foretold(model, Path(folder))
         size = model_size(shape_of(source.config))
+        check_whole(source.folder)
     of_layer = ("kind", "experts", "top_k", "width", "active_width")
     of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
     return {
