@@ -859,16 +859,16 @@ def test_a_tokenizer_that_is_dead_in_the_result_is_said(
     auto = {"AutoTokenizer": ["evil.T", None]}
     edited(theirs, "tokenizer_config.json", auto_map=auto)
     said = "The tokenizer cannot be loaded from the result"
-    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
     assert (code, said in err) == (0, False), err
     assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
     (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
     edited(theirs, "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
-    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
     assert code == 0, err
+    assert err.count(said) == 1
     assert said in (tmp_path / "out" / "README.md").read_text()
-    assert said in err
 
 
 def test_an_unfinished_run_hides_no_wrong_request(
@@ -887,6 +887,6 @@ def test_an_unfinished_run_hides_no_wrong_request(
     for words, line in wrong.items():
         code, _, err = command(*line)
         assert (code, words in err) == (2, True), (line, err)
-        assert (words == "holds an unfinished run") == ("unfinished" in err), err
+        assert (words == "holds an unfinished run") == ("holds an unfinished run" in err), err
     assert (work / "layer-0000-x.safetensors").exists()
     assert command(*run, "--keep", 6, "--dry-run")[0] == 0

@@ -34,7 +34,6 @@ from moesaic.io.trust import (
     check_adapter,
     check_fetched,
     check_file,
-    settle_tokenizer,
     side_files,
 )
 
@@ -181,7 +180,6 @@ class Checkpoint:
             to = out / file.relative_to(self.folder)
             to.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, to)
-        settle_tokenizer(self.folder, out)
 
 
 def first_file(names: Iterable[str], config: Values, where: object) -> str:
