@@ -119,7 +119,7 @@ def _of_hub(name: str, folder: Path) -> Weightless:
     place, weights = small_files(name)
     if all((place / file).exists() for file in weights):
         return Weightless(name, place)
-    read = partial(HfApi().parse_safetensors_file_metadata, name)
+    read = partial(HfApi().parse_safetensors_file_metadata, name, revision=place.name)
     try:
         with ThreadPoolExecutor(8) as pool:
             headers = [*pool.map(read, weights)]
