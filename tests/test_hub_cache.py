@@ -106,7 +106,9 @@ def test_what_the_hubs_library_lays_is_read(
 def test_a_model_in_a_folder_of_a_snapshot_is_read(cache: Path, moe_folder: Path) -> None:
     files = {f"half/{name}": content for name, content in contents(moe_folder).items()}
     snapshot = laid(cache, "you/halves", files, shared=True)
-    assert resolve(str(snapshot / "half")).checkpoint.names()
+    source = resolve(str(snapshot / "half"))
+    assert source.config.model_type == "qwen2_moe"
+    assert source.checkpoint.names()
 
 
 def test_no_more_than_the_hubs_library_lays_is_followed(
