@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import os
 import resource
 import shutil
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -183,6 +187,7 @@ def test_an_old_result_comes_back_if_the_new_one_gets_no_name(
     with whole_folder(out) as folder:
         (folder / "config.json").write_text("1")
     monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(outputs, "_exchanged", lambda *_: False)
     with pytest.raises(OSError, match="Input/output"), whole_folder(out, overwrite=True):
         pass
     assert (out / "config.json").read_text() == "1"
@@ -222,14 +227,17 @@ def test_a_lock_of_a_killed_run_holds_nobody(tmp_path: Path) -> None:
 
 
 def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, a run may be killed when neither folder has the name."""
     out, old = tmp_path / "out", tmp_path / f".out.{'0' * 16}.replaced"
     with scratch_folder(out) as left:
         pass
     old.mkdir()
+    (old / "config.json").write_text("old")
     left.mkdir()
-    with scratch_folder(out):
-        assert (left.exists(), old.exists()) == (False, True)
-        out.mkdir()
+    with scratch_folder(out) as work:
+        assert {p.name for p in tmp_path.iterdir()} == {"out", work.name, ".out.lock"}
+    assert (out / "config.json").read_text() == "old"
+    old.mkdir()
     with scratch_folder(out) as work:
         assert {p.name for p in tmp_path.iterdir()} == {"out", work.name, ".out.lock"}
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -549,3 +557,309 @@ def test_a_config_of_any_size_is_answered_without_memory(
                 assert "disk" not in err
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+# --- files that are opened -----------------------------------------------------------------------
+
+
+def linked(file: Path, target: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(target)
+
+
+OPENED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "spiece.model"),
+    *("preprocessor_config.json", "hf_quant_config.json", "config.4.0.0.json", "emoji.json"),
+    *("model.safetensors.index.json", "additional_chat_templates/tool.jinja"),
+    *("moesaic/plan.json", "moesaic/plan.safetensors", "moesaic/result.json"),
+)
+
+
+@pytest.mark.parametrize("kind", ["link", "loop", "pipe", "pointer"])
+def test_every_file_that_is_opened_lies_in_the_folder_and_ends(
+    command: Command, theirs: Path, tmp_path: Path, kind: str
+) -> None:
+    """A pipe is never opened: that would wait for ever."""
+    (tmp_path / "secret").write_text("{}")
+    said = {"link": "link out of", "loop": "link", "pipe": "no ordinary file", "pointer": "lfs"}
+    (theirs / "LICENSE").symlink_to(tmp_path / "secret")
+    (theirs / "pytorch_model.bin").symlink_to(tmp_path / "secret")
+    for name in OPENED:
+        file, before = theirs / name, None
+        if file.exists():
+            before = file.read_bytes()
+            file.unlink()
+        file.parent.mkdir(exist_ok=True)
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "pointer":
+            file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+        else:
+            file.symlink_to(tmp_path / "secret" if kind == "link" else file)
+        for line in (("inspect", theirs), ("prune", theirs, tmp_path / "never", *PRUNE)):
+            code, _, err = command(*line)
+            assert (code, said[kind] in err, file.name in err) == (2, True, True), (line, err)
+        file.unlink()
+        if before is not None:
+            file.write_bytes(before)
+        elif file.parent != theirs:
+            file.parent.rmdir()
+    assert command("inspect", theirs)[0] == 0
+
+
+@pytest.mark.parametrize("shard", ["weights-1.safetensors", "w.bin", "model-1.safetensors"])
+def test_weights_that_the_index_names_lie_in_the_folder(
+    command: Command, theirs: Path, moe_folder: Path, tmp_path: Path, shard: str
+) -> None:
+    """Whatever they are called: a link, a pipe, a pointer, or nothing at all."""
+    index = json.loads((theirs / "model.safetensors.index.json").read_text())
+    first = next(iter(index["weight_map"].values()))
+    places = {k: shard if v == first else v for k, v in index["weight_map"].items()}
+    edited(theirs, "model.safetensors.index.json", weight_map=places)
+    (theirs / first).unlink()
+    makers: dict[str, Callable[[Path], Any]] = {
+        "link out of its folder": lambda file: file.symlink_to(moe_folder / first),
+        "no ordinary file": os.mkfifo,
+        "git lfs pull": lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"),
+        "missing": lambda file: None,
+    }
+    for words, make in makers.items():
+        make(theirs / shard)
+        for line in (("inspect", theirs), ("prune", theirs, tmp_path / "never", *PRUNE)):
+            code, _, err = command(*line)
+            assert (code, words in err, shard in err) == (2, True, True), (line, err)
+        (theirs / shard).unlink(missing_ok=True)
+    for odd in ("../moe/w.safetensors", str(moe_folder / first), "..", "a/../../w"):
+        places = {k: odd if v == shard else v for k, v in places.items()}
+        edited(theirs, "model.safetensors.index.json", weight_map=places)
+        code, _, err = command("inspect", theirs)
+        assert (code, "no file's name" in err) == (2, True), err
+        places = {k: shard if v == odd else v for k, v in places.items()}
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_folder_of_ours_is_no_link_out(
+    command: Command, theirs: Path, carved_folder: Path, llama_folder: Path, tmp_path: Path
+) -> None:
+    """Neither plans, records nor templates are read from elsewhere."""
+    for name in ("moesaic", "additional_chat_templates"):
+        (theirs / name).symlink_to(carved_folder / "moesaic")
+        for line in (
+            ("report", theirs, "--out", tmp_path / "page.html"),
+            ("apply", llama_folder, theirs, tmp_path / "out"),
+            ("inspect", theirs),
+        ):
+            code, _, err = command(*line)
+            assert (code, f"{name} is a link out of" in err) == (2, True), (line, err)
+        (theirs / name).unlink()
+    plan = tmp_path / "plan"
+    plan.mkdir()
+    shutil.copyfile(carved_folder / "moesaic" / "plan.json", plan / "plan.json")
+    (plan / "plan.safetensors").symlink_to(carved_folder / "moesaic" / "plan.safetensors")
+    for path in (plan, plan / "plan.json"):
+        code, _, err = command("apply", llama_folder, path, tmp_path / "out")
+        assert (code, "plan.safetensors is a link out of" in err) == (2, True), err
+
+
+def test_what_a_config_asks_for_is_computed_by_torch(
+    command: Command, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the package kernels, transformers would fetch code for these names."""
+    from transformers.integrations import hub_kernels
+
+    def fetch(*_: Any, **__: Any) -> None:
+        raise AssertionError("compiled code was asked for")
+
+    for name in ("get_kernel", "load_and_register_attn_kernel"):
+        monkeypatch.setattr(hub_kernels, name, fetch)
+    for kind in ("flash_attention_2", "flash_attention_3", "paged|eager", "flex_attention"):
+        for key in ("attn_implementation", "_attn_implementation"):
+            edited(theirs, "config.json", **{key: kind, "_experts_implementation": "deepgemm"})
+            source = resolve(str(theirs))
+            assert source.config._attn_implementation is None
+            model = source.load()
+            assert model.config._attn_implementation in ("eager", "sdpa")
+            assert model.config._experts_implementation in ("eager", "grouped_mm")
+    edited(theirs, "config.json", use_kernels=True, attn_implementation="eager")
+    edited(theirs, "config.json", _attn_implementation="eager")
+    assert resolve(str(theirs)).load().config._attn_implementation == "eager"
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
+    assert code == 0, err
+
+
+# --- names that are known ------------------------------------------------------------------------
+
+
+def test_a_folder_that_has_a_known_models_name_is_said(
+    command: Command,
+    moe_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-moe", "smollm2"):
+        for out in (name, f"./{name}", tmp_path / name):
+            code, _, err = command("prune", moe_folder, out, *PRUNE)
+            assert (code, "in the place of the model of that name" in err) == (2, True), err
+        shutil.copytree(moe_folder, name)
+        caplog.clear()
+        assert command("inspect", name)[0] == 0
+        assert any(f"{name} is the folder {tmp_path / name} here" in m for m in caplog.messages)
+    (tmp_path / "deep").mkdir()
+    assert command("prune", moe_folder, "deep/tiny-moe", *PRUNE)[0] == 0
+
+
+def test_an_adapter_is_named(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("")
+    code, _, err = command("inspect", tmp_path)
+    assert (code, "holds an adapter (LoRA): merge it" in err) == (2, True), err
+
+
+# --- killed --------------------------------------------------------------------------------------
+
+
+def killed_after(steps: int, out: Path, exchanges: bool) -> bool:
+    """A run that replaces an output, in a process of its own that is killed.
+
+    Args:
+        steps: calls that change or open files, of the process, that it lives for.
+        out: a folder that there is.
+        exchanges: the system can let two folders exchange their names.
+
+    Returns:
+        whether it was killed before its end.
+    """
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def count(event: str, _: Any) -> None:
+            nonlocal done
+            if event != "os.kill" and event.startswith(("os.", "shutil.", "open", "ctypes.")):
+                done += 1
+                if done > steps:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        code = 1
+        try:
+            if not exchanges:
+                outputs._exchanged = lambda *_: False  # type: ignore[assignment]
+            sys.addaudithook(count)
+            with whole_folder(out, overwrite=True) as work:
+                (work / "config.json").write_text("new")
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_run_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, exchanges: bool) -> None:
+    """At every step; and the next run leaves nothing of it, even if it is refused."""
+    out, found = tmp_path / "out", []
+    killed, steps = True, 0
+    while killed:
+        with whole_folder(out, overwrite=True) as work:
+            (work / "config.json").write_text("old")
+        assert [p.name for p in tmp_path.iterdir()] == ["out"]
+        killed = killed_after(steps, out, exchanges)
+        steps += 1
+        if exchanges:
+            found.append((out / "config.json").read_text())
+        with contextlib.suppress(MoesaicError):
+            check_out(out)
+        assert [p.name for p in tmp_path.iterdir()] == ["out"], steps
+        assert contents(out).keys() == {"config.json", "moesaic/files.json"}
+        found.append((out / "config.json").read_text())
+    assert set(found) == {"old", "new"}
+    assert sorted(found, reverse=True) == found
+    assert steps > 10
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "o ut"
+    out.mkdir()
+    check_out(out)
+    with whole_folder(out) as work:
+        (work / "config.json").write_text("new")
+    assert (out / "config.json").read_text() == "new"
+    with pytest.raises(MoesaicError, match="exists"):
+        check_out(out)
+    (tmp_path / "mounts").write_text(
+        f"disk {str(tmp_path / 'a b').replace(' ', chr(92) + '040')} x"
+    )
+    monkeypatch.setattr(outputs, "MOUNTS", tmp_path / "mounts")
+    (tmp_path / "a b").mkdir()
+    with pytest.raises(MoesaicError, match="exists"):
+        check_out(tmp_path / "a b")
+
+
+# --- what a result takes over --------------------------------------------------------------------
+
+
+def test_every_file_of_a_tokenizer_and_processor_is_taken_over(
+    theirs: Path, tmp_path: Path
+) -> None:
+    taken = {
+        "additional_chat_templates/tool.jinja": "{{ tools }}",
+        "chat_template.json": "{}",
+        "chat_template.jsonl": "{}",
+        "chat_template.jinja": "{{ messages }}",
+        "processor_config.json": "{}",
+        "preprocessor_config.json": "{}",
+        "video_preprocessor_config.json": "{}",
+    }
+    for name, text in taken.items():
+        (theirs / name).parent.mkdir(exist_ok=True)
+        (theirs / name).write_text(text)
+    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer")).save(tmp_path / "out")
+    moesaic.export(str(out), tmp_path / "native", to="native")
+    for folder in (out, tmp_path / "native"):
+        assert {name: (folder / name).read_text() for name in taken} == taken
+        assert resolve(str(folder)).tokenizer.chat_template["tool"] == "{{ tools }}"
+
+
+def test_a_tokenizer_that_is_dead_in_the_result_is_said(
+    command: Command, theirs: Path, tmp_path: Path
+) -> None:
+    """On the terminal and on the card; one that needs no code names none."""
+    auto = {"AutoTokenizer": ["evil.T", None]}
+    edited(theirs, "tokenizer_config.json", auto_map=auto)
+    said = "The tokenizer cannot be loaded from the result"
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
+    assert (code, said in err) == (0, False), err
+    assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
+    (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
+    edited(theirs, "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
+    assert code == 0, err
+    assert err.count(said) == 1
+    assert said in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_unfinished_run_hides_no_wrong_request(
+    command: Command, theirs: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "out.partial"
+    work.mkdir()
+    (work / "layer-0000-x.safetensors").touch()
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    run = ("prune", theirs, tmp_path / "out", "--no-eval")
+    wrong = {
+        "keep": (*run, "--keep", 99),
+        "a.png": (*run, "--keep", 6, "--calibration", tmp_path / "a.png"),
+        "holds an unfinished run": (*run, "--keep", 6),
+    }
+    for words, line in wrong.items():
+        code, _, err = command(*line)
+        assert (code, words in err) == (2, True), (line, err)
+        assert (words == "holds an unfinished run") == ("holds an unfinished run" in err), err
+    assert (work / "layer-0000-x.safetensors").exists()
+    assert command(*run, "--keep", 6, "--dry-run")[0] == 0

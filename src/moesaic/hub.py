@@ -440,6 +440,8 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
             outer = source_config if config.model_type == language.model_type else None
             source_config = dict(source_config[PART])
         source_config.pop("transformers_version", None)
+        for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
+            source_config.pop(key, None)  # of how it is computed where it is loaded
         if getattr(config, FORMAT, None) is None:
             source_config = {k: v for k, v in source_config.items() if k not in QUANTIZATION}
         plain |= {k: v for k, v in source_config.items() if now.get(k) == before.get(k)}

@@ -44,7 +44,7 @@ from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress
-from moesaic.recipe import Recipe, check_run, check_step
+from moesaic.recipe import Recipe, check_anew, check_run, check_step
 from moesaic.record import Record
 from moesaic.result import Result, save_applied
 from moesaic.surgery import routing_in
@@ -154,6 +154,7 @@ def run_recipe(
                 dtype=parse_dtype(recipe.dtype),
                 track=log.track,
             )
+        check_anew(recipe, overwrite=overwrite, resume=resume)
         if not resume and first:
             Progress(work, {}).discard()
         wait_for_all()

@@ -24,6 +24,7 @@ from moesaic.io.fingerprint import of_tensors
 from moesaic.io.headers import header_of, mapping_of
 from moesaic.io.layout import PLAN, PLAN_TENSORS, placed
 from moesaic.io.outputs import discard, let_read, whole_file
+from moesaic.io.trust import check_file, check_links
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
@@ -133,9 +134,12 @@ class Plan:
         Raises:
             MoesaicError: there is no plan, it is not whole, or another version wrote it.
         """
+        if path.is_dir():
+            check_links(path)
         file = placed(path, PLAN) if path.is_dir() else path
         if not file.is_file():
             raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
+        check_file(file.with_name(PLAN_TENSORS), file.parent)
         try:
             header = mapping_of(file)
             if header["format"] != FORMAT:

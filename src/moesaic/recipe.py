@@ -126,6 +126,19 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
             f"No statistics at {stats}; moesaic observe {recipe.model} {stats} makes them."
         )
     check_out(Path(recipe.out), overwrite, recipe.inputs)
+
+
+def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Refuse to begin a run whose output has an unfinished one, after all else was found right.
+
+    Args:
+        recipe: what was asked for.
+        overwrite: start anew.
+        resume: continue the unfinished run.
+
+    Raises:
+        MoesaicError: neither was asked for.
+    """
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(

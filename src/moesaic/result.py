@@ -32,6 +32,7 @@ from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
 from moesaic.io.prediction import NEXT, leave_out, predicts
 from moesaic.io.quantised import settle
 from moesaic.io.source import Source
+from moesaic.io.trust import settle_tokenizer
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import text_behind
 from moesaic.metrics.score import Score, score
@@ -535,5 +536,6 @@ def save_applied(
     hub.write_stub(config, folder)
     source.checkpoint.copy_side_files(folder)
     if writer is None:  # what a plan asks for may be no model
+        settle_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)
         result.naming.check(shape_of(result.config))

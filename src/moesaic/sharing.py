@@ -9,6 +9,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import CARD, RECIPE, RECORD, placed
 from moesaic.io.names import check_repository
+from moesaic.io.trust import check_file
 from moesaic.record import Record
 
 WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors")
@@ -30,6 +31,8 @@ def push(folder: str | Path, repo: str) -> str:
     """
     folder = Path(folder).expanduser()
     check_repository(repo)
+    for file in sorted(folder.rglob("*")):
+        check_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

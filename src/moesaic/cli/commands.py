@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import JSON, Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
-from moesaic.io.outputs import resumable, searched
+from moesaic.io.outputs import resumable, searched, unfinished
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -288,6 +288,12 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     from moesaic import pipeline
     from moesaic.cli.bars import bars
 
+    if unfinished(recipe.out).exists() and not (overwrite or resume):
+        from moesaic.estimates import foreseen
+
+        with foreseen(recipe) as steps:  # what is wrong with the request is said first
+            if recipe.calibration.source:
+                _ = steps[0].job.tokens
     try:
         return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:

@@ -115,11 +115,17 @@ def remember_less() -> None:
         os.environ.setdefault(name, most)
 
 
+def fetch_no_kernels() -> None:
+    """Let transformers fetch no compiled code for a model's layers, unless the user wants that."""
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
     _spare_stdout()
     remember_less()
+    fetch_no_kernels()
     with explained():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from moesaic.distributed import join_processes

@@ -39,7 +39,7 @@ from moesaic.foreign import JSON
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.outputs import alone, discard
 from moesaic.methods import methods_of
-from moesaic.recipe import Recipe, check_run, checked
+from moesaic.recipe import Recipe, check_anew, check_run, checked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -107,6 +107,7 @@ def guide(
     if config is not None and config.memory is not None and config.max_loss is not None:
         raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    check_anew(recipe, overwrite=overwrite, resume=resume)
     from moesaic.cli.bars import bars, err_console
     from moesaic.fitting.run import opened
 

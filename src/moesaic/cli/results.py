@@ -135,10 +135,13 @@ def _record_of(run: Path) -> Record:
         MoesaicError: it cannot be read.
     """
     from moesaic.io.headers import mapping_of
+    from moesaic.io.trust import check_links
     from moesaic.record import Record
 
     if not run.exists():
         raise MoesaicError(f"No run at {run}: give the folder that a command made.")
+    if run.is_dir():
+        check_links(run)
     file = placed(run, RECORD) if run.is_dir() else run
     if not file.exists():
         raise MoesaicError(f"{run} has no result.json: give the folder that a command made.")

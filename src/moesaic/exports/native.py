@@ -25,6 +25,7 @@ from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
+from moesaic.io.trust import settle_tokenizer
 from moesaic.layers.base import KINDS
 from moesaic.surgery import headers_of
 
@@ -112,6 +113,7 @@ def write(source: Source, export: Export, folder: Path) -> None:
     export.write(writer)
     write_config(export.config, folder)
     source.checkpoint.copy_side_files(folder)
+    settle_tokenizer(source.folder, folder)
 
 
 # --- is it the same model? -----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from moesaic.log import Log
 from moesaic.metrics.machine import environment
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Progress
-from moesaic.recipe import Recipe, check_run
+from moesaic.recipe import Recipe, check_anew, check_run
 from moesaic.record import Record
 
 
@@ -55,6 +55,7 @@ def fit(
     if process()[1] > 1:
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
     check_run(recipe, overwrite=overwrite, resume=resume)
+    check_anew(recipe, overwrite=overwrite, resume=resume)
     with alone(Path(recipe.out)):
         log = Log(track)
         again = {"overwrite": overwrite, "resume": resume}

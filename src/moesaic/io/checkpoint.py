@@ -6,10 +6,11 @@ import copy
 import json
 import mmap
 import os
+import re
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from math import prod
@@ -25,14 +26,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
+from moesaic.foreign import JSON, Config, Model, Values
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import let_read
-from moesaic.io.trust import side_files
+from moesaic.io.trust import (
+    check_adapter,
+    check_fetched,
+    check_file,
+    side_files,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")
+VARIANT = re.compile(r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json")
+PIECES = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""Names of files by rank, which transformers would read in the place of all others."""
 TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, kind)
     for name, kind in {
@@ -91,6 +102,8 @@ class Checkpoint:
     def _survey(self) -> None:
         """Learn the file, the shape and the type of every tensor."""
         for file in self._shards():
+            check_file(file, self.folder)
+            check_fetched(file)
             stored = stored_in(file)
             # torch's way would map the file to be written to, which the system may refuse to
             # one that is larger than memory
@@ -98,24 +111,7 @@ class Checkpoint:
                 self._stored |= {name: stored[name] for name in shard.keys()}
 
     def _shards(self) -> list[Path]:
-        index = self.folder / INDEX_NAME
-        if index.is_file():
-            places = mapping_of(index).get("weight_map")
-            names: set[str] = {*map(str, places.values())} if isinstance(places, dict) else {""}
-            wrong = [name for name in names if not _is_plain(name)]
-            if wrong:
-                raise MoesaicError(
-                    f"{index} is not a valid shard index: {wrong[0]!r:.60} is no file's name."
-                )
-            return [self.folder / name for name in sorted(names)]
-        if (self.folder / SINGLE_NAME).is_file():
-            return [self.folder / SINGLE_NAME]
-        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt")):
-            raise MoesaicError(
-                f"{self.folder} holds pickled weights only, which can run code when opened. "
-                "Convert them to safetensors first (save_pretrained does)."
-            )
-        raise MoesaicError(f"No {SINGLE_NAME} or {INDEX_NAME} in {self.folder}.")
+        return [self.folder / name for name in shards(self.folder)]
 
     def names(self) -> list[str]:
         return list(self._stored)
@@ -181,7 +177,86 @@ class Checkpoint:
     def copy_side_files(self, out: Path) -> None:
         """Copy tokenizer, generation settings and licence to ``out``."""
         for file in side_files(self.folder):
-            shutil.copyfile(file, out / file.name)
+            to = out / file.relative_to(self.folder)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, to)
+
+
+def first_file(names: Iterable[str], config: Values, where: object) -> str:
+    """Return the name of the file that transformers opens first: the weights or their index.
+
+    Args:
+        names: of the files that are there.
+        config: the content of its config.json.
+        where: the folder or repository, for messages.
+
+    Raises:
+        MoesaicError: there is none; says what is there instead.
+    """
+    here = {name for name in names if "/" not in name}
+    check_adapter(here, where)
+    named = config.get("transformers_weights")
+    if named is not None and not (_is_plain(named) and str(named).endswith(WEIGHTS)):
+        raise MoesaicError(
+            f"{where}: transformers_weights {named!r:.60} in config.json is no name."
+        )
+    if pieces := sorted(filter(PIECES.fullmatch, here)):
+        raise MoesaicError(f"{where} holds pieces of a model such as {pieces[0]}: join them first.")
+    for name in (SINGLE_NAME, INDEX_NAME) if named is None else (str(named),):
+        if name in here:
+            return name
+    if variants := sorted(filter(VARIANT.fullmatch, here)):
+        raise MoesaicError(
+            f"{where} holds its weights as variants only, such as {variants[0]}: name them "
+            f"{SINGLE_NAME} in a folder with the other files."
+        )
+    if any(name.endswith(PICKLED) for name in here):
+        raise MoesaicError(
+            f"{where} holds pickled weights only, which can run code when opened. "
+            "Convert them to safetensors first (save_pretrained does)."
+        )
+    if files := sorted(name for name in here if name.endswith(".gguf")):
+        raise MoesaicError(f"{where} holds GGUF files: give one of them, such as {files[0]}.")
+    raise MoesaicError(f"No {named or f'{SINGLE_NAME} or {INDEX_NAME}'} in {where}.")
+
+
+def shards(folder: Path, names: Iterable[str] | None = None, where: object = None) -> list[str]:
+    """Return the names of the files of weights that a checkpoint's folder has or should have.
+
+    Args:
+        folder: with its config.json and its index.
+        names: of the files of the whole checkpoint; by default those in the folder.
+        where: the repository, for messages; by default the folder.
+
+    Raises:
+        MoesaicError: there are none, or the index is not valid.
+    """
+    config = folder / "config.json"
+    said = mapping_of(config) if config.is_file() else {}
+    if names is None:
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    first = first_file(names, said, where or folder)
+    if not first.endswith(".index.json"):
+        return [first]
+    check_file(folder / first, folder)
+    check_fetched(folder / first)
+    places = mapping_of(folder / first).get("weight_map")
+    found: set[str] = {*map(str, places.values())} if isinstance(places, dict) else {""}
+    if wrong := [name for name in found if not _is_plain(name)]:
+        raise MoesaicError(
+            f"{folder / first} is not a valid shard index: {wrong[0]!r:.60} is no file's name."
+        )
+    return sorted(found)
+
+
+def check_whole(folder: Path) -> None:
+    """Refuse a folder of which a file of weights is missing or damaged, as far as headers say.
+
+    Raises:
+        MoesaicError: names the file.
+    """
+    if any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+        Checkpoint(folder)
 
 
 def _is_plain(name: object) -> bool:

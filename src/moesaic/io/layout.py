@@ -27,9 +27,12 @@ TOKENIZER_FILES = (
     "*.model",
 )
 """What a tokenizer is read from."""
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps chat templates beside the default one."""
 SIDE_FILES = (
     *TOKENIZER_FILES,
     "chat_template*",
+    f"{TEMPLATES}/*.jinja",
     "generation_config.json",
     "*processor_config.json",
     "LICENSE*",

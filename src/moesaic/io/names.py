@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
 
 from moesaic.errors import MoesaicError, meant
@@ -52,6 +54,8 @@ def check_name(name: str) -> None:
         MoesaicError: there is no such folder or file, and it is no hub id either.
     """
     path = Path(name).expanduser()
+    if path.is_dir() and without_slash(name) in NAMES:
+        _say_shadowed(name.rstrip("/"), path.resolve())
     if path.is_dir() or without_slash(name) in NAMES:
         return
     if path.suffix == ".gguf":
@@ -62,6 +66,17 @@ def check_name(name: str) -> None:
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
     if not _hub_id(name):
         raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{meant(name, NAMES)}")
+
+
+@cache
+def _say_shadowed(name: str, folder: Path) -> None:
+    """Say, once for each folder, that it is read and not the model whose name it has."""
+    logging.getLogger(__name__).warning(
+        "%s is the folder %s here, not the model of that name that comes with Moesaic or its "
+        "package. To read that one, start elsewhere or rename the folder.",
+        name,
+        folder,
+    )
 
 
 def check_repository(name: str) -> None:

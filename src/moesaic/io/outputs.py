@@ -6,12 +6,14 @@ is ever deleted that this package did not write.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,7 @@ from pathlib import Path
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import FILES, FOLDER, misread, our_folder
+from moesaic.io.names import NAMES
 
 try:
     import fcntl
@@ -48,6 +51,8 @@ SCRATCH = (
     ".*.lock",
 )
 """Files at the top of a folder that keeps an unfinished run or search."""
+MOUNTS = Path("/proc/self/mounts")
+"""Linux's list of what is mounted: the second word of each line is the place."""
 _HELD: dict[Path, int] = {}
 """Locks that this process holds, and the thread that does."""
 
@@ -184,9 +189,15 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
     """
     _check_place(out)
     _check_idle(out)
+    if out.name in NAMES and out.parent.resolve() == Path.cwd():
+        raise MoesaicError(
+            f"{out} would be read in the place of the model of that name from now on. Choose "
+            "another name."
+        )
     if out.is_symlink():
         raise MoesaicError(f"{out} is a link. Give the name of the folder itself, or another one.")
-    check_free(out, overwrite)
+    if not _is_empty(out):
+        check_free(out, overwrite)
     inputs = [*inputs]
     for place in (out, unfinished(out), searched(out)):
         check_inputs(place, inputs)
@@ -195,6 +206,19 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
     if overwrite:
         for place in (unfinished(out), searched(out)):
             _check_scratch(place)
+
+
+def _is_empty(out: Path) -> bool:
+    """True if an output is a folder without anything in it, such as one made for it.
+
+    False of one that is mounted, which no other can take the place of.
+    """
+    if not out.is_dir() or out.is_symlink() or any(out.iterdir()):
+        return False
+    with suppress(OSError):
+        mounts = [line.split()[1] for line in MOUNTS.read_text().splitlines()]
+        return str(out.resolve()).replace(" ", r"\040") not in mounts
+    return not out.is_mount()
 
 
 def _check_ours(folder: Path) -> None:
@@ -292,7 +316,7 @@ def alone(out: Path, wait: bool = False) -> Iterator[None]:
 
 
 def _check_idle(out: Path) -> None:
-    """Refuse an output that another run is writing.
+    """Refuse an output that another run is writing, and clear up behind one that was killed.
 
     Raises:
         MoesaicError: one is.
@@ -301,6 +325,8 @@ def _check_idle(out: Path) -> None:
     if _HELD.get(file) != threading.get_ident() and file.exists():
         lock = _locked(file)
         if lock is not None:
+            _sweep(out)
+            file.unlink(missing_ok=True)
             os.close(lock)
 
 
@@ -344,19 +370,24 @@ def _empty(path: Path) -> Path:
     return path
 
 
-def _left(out: Path) -> list[Path]:
-    """What killed runs left beside an output, and what is being written now.
-
-    What an output was to replace is left too, once there is one: until then it is the only one.
-    """
-    ending = "(writing|replaced)" if out.exists() else "writing"
+def _left(out: Path, ending: str = "writing") -> list[Path]:
+    """What killed runs left beside an output, and what is being written now."""
     names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
     left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.{ending}")
     return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed runs left beside an output that is locked."""
+    """Remove what killed runs left beside an output that is locked.
+
+    An older output that was about to be replaced gets its name back if the new one had not got it.
+    """
+    for old in _left(out, "replaced"):
+        if os.path.lexists(out):
+            old.rename(_beside(out))  # removed below
+        else:
+            old.rename(out)
+            logging.getLogger(__name__).warning("%s is back: a run was killed replacing it.", out)
     for path in _left(out):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -460,14 +491,19 @@ def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
     Raises:
         MoesaicError: the name is taken, and not to be replaced.
     """
-    if not (overwrite and out.exists()):
+    if not out.exists() or _is_empty(out):
         try:
+            if out.exists():
+                out.rmdir()
             work.rename(out)
         except OSError:
             check_free(out)
             raise
         return
+    check_free(out, overwrite)
     _check_ours(out)
+    if _exchanged(work, out):
+        return  # the old one has the new one's name, by which it is removed
     old = _beside(out, "replaced")
     out.rename(old)  # a folder that is being removed is no whole one
     try:
@@ -476,6 +512,18 @@ def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
         old.rename(out)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two folders exchange their names in one step; False where the system cannot do that."""
+    names, here, exchange = [os.fsencode(one.absolute()), os.fsencode(other.absolute())], -100, 2
+    try:
+        library = ctypes.CDLL(None)
+        if sys.platform == "darwin":
+            return int(library.renamex_np(*names, exchange)) == 0
+        return int(library.renameat2(here, names[0], here, names[1], exchange)) == 0
+    except (AttributeError, OSError, TypeError):  # neither is there
+        return False
 
 
 def remove(folder: Path) -> None:

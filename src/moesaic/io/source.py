@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
+from glob import escape
 from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
@@ -24,21 +26,31 @@ from transformers.utils.logging import (
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.io.checkpoint import Checkpoint, check_finite, shape_of
+from moesaic.io.checkpoint import Checkpoint, check_finite, first_file, shape_of, shards
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.language import predicts_tokens
-from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
+from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
 from moesaic.io.naming import Naming, language
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, quantization_of
-from moesaic.io.trust import NEEDS_CODE, brings_code, check_config, check_links, pretrained
+from moesaic.io.trust import (
+    NEEDS_CODE,
+    brings_code,
+    check_adapter,
+    check_config,
+    check_fetched,
+    check_links,
+    pretrained,
+)
 
 DEEPEST = 1000
 """Decoder layers at most; the deepest model known has 126. More are a mistake, and would take
 minutes to be found out."""
+SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
+"""Files of a repository of the hub that are read beside its weights."""
 CROWDED = 10_000
 """Experts at most; the most known are 1,024. The router of more would be asked in vain."""
 
@@ -68,9 +80,10 @@ class Source:
     @cached_property
     def _configs(self) -> tuple[Config, Config]:
         """The whole config, and that of the language model."""
+        check_links(self.folder)
+        check_adapter({file.name for file in self.folder.iterdir()}, self.folder)
         if not (self.folder / "config.json").is_file():
             raise MoesaicError(f"{self.folder} has no config.json; is it a model folder?")
-        check_links(self.folder)
         check_config(mapping_of(self.folder / "config.json"), self.folder)
         try:
             config: Config = pretrained(AutoConfig, self.folder)
@@ -96,6 +109,7 @@ class Source:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """Its weights, to be read one by one."""
+        check_links(self.folder)
         return opened(self.folder)
 
     @cached_property
@@ -164,7 +178,8 @@ class Source:
         # sizes that do not fit are refused by us
         options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
         if checkpoint.loadable and not self.beside:
-            return pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
+            own: JSON = {"config": self.config, "use_safetensors": True}  # chooses no kernels
+            return pretrained(AutoModelForCausalLM, self.folder, **own, **options)
         config = copy.deepcopy(self.config)
         if quantization_of(config):
             del config.quantization_config
@@ -269,27 +284,95 @@ def resolve(name: str) -> Source:
     if name in SHIPPED:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
     if path.suffix == ".gguf":
+        check_fetched(path)
         return Source(name, folder_of(path))
-    return Source(name, from_hub(name, "*.safetensors", "*.json", *SIDE_FILES))
+    return Source(name, from_hub(name))
 
 
-def from_hub(name: str, *patterns: str) -> Path:
-    """A folder with some of a repository's files.
+def from_hub(name: str) -> Path:
+    """Return a model's folder in the hub's cache, after fetching the files that transformers reads.
+
+    Without a connection it is what the cache has.
 
     Args:
         name: of the repository.
-        patterns: of the files' names.
+
+    Raises:
+        MoesaicError: there is no such repository, it holds no such model, or the hub cannot be
+            reached and the cache has not all.
+    """
+    folder, weights = small_files(name)
+    if all((folder / file).exists() for file in weights):
+        return folder
+    return fetched(name, weights)
+
+
+def small_files(name: str) -> tuple[Path, list[str]]:
+    """Fetch a model's files but for its weights.
+
+    Args:
+        name: of the repository.
+
+    Returns:
+        the folder in the hub's cache, and the names of the files of weights, fetched or not.
+
+    Raises:
+        MoesaicError: as :func:`from_hub`.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        names = [file.rfilename for file in HfApi().model_info(name).siblings or ()]
+    except Exception as error:
+        folder = fetched(name, ["config.json"], because=error)
+        with suppress(MoesaicError):
+            weights = shards(folder)
+            if all((folder / file).exists() for file in weights):
+                return folder, weights
+        raise unreachable(f"{name} is not whole in the hub's cache, and", error) from error
+    if "config.json" not in names:
+        first_file(names, {}, name)
+        raise MoesaicError(f"{name} has no config.json; is it a model?")
+    folder = fetched(name, [file for file in names if _is_small(file)])
+    return folder, shards(folder, names, name)
+
+
+def _is_small(file: str) -> bool:
+    """True if a file of a repository is read, and is none of weights.
+
+    >>> [_is_small(f) for f in ("config.json", "original/params.json", "model.safetensors")]
+    [True, False, False]
+    """
+    if any(fnmatch(file, pattern) for pattern in READ):
+        return False
+    return any(fnmatch(file, p) and file.count("/") == p.count("/") for p in SMALL)
+
+
+def fetched(name: str, files: Sequence[str], because: Exception | None = None) -> Path:
+    """Return a folder in the hub's cache with some of a repository's files.
+
+    Args:
+        name: of the repository.
+        files: their names.
+        because: why the hub cannot be asked; only the cache is looked in.
 
     Raises:
         MoesaicError: there is no such repository, or the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
+    cached = because is not None
     try:
-        return Path(snapshot_download(name, allow_patterns=[*patterns]))
+        wanted = [escape(file) for file in files]
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=cached))
     except Exception as error:
-        reason = shorten(str(error), 120, placeholder=" ...")
-        raise MoesaicError(
-            f"{name} could not be fetched from the hub ({type(error).__name__}: {reason}). "
-            "Check the name and the connection, or pass the folder of a downloaded copy."
-        ) from error
+        raise unreachable(name, because or error) from error
+
+
+def unreachable(name: str, error: Exception) -> MoesaicError:
+    """Return what is said of a repository that the hub does not give, and why."""
+    reason = shorten(str(error), 120, placeholder=" ...")
+    return MoesaicError(
+        f"{name} could not be fetched from the hub ({type(error).__name__}: {reason}). "
+        "Check the name and the connection, or pass the folder of a downloaded copy."
+    )

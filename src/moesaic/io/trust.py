@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Values
+from moesaic.foreign import Config, Values
 from moesaic.io.headers import mapping_of
-from moesaic.io.layout import SIDE_FILES, misread
+from moesaic.io.layout import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
 
-READ = ("config.json", "model*.safetensors", "*.safetensors.index.json", *SIDE_FILES)
-"""Files of a model's folder that are read or copied."""
+NEVER_READ = (*READ, "LICENSE*", "NOTICE*", "README*", "*.md", ".*")
+"""Names at the top of a model's folder that nobody opens; weights of these names are checked when
+they are opened."""
+REPOSITORY = re.compile(r"(model|dataset|space|kernel)s--.+")
+HASH = re.compile(r"[0-9a-f]{64}")
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of the file that git has in the place of a large one until that is fetched."""
 
 NEEDS_CODE = "it needs Python code that comes with it, which Moesaic never runs."
 
 
 def pretrained(auto: Any, folder: Path, **options: Any) -> Any:
-    """What one of transformers' auto classes makes of a folder, without running code of it.
+    """Return what one of transformers' auto classes makes of a folder, without running code of it.
 
     Raises:
         MoesaicError: it needs such code.
     """
     try:
-        return auto.from_pretrained(folder, trust_remote_code=False, **options)
+        made = auto.from_pretrained(folder, trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise MoesaicError(f"{folder}: {NEEDS_CODE}") from None
+    if hasattr(made, "_attn_implementation"):
+        _compute_by_torch(made)
+    return made
+
+
+def _compute_by_torch(config: Config) -> None:
+    """Let transformers choose how attention and experts are computed, in place: by torch alone.
+
+    For other values it may fetch compiled code from the hub, if the package ``kernels`` is there.
+    """
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if getattr(config, name, None) != "eager":
+            setattr(config, name, None)
 
 
 def brings_code(folder: Path) -> bool:
-    """Whether a folder's tokenizer names Python code of its own."""
+    """True if a folder's tokenizer names Python code of its own."""
     file = folder / "tokenizer_config.json"
     return file.is_file() and "auto_map" in mapping_of(file)
 
 
 def check_config(config: Values, folder: Path) -> None:
-    """Refuse what a config.json would have transformers fetch: other weights, or compiled code.
+    """Refuse a config.json that names compiled code of the hub.
 
     Raises:
-        MoesaicError: it names attention of the hub, or an adapter of another model lies beside it.
+        MoesaicError: names the key.
     """
-    if (folder / "adapter_config.json").exists():
-        raise MoesaicError(f"{folder} holds an adapter: merge it into its model first.")
     for key, value in config.items():
         if isinstance(value, dict):
             check_config(value, folder / key)
@@ -53,28 +73,101 @@ def check_config(config: Values, folder: Path) -> None:
             raise MoesaicError(f"{folder}: {key} names code of the hub, which Moesaic never runs.")
 
 
-def _leads_out(file: Path) -> bool:
-    """Whether a file in a model's folder is a link to somewhere else.
+def check_adapter(names: set[str], where: object) -> None:
+    """Refuse an adapter, whose weights are those of another model.
 
-    The hub's cache is made of links: there a repository's own blobs are no other place.
+    Args:
+        names: of the files that are there.
+        where: the folder or repository, for messages.
+
+    Raises:
+        MoesaicError: it is one.
     """
-    folder, target = file.parent.resolve(), file.resolve()
-    blobs = folder.parent.parent / "blobs"
-    cached = folder.parent.name == "snapshots" and target.parent == blobs
-    return not (cached or target.is_relative_to(folder))
+    if "adapter_config.json" in names:
+        raise MoesaicError(
+            f"{where} holds an adapter (LoRA): merge it into its model first "
+            "(merge_and_unload of peft, then save_pretrained)."
+        )
+
+
+def _leads_out(file: Path, folder: Path) -> bool:
+    """True if a file of a model's folder is a link to somewhere else.
+
+    The hub's cache is made of links: there the blobs of a folder's own repository, and the store
+    that all repositories of a cache share, are no other place.
+    """
+    try:
+        folder, target = folder.resolve(), file.resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        return True
+    return not (target.is_relative_to(folder) or _is_blob_of(target, folder))
+
+
+def _is_blob_of(target: Path, folder: Path) -> bool:
+    """True if the hub's library keeps files of a snapshot, or of a folder in it, at a place."""
+    for snapshot in (folder, *folder.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and REPOSITORY.fullmatch(repository.name):
+            store, name = repository.parent / "blobs", target.name
+            shared = target.parent == store / name[:2] and HASH.fullmatch(name) is not None
+            return shared or target.parent == repository / "blobs"
+    return False
+
+
+def check_file(file: Path, folder: Path) -> None:
+    """Refuse a file of a model's folder that lies elsewhere, or would never end.
+
+    Raises:
+        MoesaicError: it is a link out of the folder or to nothing, a pipe or a device.
+    """
+    if _leads_out(file, folder):
+        raise MoesaicError(
+            f"{file} is a link out of its folder, which is not followed. Put the file there."
+        )
+    if os.path.lexists(file) and not (file.is_file() or file.is_dir()):
+        kind = "a link to nothing" if file.is_symlink() else "no ordinary file"
+        raise MoesaicError(f"{file} is {kind}. Put the file there, or remove it.")
+
+
+def check_fetched(file: Path) -> None:
+    """Refuse a file that git-lfs has not fetched.
+
+    Raises:
+        MoesaicError: it is a pointer to the file.
+    """
+    if file.is_file() and file.stat().st_size < 1024:
+        with file.open("rb") as opened:
+            if opened.read(len(POINTER)) == POINTER:
+                raise MoesaicError(
+                    f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its "
+                    "repository."
+                )
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model of which a file that is read lies elsewhere.
+    """Refuse a model or a result of which a file that may be opened is not in its folder.
+
+    Weights are checked where they are opened (:class:`moesaic.io.checkpoint.Checkpoint`).
 
     Raises:
-        MoesaicError: names the link.
+        MoesaicError: names a file that lies elsewhere, is none, or was not fetched.
     """
-    for file in (file for pattern in READ for file in folder.glob(pattern)):
-        if not file.name.startswith("LICENSE") and _leads_out(file):
-            raise MoesaicError(
-                f"{file} is a link out of its folder, which is not followed. Put the file there."
-            )
+    for name in (FOLDER, TEMPLATES):
+        check_file(folder / name, folder)
+    try:
+        files = [file for part in ("", FOLDER, TEMPLATES) for file in _entries(folder / part)]
+    except OSError as error:
+        raise MoesaicError(f"{folder} cannot be read: {error.strerror}.") from error
+    for file in files:
+        top = file.parent == folder
+        if top and (file.is_dir() or any(fnmatch(file.name, name) for name in NEVER_READ)):
+            continue
+        check_file(file, folder)
+        check_fetched(file)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def side_files(folder: Path) -> Iterator[Path]:
@@ -83,7 +176,31 @@ def side_files(folder: Path) -> Iterator[Path]:
     for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
         if not file.is_file() or file.name in weights or file.suffix == ".py":
             continue
-        if _leads_out(file):
+        if _leads_out(file, folder):
             logging.getLogger(__name__).warning("%s is a link elsewhere and left out.", file)
             continue
         yield file
+
+
+def settle_tokenizer(folder: Path, out: Path) -> None:
+    """Let a copied tokenizer name no code that was not copied, or say that it needs it.
+
+    Args:
+        folder: of the source.
+        out: where its side files were copied to.
+    """
+    if not brings_code(folder):
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        pretrained(AutoTokenizer, folder)
+    except Exception:  # tokenizers raises anything over a file that is odd
+        logging.getLogger(__name__).warning(
+            "The tokenizer cannot be loaded from the result: it needs Python code that comes with "
+            "the source, which is neither run nor copied. Load the source's tokenizer."
+        )
+        return
+    file = out / "tokenizer_config.json"
+    said = {key: value for key, value in mapping_of(file).items() if key != "auto_map"}
+    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")

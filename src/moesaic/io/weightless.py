@@ -6,8 +6,10 @@ tensors with values, on the meta device, it is the header of the result: its byt
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -23,10 +25,9 @@ from moesaic.io.checkpoint import (
     header_bytes,
     shape_of,
 )
-from moesaic.io.layout import SIDE_FILES
-from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.names import NAMES, check_name, without_slash
 from moesaic.io.quantised import opened
-from moesaic.io.source import Source, resolve
+from moesaic.io.source import Source, resolve, small_files, unreachable
 from moesaic.io.trust import check_links, side_files
 
 LARGEST = 1 << 44
@@ -39,6 +40,7 @@ class Weightless(Source):
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """Its tensors, on the meta device."""
+        check_links(self.folder)
         checkpoint = opened(self.folder)
         checkpoint.weightless = True
         return checkpoint
@@ -78,13 +80,13 @@ def foretold(name: str, folder: Path) -> Weightless:
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
         if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
             return _of_config(name, path, folder)
         return Weightless(name, path)
-    if name in (*PACKAGED, *SHIPPED) or path.suffix == ".gguf":
+    if without_slash(name) in NAMES or path.suffix == ".gguf":
         return Weightless(name, resolve(name).folder)
     return _of_hub(name, folder)
 
@@ -92,8 +94,7 @@ def foretold(name: str, folder: Path) -> Weightless:
 def _of_config(name: str, path: Path, folder: Path) -> Weightless:
     """The checkpoint that a config describes, its tensors named as in memory."""
     check_links(path)
-    for file in (path / "config.json", *side_files(path)):
-        (folder / file.name).write_bytes(file.read_bytes())
+    _copy_small(path, folder)
     config = Source(name, folder).config
     model = shape_of(config, config.dtype or torch.float32)
     tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
@@ -103,25 +104,36 @@ def _of_config(name: str, path: Path, folder: Path) -> Weightless:
 
 
 def _of_hub(name: str, folder: Path) -> Weightless:
-    """The small files of a model on the hub, and the headers of its weights."""
-    from huggingface_hub import HfApi, snapshot_download
+    """A model in the hub's cache if its weights are there, else its small files and their headers.
 
+    The headers are fetched from the hub, eight files at a time.
+    """
+    from huggingface_hub import HfApi
+
+    place, weights = small_files(name)
+    if all((place / file).exists() for file in weights):
+        return Weightless(name, place)
+    read = partial(HfApi().parse_safetensors_file_metadata, name, revision=place.name)
     try:
-        snapshot_download(name, allow_patterns=["*.json", *SIDE_FILES], local_dir=folder)
-        metadata = HfApi().get_safetensors_metadata(name)
+        with ThreadPoolExecutor(8) as pool:
+            headers = [*pool.map(read, weights)]
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise MoesaicError(
-            f"{name} could not be looked up on the hub ({type(error).__name__}: {reason:.120}). "
-            "Check the name and the connection, or pass the folder of a downloaded copy."
-        ) from error
-    for file, shard_metadata in metadata.files_metadata.items():
+        raise unreachable(name, error) from error
+    _copy_small(place, folder)
+    for shard, header in zip(weights, headers, strict=True):
         tensors = {
             tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
-            for tensor, info in shard_metadata.tensors.items()
+            for tensor, info in header.tensors.items()
         }
-        _write_outline(folder / file, tensors)
+        _write_outline(folder / shard, tensors)
     return Weightless(name, folder)
+
+
+def _copy_small(source: Path, folder: Path) -> None:
+    for file in {*source.glob("*.json"), *side_files(source)}:
+        to = folder / file.relative_to(source)
+        to.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, to)
 
 
 def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:

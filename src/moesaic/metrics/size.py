@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON, Model
 from moesaic.io.arithmetic import sizes_in
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.checkpoint import check_whole, shape_of
 from moesaic.io.source import resolve
+from moesaic.io.weightless import foretold
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
 
@@ -57,7 +60,7 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
 
 
 def inspect(model: str) -> JSON:
-    """The parts of a checkpoint, read from its config alone.
+    """The parts of a checkpoint, read from its config; of its weights only headers are looked at.
 
     Returns:
         ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
@@ -67,8 +70,11 @@ def inspect(model: str) -> JSON:
     Raises:
         MoesaicError: there is no such model, or its architecture is unknown.
     """
-    source = resolve(model)
-    size = model_size(shape_of(source.config))
+    with TemporaryDirectory(prefix="moesaic-") as folder:
+        local = Path(model).expanduser().is_dir()
+        source = resolve(model) if local else foretold(model, Path(folder))
+        size = model_size(shape_of(source.config))
+        check_whole(source.folder)
     of_layer = ("kind", "experts", "top_k", "width", "active_width")
     of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
     return {
