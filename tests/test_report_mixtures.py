@@ -188,7 +188,7 @@ def test_condensed_layers():
         assert shown in page.text, shown
     assert len(page.all("rect", "gone")) == 2 * 2
     assert len(page.all("rect", "kept")) == 2 * 2 + 2  # experts that stay, layers that were taken
-    assert len(page.all("polyline", "series")) == 4 + 1  # divergences, frontier
+    assert len(page.all("polyline", "series")) == 4  # divergences
     assert len(page.all("polyline", "strong")) == 1
     assert "Layers 1–2 are small dense layers" in card
     assert "80.0 %" in text.replace("\xa0", " ")
