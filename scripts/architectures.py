@@ -94,6 +94,24 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def note(result: dict[str, Any], model_type: str, kind: str, reason: str) -> None:
+    """Put what came of a type's trials in the place of what is known of it.
+
+    Args:
+        result: as :data:`RESULT` has it; changed in place.
+        model_type: the type.
+        kind: one of :data:`KINDS`, which it is if it passed.
+        reason: why it did not; empty if it did.
+    """
+    for label in KINDS:
+        result[label] = [name for name in result[label] if name != model_type]
+    result["unsupported"].pop(model_type, None)
+    if reason:
+        result["unsupported"][model_type] = reason
+    else:
+        result[kind].append(model_type)
+
+
 def main() -> None:
     """Try them all, or the named ones anew, unless only the page is wanted."""
     names = [name for name in sys.argv[1:] if name != "--page"]
@@ -115,13 +133,7 @@ def main() -> None:
         for model_type in [*alone, *whole]:
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
-            for label in KINDS:
-                result[label] = [name for name in result[label] if name != model_type]
-            result["unsupported"].pop(model_type, None)
-            if not reason:
-                result["beside" if model_type in whole else kind].append(model_type)
-            elif model_type in alone:
-                result["unsupported"][model_type] = reason
+            note(result, model_type, "beside" if model_type in whole else kind, reason)
         for label in KINDS:
             result[label].sort()
         result["unsupported"] = dict(sorted(result["unsupported"].items()))

@@ -157,8 +157,14 @@ class Checkpoint:
         """A tensor as the files have it: its parts, by their names there."""
         yield name, self.tensor(name)
 
-    def written(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """New values of a tensor as a file like these has them."""
+    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
+        """New values of a tensor as a file like these has them.
+
+        Args:
+            name: what it will be called.
+            tensor: its values.
+            origin: what the tensor is called here from which it was made; it may be of no tensor.
+        """
         yield name, tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
