@@ -158,9 +158,11 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
     heads = text.get("num_attention_heads")
     own_keys = heads is not None and heads == text.get("num_key_value_heads")
     ungrouped = text.get("n_group") in (None, 1)
+    width = text.get("moe_intermediate_size")
+    of_experts = width is None or {*_several(width)} == {text.get("intermediate_size")}
     _fewer_layers(text)
     for name, value in [*text.items()]:
-        numbers = value if isinstance(value, list) else [value]
+        numbers = _several(value)
         if name not in SMALLER or name in DEPTHS:
             continue
         if not (name in ("n_group", "topk_group") and ungrouped):
@@ -168,13 +170,14 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
             text[name] = small if isinstance(value, list) else small[0]
     if own_keys:
         text["num_key_value_heads"] = text["num_attention_heads"]
-    if any(text.get(name) for name in ROUTED) and "moe_intermediate_size" not in text:
-        text["intermediate_size"] = WIDE
+    if any(text.get(name) for name in ROUTED) and of_experts:
+        grouped = (text.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+        text["intermediate_size"] = 2 * WIDE if grouped else WIDE  # half of it is a group
     for part in (config, text):
         for name, value in part.items():
             if re.search("_(id|index|token)$", name):
-                several = value if isinstance(value, list) else [value]
-                tokens = [300 + n % 80 if type(n) is int and n > 300 else n for n in several]
+                each = _several(value)
+                tokens = [300 + n % 80 if type(n) is int and n > 300 else n for n in each]
                 part[name] = tokens if isinstance(value, list) else tokens[0]
         for rope in (v for k, v in part.items() if k.startswith("rope_") and isinstance(v, dict)):
             _shrink_rotary(text, rope)
@@ -182,6 +185,10 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
         if quantization.get("weight_block_size"):
             quantization["weight_block_size"] = [16, 16]
     return config
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _fewer_layers(text: dict[str, Any]) -> None:
@@ -239,7 +246,8 @@ def rebuilt(published: dict[str, Any], folder: Path) -> Any:
     model.save_pretrained(folder)
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
+        own = {n.replace("model.blocks.", "model.layers."): t for n, t in load_file(file).items()}
+        tensors |= own  # names that transformers 5.23 writes and cannot read: layers of Kimi-K2.5
         file.unlink()
     said = formats.get("quantization_config") or (small.get("text_config") or {}).get(
         "quantization_config"
@@ -318,7 +326,11 @@ def _in_format(name: str, tensor: Tensor, said: dict[str, Any] | None) -> dict[s
 
 # --- what was published --------------------------------------------------------------------------
 
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
@@ -432,6 +444,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
         "mamba_d_head": 64,
         "mamba_d_state": 128,
+        "mamba_expand": 2,
         "mamba_n_heads": 48,
         "num_attention_heads": 12,
         "num_experts_per_tok": 6,

@@ -69,6 +69,12 @@ def test_it_does_what_is_said_of_it(model_type):
     assert held(model_type) == (said_of(model_type), "")
 
 
+@pytest.mark.parametrize("model_type", ["glm5_next", "mistral_large4"])
+def test_a_whole_with_a_mixture_inside_does_what_mixtures_do(model_type: str) -> None:
+    """The second one's files have experts in the layer itself, without a block around them."""
+    assert held(model_type) == ("moe", "")
+
+
 @pytest.mark.parametrize(
     ("whole", "language"),
     [
@@ -77,6 +83,7 @@ def test_it_does_what_is_said_of_it(model_type):
         ("internvl", "qwen3_moe"),
         ("kimi_k25", "deepseek_v3"),
         ("mistral3", "mistral"),
+        ("mistral3", "mistral4"),
         ("gemma4", "gemma4_text"),
         ("llama4", "llama4_text"),
         ("minimax_m3_vl", "minimax_m3_vl_text"),

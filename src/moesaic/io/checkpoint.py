@@ -97,6 +97,13 @@ class Checkpoint:
             with _reading(file), safe_open(file, framework="np") as shard:
                 self._stored |= {name: stored[name] for name in shard.keys()}
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of its first tensor that can be computed with: a model's, whose config names
+        none."""
+        types = (TYPES.get(stored.kind) for stored in self._stored.values())
+        return next((kind for kind in types if kind in COMPUTABLE), None)
+
     def _shards(self) -> list[Path]:
         index = self.folder / INDEX_NAME
         if index.is_file():

@@ -270,7 +270,7 @@ class QuantisedCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, format: Format, dtype: torch.dtype) -> None:
         super().__init__(folder)
-        self.format, self.dtype = format, dtype
+        self.format, self._dtype = format, dtype
         self.plain: set[str] = set()
         """Modules of which something was written that is in no format."""
         self.moved: dict[str, str] = {}
@@ -299,6 +299,10 @@ class QuantisedCheckpoint(Checkpoint):
             self.shape(weight)
         owned = {part: w for w, parts in self._parts.items() for part in parts.values()}
         self._names = list(dict.fromkeys(owned.get(name, name) for name in stored_names))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def names(self) -> list[str]:
         return self._names
@@ -360,7 +364,7 @@ class QuantisedCheckpoint(Checkpoint):
                         f"{name}: {error}; choose a width that they divide."
                     ) from error
         if stored is not None or (origin not in self._stored and tensor.dtype == torch.float32):
-            tensor = tensor.to(self.dtype)
+            tensor = tensor.to(self._dtype)
             if tensor.dim() > 1:
                 self.plain.add(_module_of(name))
         yield name, tensor

@@ -102,6 +102,8 @@ class Source:
         else:  # a whole's own word may be a default that its weights belie
             names = map(language, self.checkpoint.names())
             text.tie_word_embeddings = "lm_head.weight" not in names
+        if text.dtype is None and self._stored_names:  # gpt-oss's names none
+            text.dtype = self.checkpoint.dtype
         return config, text
 
     def _check_names(self, config: Config) -> None:
@@ -111,7 +113,8 @@ class Source:
             MoesaicError: transformers would find none of these.
         """
         odd = [name for name in self._stored_names if language(name) != name]
-        if not odd:
+        alone = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        if not (odd and alone):
             return
         names = {*shape_of(config).state_dict()}
         own = {read_as(config.model_type, name) for name in odd} | {*odd}
@@ -127,7 +130,8 @@ class Source:
 
         transformers unties them then, whatever the config says.
         """
-        ties = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_tied_weights_keys", None)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        ties = getattr(kind, "_tied_weights_keys", None)
         kept = {read_as(config.model_type, name): name for name in self._stored_names}
         for pair in ties.items() if isinstance(ties, dict) else ():
             both = [kept.get(name, kept.get(name.removeprefix("model."))) for name in pair]
