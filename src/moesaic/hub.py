@@ -388,10 +388,11 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     Returns:
         the attributes that were changed where the result is of the base's own class, else None.
     """
-    native = native_config(config, arch, plan)
+    native, before = native_config(config, arch, plan), _every_key(config)
     if native is not None:
         for name, value in native.items():
             setattr(config, name, value)
+        _tell_others(config, before)
         return native
     header = plan.header()
     stacks = {i: [dict(h) for h in stack] for i, stack in headers_of(config).items()}
@@ -417,7 +418,14 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
         for auto, kind in zip((AutoConfig, *MODELS), (config_class, *models), strict=False)
     }
     by_layer.tell(config, arch)
+    _tell_others(config, before)
     return None
+
+
+def _tell_others(config: Config, before: JSON) -> None:
+    """Say what was changed in a config under its other names too, in place."""
+    for name, value in _by_other_names(config, before, before, _every_key(config)).items():
+        setattr(config, name, value)
 
 
 def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
@@ -521,15 +529,15 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
         changed = [k for k in names if k in known and now.get(k) != before.get(k)]
         for other in (k for k in names if k not in known and k in source):
             value = source[other]
-            for key in (k for k in changed if value == before[k] or _all_are(value, before[k])):
+            for key in (k for k in changed if before.get(k) in (value, *_alike(value))):
                 listed = isinstance(value, list) and isinstance(now[key], int)
                 said[other] = [now[key]] * len(value) if listed else now[key]
     return said
 
 
-def _all_are(value: object, number: object) -> bool:
-    """Whether a list says the same number, or the same list, of every layer."""
-    return isinstance(value, list) and {*map(str, value)} == {str(number)}
+def _alike(value: object) -> list[object]:
+    """What a list says of every layer, if it is the same of all."""
+    return value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
 
 
 def _said_outright(config: Config) -> JSON:
