@@ -30,7 +30,9 @@ moesaic inspect MODEL           # whether a model is supported, and what its lay
 The lists name model types (`model_type` in `config.json`) of transformers {transformers}. Of each
 type that is listed as supported, a tiny random model passed the [trials](#what-was-tried).
 `deepseek` (DeepSeekMoE-16B), whose classes are in this package, is supported, too. A verb may
-refuse a type that is listed here: its page names its limits.
+refuse a type that is listed here: its page names its limits. A model of a listed type is refused
+where its config adds what no rule knows, such as the latent experts of Nemotron-3-Super
+(`nemotron_h` with `moe_latent_size`).
 
 A type of another transformers may work as well: a rule finds layers, routers, experts and the
 config's numbers (`src/moesaic/arch/discovery.py`). Where it fails, the error says what was found

@@ -42,7 +42,7 @@ def tell(config: Config, arch: Arch) -> None:
     changed = {
         name: each
         for name, each in _numbers(plain, arch, now).items()
-        if each != _of_layers(plain, name, len(now))
+        if hasattr(plain, name) and each != _of_layers(plain, name, len(now))
     }
     if not changed:
         return

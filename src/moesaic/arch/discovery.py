@@ -245,7 +245,8 @@ def _sizing(settings: JSON, width: int) -> tuple[str, int, str | None]:
         a config attribute, what it says over the width, and one that has the width worked out.
     """
     adjusted = next((k for k in settings if "auto_adjust" in k and settings[k] is True), None)
-    keys = [key for words in WIDTHS for key in _keys(settings, words, ("shared", "moe", "expert"))]
+    never = ("shared", "moe", "expert", "multiple")
+    keys = [key for words in WIDTHS for key in _keys(settings, words, never)]
     exact = (key for key in keys if settings[key] == width)
     whole = (key for key in keys if settings[key] > width and settings[key] % width == 0)
     key = next(exact, None) or (None if adjusted else next(whole, None))
