@@ -69,10 +69,16 @@ def test_it_does_what_is_said_of_it(model_type):
     assert held(model_type) == (said_of(model_type), "")
 
 
-@pytest.mark.parametrize("model_type", ["glm5_next", "mistral_large4"])
-def test_a_whole_with_a_mixture_inside_does_what_mixtures_do(model_type: str) -> None:
-    """The second one's files have experts in the layer itself, without a block around them."""
-    assert held(model_type) == ("moe", "")
+def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> None:
+    """By themselves its experts, which stand in the layer on disk, are pruned and slimmed."""
+    kind, reason = held("mistral_large4")
+    assert kind == "unsupported"
+    assert reason.startswith("Parts beside text: MoesaicError")
+    assert "have names that are not read" in reason
+
+
+def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
+    assert held("glm5_next") == ("moe", "")
 
 
 @pytest.mark.parametrize(

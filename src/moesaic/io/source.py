@@ -29,6 +29,7 @@ from moesaic.io.checkpoint import (
     SINGLE_NAME,
     Checkpoint,
     check_finite,
+    path_of,
     shape_of,
 )
 from moesaic.io.gguf import folder_of
@@ -102,6 +103,7 @@ class Source:
         else:  # a whole's own word may be a default that its weights belie
             names = map(language, self.checkpoint.names())
             text.tie_word_embeddings = "lm_head.weight" not in names
+            self._check_parts(config, text)
         if text.dtype is None and self._stored_names:  # gpt-oss's names none
             text.dtype = self.checkpoint.dtype
         return config, text
@@ -123,6 +125,21 @@ class Source:
                 f"{self.name}: {odd[0]} and others are named as parts of a larger model, and "
                 f"config.json describes a {config.model_type} alone, of which transformers would "
                 "find none of them. Rename the tensors, or give the larger model's config.json."
+            )
+
+    def _check_parts(self, config: Config, text: Config) -> None:
+        """Refuse a whole whose language model has names of its own, which only it is read by.
+
+        Raises:
+            MoesaicError: the embedding is not found.
+        """
+        model = shape_of(text)
+        embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
+        naming = Naming(self.checkpoint, text.model_type, model.state_dict())
+        if embedding not in naming.in_memory.values():
+            raise MoesaicError(
+                f"{self.name}: tensors of a {config.model_type}'s language model have names that "
+                f"are not read: {embedding} is none of {_some(naming.in_memory)}."
             )
 
     def _heads_differ(self, config: Config) -> bool:
