@@ -230,7 +230,7 @@ def rebuilt(published: dict[str, Any], folder: Path) -> Any:
     small = shrunk(published)
     formats = {k: small.pop(k) for k in ("quantization_config", "expert_dtype") if k in small}
     (folder / "config.json").write_text(json.dumps(small))
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     whole = config.get_text_config() is not config
     torch.manual_seed(0)
     auto = AutoModelForImageTextToText if whole else AutoModelForCausalLM
