@@ -121,6 +121,7 @@ SMALLER: dict[str, int] = {
     **dict.fromkeys(("num_global_key_value_heads", "swa_num_key_value_heads", "o_groups"), 2),
     **dict.fromkeys(("attn_layer_offset", "num_hash_layers", "n_groups", "mamba_n_groups"), 1),
     **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads"), 4),
+    "kv_n_heads": 2,
     "moe_latent_size": 48,
     "rotary_dim": 8,
     "mamba_expand": 1,
@@ -168,6 +169,8 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
         if not (name in ("n_group", "topk_group") and ungrouped):
             small = [min(n, SMALLER[name]) if type(n) is int else n for n in numbers]
             text[name] = small if isinstance(value, list) else small[0]
+    for nested in (text[k] for k in ("attn_config", "ffn_config") if isinstance(text.get(k), dict)):
+        nested |= {k: SMALLER[k] for k, v in nested.items() if type(v) is int and k in SMALLER}
     if own_keys:
         text["num_key_value_heads"] = text["num_attention_heads"]
     if any(text.get(name) for name in ROUTED) and of_experts:
