@@ -30,7 +30,9 @@ moesaic inspect MODEL           # whether a model is supported, and what its lay
 The lists name model types (`model_type` in `config.json`) of transformers {transformers}. Of each
 type that is listed as supported, a tiny random model passed the [trials](#what-was-tried).
 `deepseek` (DeepSeekMoE-16B), whose classes are in this package, is supported, too. A verb may
-refuse a type that is listed here: its page names its limits.
+refuse a type that is listed here: its page names its limits. A model of a listed type is refused
+where its config adds what no rule knows, such as the latent experts of Nemotron-3-Super
+(`nemotron_h` with `moe_latent_size`).
 
 A type of another transformers may work as well: a rule finds layers, routers, experts and the
 config's numbers (`src/moesaic/arch/discovery.py`). Where it fails, the error says what was found
@@ -94,6 +96,24 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def note(result: dict[str, Any], model_type: str, kind: str, reason: str) -> None:
+    """Put what came of a type's trials in the place of what is known of it.
+
+    Args:
+        result: as :data:`RESULT` has it; changed in place.
+        model_type: the type.
+        kind: one of :data:`KINDS`, which it is if it passed.
+        reason: why it did not; empty if it did.
+    """
+    for label in KINDS:
+        result[label] = [name for name in result[label] if name != model_type]
+    result["unsupported"].pop(model_type, None)
+    if reason:
+        result["unsupported"][model_type] = reason
+    else:
+        result[kind].append(model_type)
+
+
 def main() -> None:
     """Try them all, or the named ones anew, unless only the page is wanted."""
     names = [name for name in sys.argv[1:] if name != "--page"]
@@ -115,13 +135,7 @@ def main() -> None:
         for model_type in [*alone, *whole]:
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
-            for label in KINDS:
-                result[label] = [name for name in result[label] if name != model_type]
-            result["unsupported"].pop(model_type, None)
-            if not reason:
-                result["beside" if model_type in whole else kind].append(model_type)
-            elif model_type in alone:
-                result["unsupported"][model_type] = reason
+            note(result, model_type, "beside" if model_type in whole else kind, reason)
         for label in KINDS:
             result[label].sort()
         result["unsupported"] = dict(sorted(result["unsupported"].items()))

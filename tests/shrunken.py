@@ -178,6 +178,7 @@ MORE: dict[str, dict[str, Any]] = {
         + ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
 """What some need beside, by model_type."""

@@ -69,6 +69,18 @@ def test_it_does_what_is_said_of_it(model_type):
     assert held(model_type) == (said_of(model_type), "")
 
 
+def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> None:
+    """By themselves its experts, which stand in the layer on disk, are pruned and slimmed."""
+    kind, reason = held("mistral_large4")
+    assert kind == "unsupported"
+    assert reason.startswith("Parts beside text: MoesaicError")
+    assert "have names that are not read" in reason
+
+
+def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
+    assert held("glm5_next") == ("moe", "")
+
+
 @pytest.mark.parametrize(
     ("whole", "language"),
     [
@@ -77,6 +89,7 @@ def test_it_does_what_is_said_of_it(model_type):
         ("internvl", "qwen3_moe"),
         ("kimi_k25", "deepseek_v3"),
         ("mistral3", "mistral"),
+        ("mistral3", "mistral4"),
         ("gemma4", "gemma4_text"),
         ("llama4", "llama4_text"),
         ("minimax_m3_vl", "minimax_m3_vl_text"),
@@ -244,12 +257,23 @@ def test_every_architecture_is_as_said(model_type):
 
 def test_the_list_is_complete():
     found = tried()
-    names = [*found["moe"], *found["dense"], *found["unsupported"]]
-    assert sorted(names) == sorted(TYPES)
+    supported = [*found["moe"], *found["dense"]]
+    assert sorted([*supported, *({*found["unsupported"]} & {*TYPES})]) == sorted(TYPES)
     assert len(found["moe"]) >= 50
     assert len(found["dense"]) >= 40
     assert len(found["beside"]) >= 25
     assert not {*found["beside"]} & {*TYPES}
+
+
+@pytest.mark.parametrize("reason", ["", "A norm is behind every expert."])
+def test_a_multimodal_type_is_listed_whatever_came_of_it(reason: str) -> None:
+    sys.path.insert(0, str(SCRIPTS))
+    import architectures
+
+    result = {"moe": ["mixtral"], "dense": [], "beside": ["seer"], "unsupported": {}}
+    architectures.note(result, "seer", "beside", reason)
+    assert result["beside"] == ([] if reason else ["seer"])
+    assert result["unsupported"] == ({"seer": reason} if reason else {})
 
 
 def test_the_page_is_made_from_the_list():

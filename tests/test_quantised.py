@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moesaic.api import verb
+from moesaic.api import evaluate, verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
@@ -668,3 +668,134 @@ def test_other_formats_are_refused(fp8):
     dense = tiny_config("llama", quantization_config=FP8)
     with pytest.raises(MoesaicError, match="carve takes plain weights"):
         dense_arch(dense)
+
+
+# --- what is in no format, and what nothing is known of ------------------------------------------
+
+FEW = torch.tensor([0, 5, 7])
+EXPERT = "model.layers.{}.mlp.experts.{}.{}.weight"
+MODULE = "model.layers.2.mlp.experts.{}"
+
+
+def mixed(folder, form, entries):
+    """A mixture of which experts 5 and 6 of the last layer are in no format, as a list says."""
+    tiny_moe("qwen3_moe", moe_intermediate_size=32).save_pretrained(folder)
+    plain = re.compile(r"layers\.2\..*experts\.[56]\.")
+    quantise(folder, form, lambda name, _: ".experts." in name and not plain.search(name))
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"][form.plainly] = ["lm_head", *entries]
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("form", "entries", "wanted"),
+    [
+        (BlockScaled(FP8), [MODULE.format(5), MODULE.format(6)], [MODULE.format(1)]),
+        (
+            Compressed(INT4),
+            [r"re:.*layers\.2\.mlp\.experts\.[56]\..*"],
+            [MODULE.format(1) + f".{m}_proj" for m in ("down", "gate", "up")],
+        ),
+    ],
+    ids=["modules", "regular expression"],
+)
+@pytest.mark.parametrize("refit", [False, True])
+def test_an_expert_in_no_format_stays_so_under_another_number(
+    form, entries, wanted, refit, tmp_path
+):
+    """Its values are not rounded, the list names it by its new number; others stay in the format,
+    also where they get the number of one that was in none."""
+    base = mixed(tmp_path / "base", form, entries)
+    down = Source("base", base).load().model.layers[2].mlp.experts.down_proj.detach().float()
+
+    def made(arch, view):
+        down_E = view.experts.down_proj.detach().float()[FEW] * 1.1 if refit else None
+        return PrunedLayer(FEW, down_E=down_E)
+
+    applied(base, tmp_path / "out", made)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said[form.plainly] == ["lm_head", *wanted]
+    out = resolve(str(tmp_path / "out")).checkpoint
+    before, after = (weights(f) for f in (base, tmp_path / "out"))
+    for old, new in ((5, 1),):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            stored = after[EXPERT.format(2, new, leaf)]
+            assert stored.dtype == torch.bfloat16
+            if leaf == "down_proj" and refit:
+                assert torch.equal(stored, (down[old] * 1.1).bfloat16())
+            else:
+                assert torch.equal(stored, before[EXPERT.format(2, old, leaf)])
+    for layer in (0, 1, 2):
+        for new in (0, 2) if layer == 2 else (0, 1, 2):
+            assert EXPERT.format(layer, new, "down_proj") in out._parts
+
+
+def test_an_expert_in_the_format_stays_so_in_the_place_of_one_in_none(tmp_path):
+    """Refitted, it is not written wide."""
+    base = mixed(tmp_path / "base", BlockScaled(FP8), [MODULE.format(5), MODULE.format(6)])
+    kept = torch.tensor([0, 1, 2, 3, 4, 7])
+
+    def made(arch, view):
+        return PrunedLayer(kept, down_E=view.experts.down_proj.detach().float()[kept] * 1.1)
+
+    applied(base, tmp_path / "out", made)
+    out = resolve(str(tmp_path / "out")).checkpoint
+    assert {EXPERT.format(2, i, "down_proj") for i in range(6)} <= out._parts.keys()
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said["modules_to_not_convert"] == ["lm_head"]
+
+
+NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+@pytest.mark.parametrize(
+    ("said", "beside", "words"),
+    [
+        ({}, True, "'modelopt'"),
+        ({"quantization_config": {"quant_algo": "FP8"}}, False, "'modelopt'"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}},
+            False,
+            "'modelopt'",
+        ),
+        ({"quantization": {"group_size": 64, "bits": 4}}, False, "'mlx'"),
+        ({"quantization_config": {"group_size": 64, "bits": 4}}, False, "'mlx'"),
+        ({"quantization_config": {"load_in_4bit": True}}, False, "'bitsandbytes'"),
+        ({}, False, "stored as F8_E4M3, and config.json names no format"),
+    ],
+)
+def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, tmp_path):
+    """Wherever it stands; or weights in few bits of which nothing stands anywhere."""
+    base = tmp_path / "base"
+    tiny_moe("qwen3_moe").save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    name = EXPERT.format(1, 3, "up_proj")
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(())}
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    file = base / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
+    if beside:
+        (base / "hf_quant_config.json").write_text(json.dumps(NVFP4))
+    for act in (
+        lambda: verb("prune", str(base), PruneConfig(keep=6, score="frequency"), text=drawn_text()),
+        lambda: evaluate(str(base), data=drawn_text(), stream=True),
+        lambda: evaluate(str(base), data=drawn_text()),
+    ):
+        with pytest.raises(MoesaicError, match=re.escape(words)):
+            act()
+
+
+def drawn_text():
+    return Tokens(drawn_ids())
+
+
+def test_packed_codes_of_no_known_format_are_refused(tmp_path):
+    tiny_moe("qwen3_moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = EXPERT.format(1, 3, "up_proj")
+    tensors[name] = torch.zeros(16, 4, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MoesaicError, match="stored as I32, and config.json names no format"):
+        _ = resolve(str(tmp_path)).checkpoint

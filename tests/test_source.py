@@ -1,14 +1,19 @@
 """Models by name: found, or refused with what would work."""
 
+import json
 import shutil
 
 import pytest
 import torch
-from builders import logits
+from builders import equal, loaded, logits, tiny_model, tiny_moe, weights
+from safetensors.torch import save_file
 
+from moesaic.api import evaluate, verb
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import resolve
+from moesaic.methods.naee.config import PruneConfig
 
 
 def test_unreachable_hub_names_the_model_and_the_way_out():
@@ -86,3 +91,61 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         partial.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     assert file.read_text() == "new"
+
+
+# --- head and embedding --------------------------------------------------------------------------
+
+
+def rewritten(folder, change):
+    """A checkpoint with what a function makes of its tensors."""
+    save_file(change(weights(folder)), folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("stored", ["another", "the same", "alone"])
+def test_head_and_embedding_are_one_where_transformers_has_them_so(stored, tokens, tmp_path):
+    """Layer by layer as loaded, whatever ``tie_word_embeddings`` says of the stored tensors."""
+    tiny_moe("mixtral", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    embedding = "model.embed_tokens.weight"
+
+    def change(tensors):
+        head = tensors[embedding].clone()
+        if stored == "alone":
+            del tensors[embedding]
+        return {**tensors, "lm_head.weight": head.roll(1, 0) if stored == "another" else head}
+
+    base = rewritten(tmp_path / "base", change)
+    wanted = logits(loaded(tmp_path / "base"), tokens)
+    assert torch.equal(logits(resolve(base).load(), tokens), wanted)
+    text = Tokens(tokens.input_ids)
+    whole, streamed = (evaluate(base, data=text, stream=s).perplexity for s in (False, True))
+    assert streamed == pytest.approx(whole, rel=1e-6)
+    if stored != "alone":
+        config = PruneConfig(keep=6, refit=False)
+        out = verb("prune", base, config, text=text).save(tmp_path / "out")
+        live = verb("prune", loaded(tmp_path / "base"), config, text=text).model
+        assert torch.equal(logits(loaded(out), tokens), logits(live, tokens))
+        head = "lm_head.weight"
+        assert equal({head: weights(out)[head]}, {head: weights(tmp_path / "base")[head]})
+
+
+def test_attention_that_is_not_here_is_no_obstacle(tokens, tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "_attn_implementation": "flash_attention_2"}))
+    source = resolve(str(tmp_path))
+    assert torch.equal(logits(source.load(), tokens), logits(model, tokens))
+    assert evaluate(str(tmp_path), data=Tokens(tokens.input_ids), stream=True).perplexity > 1
+
+
+def test_tensors_that_transformers_would_not_find_are_refused(tokens, tmp_path):
+    """A language model alone whose names are those within a larger one."""
+    tiny_moe("mixtral").save_pretrained(tmp_path)
+    base = rewritten(tmp_path, lambda ts: {f"language_model.{n}": t for n, t in ts.items()})
+    text, words = Tokens(tokens.input_ids), "named as parts of a larger model"
+    with pytest.raises(MoesaicError, match=words):
+        verb("prune", base, PruneConfig(keep=6), text=text)
+    with pytest.raises(MoesaicError, match=words):
+        evaluate(base, data=text, stream=True)

@@ -42,7 +42,7 @@ def tell(config: Config, arch: Arch) -> None:
     changed = {
         name: each
         for name, each in _numbers(plain, arch, now).items()
-        if {*each} != {getattr(plain, name)}
+        if hasattr(plain, name) and each != _of_layers(plain, name, len(now))
     }
     if not changed:
         return
@@ -80,15 +80,26 @@ def _numbers(plain: Config, arch: Arch, layers: nn.ModuleList) -> dict[str, list
 
     Layers without experts have, of what is said of experts, what the base's config says.
     """
-    (width,) = arch.with_width(0)
     if not isinstance(arch, MoEArch):
-        return {width: [arch.width_of(layer) for layer in layers]}
+        return {arch.width: [arch.times * arch.width_of(layer) for layer in layers]}
     views = [arch.mixture(layer) if arch.is_moe(layer) else None for layer in layers]
-    numbers = {width: [view.width if view else getattr(plain, width) for view in views]}
-    if arch.chosen is not None:
-        top_k = getattr(plain, arch.chosen)
-        numbers[arch.chosen] = [view.top_k if view else top_k for view in views]
-    return numbers
+    widths = [None if view is None else view.width for view in views]
+    top_ks = [None if view is None else view.top_k for view in views]
+    numbers = {arch.width: widths, **({} if arch.chosen is None else {arch.chosen: top_ks})}
+    return {
+        name: [*map(_first, each, _of_layers(plain, name, len(layers)))]
+        for name, each in numbers.items()
+    }
+
+
+def _of_layers(config: Config, name: str, count: int) -> list[int]:
+    """What a config says of each layer, by one number for all of them or by a list."""
+    value: int | list[int] | None = getattr(config, name, None)
+    return list(value) if isinstance(value, list) else [value or 0] * count
+
+
+def _first(number: int | None, otherwise: int) -> int:
+    return otherwise if number is None else number
 
 
 def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:

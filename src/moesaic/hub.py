@@ -53,6 +53,18 @@ CONFIG_NAME = "config.json"
 PART, FORMAT = "text_config", "quantization_config"
 OLD_NAMES = {"torch_dtype": "dtype"}
 """Keys that transformers reads and does not write any more, by what they are called now."""
+SAME = (
+    (
+        *("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk"),
+        *("moe_top_k", "moe_k", "top_k_experts", "num_selected_experts"),
+    ),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "block_ff_dim", "n_inner"),
+    ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+"""Names that published configs have for one number. A class knows one of them; other programs may
+read another."""
 KEPT = ("base", PLAIN)
 """What a header says of the model that the first of several plans was made for."""
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -343,10 +355,11 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     Returns:
         the attributes that were changed where the result is of the base's own class, else None.
     """
-    native = native_config(config, arch, plan)
+    native, before = native_config(config, arch, plan), _every_key(config)
     if native is not None:
         for name, value in native.items():
             setattr(config, name, value)
+        _tell_others(config, before)
         return native
     header = plan.header()
     stacks = {i: [dict(h) for h in stack] for i, stack in headers_of(config).items()}
@@ -372,7 +385,14 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
         for auto, kind in zip((AutoConfig, *MODELS), (config_class, *models), strict=False)
     }
     by_layer.tell(config, arch)
+    _tell_others(config, before)
     return None
+
+
+def _tell_others(config: Config, before: JSON) -> None:
+    """Say what was changed in a config under its other names too, in place."""
+    for name, value in _by_other_names(config, before, before, _every_key(config)).items():
+        setattr(config, name, value)
 
 
 def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
@@ -430,9 +450,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
     config.save_pretrained(folder)
     file = folder / CONFIG_NAME
     plain: JSON = json.loads(file.read_text("utf-8"))
-    now, outer = _every_key(config), None
+    now, outer, before, source_config = _every_key(config), None, JSON(), JSON()
     if source is not None:
-        source_config: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
+        source_config = json.loads((source / CONFIG_NAME).read_text("utf-8"))
         whole = pretrained(AutoConfig, source)
         language = language_model(whole)
         before = _every_key(language)
@@ -445,9 +465,13 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         if getattr(config, FORMAT, None) is None:
             source_config = {k: v for k, v in source_config.items() if k not in QUANTIZATION}
         plain |= {k: v for k, v in source_config.items() if now.get(k) == before.get(k)}
+        plain |= _by_other_names(config, source_config, before, now)
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
-            plain[alias] = plain[name] = now[name]
+            said = {k: source_config[k] for k in (alias, name) if k in source_config}
+            if not said or now[name] != before.get(name):
+                said = {alias: now[name], name: now[name]}
+            plain |= {k: said.get(k, next(iter(said.values()))) for k in (alias, name)}
     plain = {**_said_outright(config), **plain}
     if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):
@@ -457,6 +481,32 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         outer.pop(FORMAT, None)
         plain = {**outer, **quantization, PART: plain}
     file.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JSON:
+    """Keys that a config's class does not know, and that say by other names what was changed.
+
+    Args:
+        config: of the result.
+        source: the source's file.
+        before: what the source's config says.
+        now: what the result's says.
+    """
+    known = {*type(config).__dataclass_fields__, *(config.attribute_map or {})}
+    said: JSON = {}
+    for names in SAME:
+        changed = [k for k in names if k in known and now.get(k) != before.get(k)]
+        for other in (k for k in names if k not in known and k in source):
+            value = source[other]
+            for key in (k for k in changed if before.get(k) in (value, *_alike(value))):
+                listed = isinstance(value, list) and isinstance(now[key], int)
+                said[other] = [now[key]] * len(value) if listed else now[key]
+    return said
+
+
+def _alike(value: object) -> list[object]:
+    """What a list says of every layer, if it is the same of all."""
+    return value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
 
 
 def _said_outright(config: Config) -> JSON:

@@ -351,8 +351,11 @@ def rewrite(
         for name, tensor in _fitting(layer.convert(arch, state), prefix):
             full = state.stored_prefix + name
             tensor = naming.reordered(full, tensor)
-            as_was = checkpoint.written(full, tensor) if dtype(full) is None else [(full, tensor)]
-            for stored in as_was:
+            if dtype(full) is not None:
+                writer.add(full, tensor)
+                continue
+            origin = state.stored_prefix + layer.origin(name)
+            for stored in checkpoint.written(full, tensor, origin):
                 writer.add(*stored)
     writer.close()
 

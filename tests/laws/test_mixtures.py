@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ SOME = (
     "axk1",  # a norm that ends the block
     "deepseek_v4",  # layers whose experts a table gives to each token
     "deepseek_v3",  # router groups, a choice bias, a shared path that is counted
+    "ernie4_5_moe",  # a router that stays in float32 beside weights of fewer bits
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
     "hy_v4",  # a clamped gate, several residual streams, layers that hand on
@@ -417,6 +419,57 @@ def test_skip(seen):
     fewer = seen.refused("skip", TopKConfig(top_k=1), ONE_NUMBER)
     if fewer is not None and len(seen.layers) > 1:
         seen.check(fewer.plan.layers, fewer.model)
+
+
+# --- in the types of releases ---------------------------------------------------------------------
+
+
+def released(model_type: str, dtype: torch.dtype, folder: Path) -> Path:
+    """A checkpoint in few bits a weight; what the class keeps in float32 is so."""
+    model = small_model(model_type).to(dtype)
+    wide = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in wide):
+            parameter.data = parameter.data.float()
+    model.save_pretrained(folder)
+    return folder
+
+
+HALVES = {"ernie4_5_moe", "qwen2_moe"}
+"""Tried in float16, too."""
+
+
+def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
+    """From memory and from disk, results are in the model's own types and run."""
+    asked: list[tuple[str, Any]] = [
+        ("prune", PruneConfig(keep=4)),
+        ("slim", SlimConfig(keep=0.5)),
+        ("condense", CondenseConfig(count=1, keep="attention")),
+        ("condense", CondenseConfig(count=1, keep="nothing")),
+        ("condense", CondenseConfig(count=1, keep="shared", shared_gate="mean")),
+        ("skip", LExIConfig(top_k=1)),
+    ]
+    for dtype in (torch.bfloat16, torch.float16)[: 1 + (seen.model_type in HALVES)]:
+        base = released(seen.model_type, dtype, tmp_path / str(dtype))
+        before = {name: t.dtype for name, t in loaded(base).state_dict().items()}
+        done = set()
+        for number, (verb, config) in enumerate(asked):
+            refusal = ""
+            try:
+                disk = verb_of(verb, str(base), config, text=TEXT)
+            except MoesaicError as error:  # which the tests above hold to those that must
+                refusal = str(error)
+            if refusal:
+                assert seen.model_type in refusal or "can be condensed" in refusal
+                continue
+            live = verb_of(verb, loaded(base), config, text=TEXT).model
+            again = loaded(disk.save(tmp_path / f"{dtype}-{number}"))
+            for model in (live, again):
+                types = {name: t.dtype for name, t in model.state_dict().items()}
+                assert all(kind == before.get(name, dtype) for name, kind in types.items()), config
+                assert torch.isfinite(logits(model, TEXT)).all(), config
+            done.add(verb)
+        assert done >= {"prune", "slim"}
 
 
 # --- from disk, told beforehand, exported --------------------------------------------------------

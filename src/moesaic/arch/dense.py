@@ -94,6 +94,13 @@ class Arch:
     layers_path: str = "model.layers"
     attention: AttentionNames = AttentionNames()
     attention_path: str = "self_attn"
+    width: str = "intermediate_size"
+    """The config attribute that says how wide an FFN is."""
+    times: int = 1
+    """As many times the width is what that attribute says."""
+    adjusted: str | None = None
+    """The config attribute by which the width is worked out from what ``width`` says; it is the
+    width itself where that one is false."""
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a causal language model."""
@@ -224,7 +231,8 @@ class Arch:
 
     def with_width(self, width: int) -> JSON:
         """The config attributes by which every layer's FFN, or every routed expert, is so wide."""
-        return {"intermediate_size": width}
+        plainly = {} if self.adjusted is None else {self.adjusted: False}
+        return {self.width: self.times * width, **plainly}
 
     def with_shared(self, shared: int, width: int) -> JSON | None:
         """The config attributes by which a shared path has a width; None if none hold it."""

@@ -41,6 +41,10 @@ DENSE_LAYERS = (
     ROUTED,
 )
 GROUPS = ("n_group", "num_expert_group")
+WIDTHS = (("intermediate_size",), ("ffn",), ("ff", "dim"), ("inner",))
+"""Words in the names of config attributes that say how wide FFNs are, the likeliest first."""
+UNSET_WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner")
+"""Such attributes that may be None, which means a multiple of the hidden size."""
 CHOSEN = ("per_tok", "topk", "top_k", "moe_k")
 """Parts of the names of the config attribute that counts the experts a token runs."""
 PROBES = 64
@@ -228,8 +232,28 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
         raise Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
     if any(ffn.custom_act for ffn in names):
         raise Unknown(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
+    ffn = names.pop()
+    width = getattr(layers[0].get_submodule(place), ffn.down).in_features
     at, attention = _attention(layers[0])
-    return Arch(name, names.pop(), place, path, attention, at)
+    return Arch(name, ffn, place, path, attention, at, *_sizing(config.to_dict(), width))
+
+
+def _sizing(settings: JSON, width: int) -> tuple[str, int, str | None]:
+    """What says how wide a dense model's FFNs are: fields of :class:`Arch`.
+
+    Returns:
+        a config attribute, what it says over the width, and one that has the width worked out.
+    """
+    adjusted = next((k for k in settings if "auto_adjust" in k and settings[k] is True), None)
+    never = ("shared", "moe", "expert", "multiple")
+    keys = [key for words in WIDTHS for key in _keys(settings, words, never)]
+    exact = (key for key in keys if settings[key] == width)
+    whole = (key for key in keys if settings[key] > width and settings[key] % width == 0)
+    key = next(exact, None) or (None if adjusted else next(whole, None))
+    if key is not None:
+        return key, settings[key] // width, None
+    unset = (key for key in UNSET_WIDTHS if key in settings)
+    return next(iter([*keys, *unset]), Arch.width), 1, adjusted
 
 
 def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
@@ -491,6 +515,11 @@ def _norm(block: nn.Module) -> str | None:
 def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: RouterParts) -> None:
     """Refuse a block with weights that nobody has looked at."""
     odd = [n for n, m in block.named_children() if n not in expected and [*m.parameters()]]
+    if len(latent := [n for n in odd if "latent" in n]) == 2:
+        raise Unknown(
+            f"{name}: its experts work on fewer dimensions than the model, into which "
+            f"{latent[0]} and out of which {latent[1]} projects for all of them."
+        )
     tensors = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
     odd += [n for n, _ in tensors if n != parts.choice_bias]
     if odd:

@@ -62,6 +62,10 @@ def base_arch(config: Config) -> Arch:
     except MoesaicError as error:
         reason = str(error).removeprefix(f"{base}: ")
         reason = reason[:1].upper() + reason[1:]
+        if base in tried()["moe"] + tried()["dense"]:
+            raise MoesaicError(
+                f"This {base} is not supported, though others of its type are. {reason}"
+            ) from error
         raise MoesaicError(
             f"Architecture {base!r} is not supported. {reason} "
             "`moesaic architectures` lists those that are."

@@ -239,9 +239,6 @@ class MoEArch(Arch):
     def ties_widths(self) -> bool:
         return self.width == "intermediate_size"
 
-    def with_width(self, width: int) -> JSON:
-        return {self.width: width}
-
     def with_shared(self, shared: int, width: int) -> JSON | None:
         """The config attributes by which the shared path has a width; None if none hold it.
 

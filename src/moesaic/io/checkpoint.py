@@ -110,6 +110,13 @@ class Checkpoint:
             with _reading(file), safe_open(file, framework="np") as shard:
                 self._stored |= {name: stored[name] for name in shard.keys()}
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of its first tensor that can be computed with: a model's, whose config names
+        none."""
+        types = (TYPES.get(stored.kind) for stored in self._stored.values())
+        return next((kind for kind in types if kind in COMPUTABLE), None)
+
     def _shards(self) -> list[Path]:
         return [self.folder / name for name in shards(self.folder)]
 
@@ -153,8 +160,14 @@ class Checkpoint:
         """A tensor as the files have it: its parts, by their names there."""
         yield name, self.tensor(name)
 
-    def written(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """New values of a tensor as a file like these has them."""
+    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
+        """New values of a tensor as a file like these has them.
+
+        Args:
+            name: what it will be called.
+            tensor: its values.
+            origin: what the tensor is called here from which it was made; it may be of no tensor.
+        """
         yield name, tensor
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -40,6 +40,35 @@ def stored_name(weight: str, end: str) -> str:
     return weight.rpartition(".")[0] + end if end.startswith(".") else weight + end
 
 
+OTHERWISE = ("ignored_layers",)
+"""Keys by which other programs list modules that are in no format."""
+_ONE_EXPERT = re.compile(r"(?<=experts)\\?\.[(\[]?\d+")
+
+
+def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
+    """An entry of a list of modules, by the numbers that single experts have in a result.
+
+    Args:
+        entry: a module, or a regular expression behind ``re:``.
+        moved: by their names before, what such modules are called now.
+
+    >>> moved = {"layers.1.experts.5.up": "layers.1.experts.2.up"}
+    >>> [_renumbered(f"layers.1.experts.{i}", moved) for i in (5, 6)]
+    [['layers.1.experts.2'], []]
+    """
+    if not _ONE_EXPERT.search(entry):
+        return [entry]
+    if entry.startswith("re:"):
+        try:
+            pattern = re.compile(entry.removeprefix("re:"))
+        except re.error:  # which nobody can have gone by
+            return [entry]
+        return sorted({new for old, new in moved.items() if pattern.match(old)})
+    here = [new for old, new in moved.items() if f".{entry}." in f".{old}."]
+    numbers = dict.fromkeys(match.group() for new in here if (match := _ONE_EXPERT.search(new)))
+    return [_ONE_EXPERT.sub(number, entry) for number in numbers]
+
+
 class Format(ABC):
     """A way to store matrices in few bits.
 
@@ -120,14 +149,20 @@ class Format(ABC):
             ValueError: blocks do not divide the shape.
         """
 
-    def leaving(self, modules: Collection[str]) -> JSON:
+    def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         """A config's words of a checkpoint in which some modules are in no format.
 
         Args:
             modules: their names; experts are one.
+            moved: those of single experts that were in none before, and what they are called now.
         """
-        before = self.config.get(self.plainly) or []
-        return {**self.config, self.plainly: sorted({*before, *modules})}
+        said = dict(self.config)
+        for key in (key for key in (self.plainly, *OTHERWISE) if said.get(key)):
+            said[key] = [new for entry in said[key] for new in _renumbered(str(entry), moved)]
+        more = {*modules} - {*(said.get(self.plainly) or ())}
+        if more:
+            said[self.plainly] = sorted({*(said.get(self.plainly) or ()), *more})
+        return said
 
     @abstractmethod
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
@@ -433,11 +468,11 @@ class Compressed(Format):
         sizes = (w.get("group_size") or (w.get("block_structure") or (0, 0))[1] for w in weights)
         return max([0, *map(int, sizes)])
 
-    def leaving(self, modules: Collection[str]) -> JSON:
+    def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         names = {
             f"re:{re.escape(name)}\\..*" if name.endswith(".experts") else name for name in modules
         }
-        return super().leaving(names)
+        return super().leaving(names, moved)
 
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         packed, scale = self.ends[0], f"weight{self.ends[1]}"

@@ -24,10 +24,12 @@ from moesaic.foreign import Config, Model
 from moesaic.io.naming import conversions, register_conversions
 
 TEXT = "_text"
+ALONE = ("mistral4",)
+"""Language models within a whole whose type does not end so."""
 HEADLESS: dict[str, str] = {
     name: f"{model.removesuffix('Model')}ForCausalLM"
     for name, model in MODEL_MAPPING_NAMES.items()
-    if name.endswith(TEXT) and isinstance(model, str)
+    if (name.endswith(TEXT) or name in ALONE) and isinstance(model, str)
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
 """Language models without a head by their ``model_type``: the name of the class that has one."""

@@ -33,7 +33,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Model
 from moesaic.io.checkpoint import Checkpoint
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?:(?<=\.experts\.)|(?<=^experts\.))\d+(?=\.)")
 _LANGUAGE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _BASE, _HEAD = "model.", "lm_head."
 
@@ -315,6 +315,8 @@ def expert_number(name: str) -> int | None:
 
     >>> expert_number("model.layers.2.mlp.experts.14.up_proj.weight")
     14
+    >>> expert_number("experts.3.w1.weight")  # within a layer that has no block around them
+    3
     """
     match = _EXPERT.search(name)
     return int(match.group()) if match else None

@@ -6,6 +6,7 @@ is written is what was read. :mod:`moesaic.io.formats` has the formats.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
@@ -27,12 +28,19 @@ from moesaic.io.formats import (
     stored_name,
 )
 from moesaic.io.headers import mapping_of
+from moesaic.io.naming import expert_number
 
 FORMATS: dict[str, type[Format]] = {
     kind.method: kind for kind in (BlockScaled, Microscaled, Compressed)
 }
 
 
+MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
+"""A format, and the file that may be all that says so."""
+UNNAMED = {"bits": "mlx", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+"""Formats that are told by a key of their settings where these name none."""
+CODES = {"U8", "I8", "I16", "U16", "I32", "U32"}
+"""The types of packed codes, as safetensors calls them."""
 QUANTIZATION = {"quantization_config", "expert_dtype"}
 """The keys of a config that say what weights are stored as; the latter is DeepSeek-V4's."""
 
@@ -45,13 +53,46 @@ def format_of(config: JSON | None) -> Format | None:
     """
     if not config:
         return None
-    method = str(config.get("quant_method"))
+    method = _method_of(config)
     if method not in FORMATS:
         raise MoesaicError(
             f"This checkpoint's weights are in the format {method!r}, which is not read; "
             f"{', '.join(FORMATS)} are. Dequantise it first."
         )
     return FORMATS[method](config)
+
+
+def _method_of(config: JSON) -> str:
+    """The name of the format that a ``quantization_config`` describes.
+
+    ModelOpt's names itself as the producer, or an algorithm instead of a method; MLX's has no name.
+
+    >>> _method_of({"quant_method": "fp8", "moe_quant_algo": "NVFP4"}), _method_of({"bits": 4})
+    ('modelopt', 'mlx')
+    """
+    producer = config.get("producer")
+    named = producer.get("name") if isinstance(producer, dict) else None
+    if named == MODELOPT or any(key.endswith("quant_algo") for key in config):
+        return MODELOPT
+    if (method := config.get("quant_method")) is not None:
+        return str(method)
+    return next((name for key, name in UNNAMED.items() if key in config), "without a name")
+
+
+def described(config: Values, folder: Path) -> JSON:
+    """What a folder says of the format that its weights are stored in; empty where it is none.
+
+    Args:
+        config: of ``config.json``, whose language model may have words of its own.
+        folder: may have ModelOpt's file beside it.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "quantization"):  # the latter is MLX's
+            if isinstance(part.get(key), dict) and part[key]:
+                dtype = {k: part[k] for k in ("expert_dtype",) if k in part}
+                return {**dtype, **part[key]}
+    return {"quant_method": MODELOPT} if (folder / MODELOPT_FILE).is_file() else {}
 
 
 def quantization_of(config: Config) -> JSON | None:
@@ -228,9 +269,11 @@ class QuantisedCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, format: Format, dtype: torch.dtype) -> None:
         super().__init__(folder)
-        self.format, self.dtype = format, dtype
+        self.format, self._dtype = format, dtype
         self.plain: set[str] = set()
         """Modules of which something was written that is in no format."""
+        self.moved: dict[str, str] = {}
+        """Modules of single experts that are in no format: what they are called in a result."""
         stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
         self._formats: dict[str, Format] = {}
@@ -255,6 +298,10 @@ class QuantisedCheckpoint(Checkpoint):
             self.shape(weight)
         owned = {part: w for w, parts in self._parts.items() for part in parts.values()}
         self._names = list(dict.fromkeys(owned.get(name, name) for name in stored_names))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def names(self) -> list[str]:
         return self._names
@@ -283,24 +330,31 @@ class QuantisedCheckpoint(Checkpoint):
         return name in self._parts or super().is_floating(name)
 
     def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        self._note(name, name)
         for part in self._parts.get(name, {"": name}).values():
             yield part, super().tensor(part)
 
-    def written(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _note(self, name: str, origin: str) -> None:
+        if expert_number(origin) is not None and origin not in self._parts:
+            self.moved[origin.rpartition(".")[0]] = name.rpartition(".")[0]
+
+    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
         """A weight's stored tensors: as they were if it only moved, else in the same format.
 
-        What the format cannot hold, and what is new, stays in the checkpoint's floating-point type.
+        What the format cannot hold, and what is new, stays in the checkpoint's floating-point type,
+        and what was in no format in its own.
         """
+        self._note(name, origin)
         if isinstance(tensor, Packed) and tensor.format is not None:
             for end, part in tensor.parts.items():
                 yield stored_name(name, end), part
             return
         tensor = tensor.as_subclass(Tensor)
-        stored = self._parts.get(name)
+        stored = self._parts.get(origin)
         if stored is not None:
             like = {end: super(QuantisedCheckpoint, self).tensor(p) for end, p in stored.items()}
             try:
-                for end, part in self._formats[name].parts(tensor, like).items():
+                for end, part in self._formats[origin].parts(tensor, like).items():
                     yield stored_name(name, end), part
                 return
             except ValueError as error:
@@ -308,8 +362,8 @@ class QuantisedCheckpoint(Checkpoint):
                     raise MoesaicError(
                         f"{name}: {error}; choose a width that they divide."
                     ) from error
-        if stored is not None or (name not in self._stored and tensor.dtype == torch.float32):
-            tensor = tensor.to(self.dtype)
+        if stored is not None or (origin not in self._stored and tensor.dtype == torch.float32):
+            tensor = tensor.to(self._dtype)
             if tensor.dim() > 1:
                 self.plain.add(_module_of(name))
         yield name, tensor
@@ -347,15 +401,29 @@ def opened(folder: Path) -> Checkpoint:
     """
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
-    quantization: JSON = config.get("quantization_config") or {}
-    if quantization and "expert_dtype" in config:
-        quantization = {"expert_dtype": config["expert_dtype"], **quantization}
-    format = format_of(quantization)
+    format = format_of(described(config, folder))
     if format is None:
-        return Checkpoint(folder)
+        return _plain_checkpoint(folder)
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."), torch.bfloat16)
     return QuantisedCheckpoint(folder, format, dtype)
+
+
+def _plain_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint of which nothing says that its weights are in few bits.
+
+    Raises:
+        MoesaicError: a weight is in few bits all the same.
+    """
+    checkpoint = Checkpoint(folder)
+    for name, stored in checkpoint._stored.items():
+        packed = stored.kind in CODES and re.search(r"weight(_packed)?$|_blocks$", name)
+        if stored.kind.startswith("F8") or packed:
+            raise MoesaicError(
+                f"{name} in {folder} is stored as {stored.kind}, and config.json names no format "
+                f"by which it could be read; {', '.join(FORMATS)} are. Dequantise it first."
+            )
+    return checkpoint
 
 
 def settle(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
@@ -371,5 +439,7 @@ def settle(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
     if not kept:
         for name in QUANTIZATION & vars(config).keys():
             delattr(config, name)
-    elif checkpoint.plain:
-        config.quantization_config = checkpoint.format.leaving(checkpoint.plain)
+    else:
+        said = checkpoint.format.leaving(checkpoint.plain, checkpoint.moved)
+        if said != checkpoint.format.config:
+            config.quantization_config = said

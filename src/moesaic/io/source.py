@@ -26,13 +26,22 @@ from transformers.utils.logging import (
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.io.checkpoint import Checkpoint, check_finite, first_file, shape_of, shards
+from moesaic.io.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    check_finite,
+    first_file,
+    path_of,
+    shape_of,
+    shards,
+)
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
-from moesaic.io.naming import Naming, language
+from moesaic.io.naming import Naming, language, read_as
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, quantization_of
@@ -87,6 +96,7 @@ class Source:
         check_config(mapping_of(self.folder / "config.json"), self.folder)
         try:
             config: Config = pretrained(AutoConfig, self.folder)
+            config._attn_implementation = None  # what was there when it was written may not be here
             layers = config.get_text_config().num_hidden_layers
             if not 0 < layers <= DEEPEST:
                 raise ValueError(f"num_hidden_layers is {layers}, of {DEEPEST:,} at most")
@@ -101,10 +111,72 @@ class Source:
                 f"{self.name}: config.json cannot be used: {message:.300}"
             ) from error
         text = language_model(config)
-        if text is not config:  # a whole's own word may be a default that its weights belie
+        if text is config:
+            self._check_names(config)
+            if getattr(config, "tie_word_embeddings", False) and self._heads_differ(config):
+                config.tie_word_embeddings = False
+        else:  # a whole's own word may be a default that its weights belie
             names = map(language, self.checkpoint.names())
             text.tie_word_embeddings = "lm_head.weight" not in names
+            self._check_parts(config, text)
+        if text.dtype is None and self._stored_names:  # gpt-oss's names none
+            text.dtype = self.checkpoint.dtype
         return config, text
+
+    def _check_names(self, config: Config) -> None:
+        """Refuse a language model alone whose tensors are named as those within a whole.
+
+        Raises:
+            MoesaicError: transformers would find none of these.
+        """
+        odd = [name for name in self._stored_names if language(name) != name]
+        alone = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        if not (odd and alone):
+            return
+        names = {*shape_of(config).state_dict()}
+        own = {read_as(config.model_type, name) for name in odd} | {*odd}
+        if not names & {*own, *(f"model.{name}" for name in own)}:
+            raise MoesaicError(
+                f"{self.name}: {odd[0]} and others are named as parts of a larger model, and "
+                f"config.json describes a {config.model_type} alone, of which transformers would "
+                "find none of them. Rename the tensors, or give the larger model's config.json."
+            )
+
+    def _check_parts(self, config: Config, text: Config) -> None:
+        """Refuse a whole whose language model has names of its own, which only it is read by.
+
+        Raises:
+            MoesaicError: the embedding is not found.
+        """
+        model = shape_of(text)
+        embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
+        naming = Naming(self.checkpoint, text.model_type, model.state_dict())
+        if embedding not in naming.in_memory.values():
+            raise MoesaicError(
+                f"{self.name}: tensors of a {config.model_type}'s language model have names that "
+                f"are not read: {embedding} is none of {_some(naming.in_memory)}."
+            )
+
+    def _heads_differ(self, config: Config) -> bool:
+        """Whether head and embedding are both stored with values of their own.
+
+        transformers unties them then, whatever the config says.
+        """
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        ties = getattr(kind, "_tied_weights_keys", None)
+        kept = {read_as(config.model_type, name): name for name in self._stored_names}
+        for pair in ties.items() if isinstance(ties, dict) else ():
+            both = [kept.get(name, kept.get(name.removeprefix("model."))) for name in pair]
+            if all(both):
+                own = opened(self.folder)  # a dry run's has no values
+                return not torch.equal(*(own.tensor(str(name)) for name in both))
+        return False
+
+    @property
+    def _stored_names(self) -> list[str]:
+        """The names of its tensors on disk; none where there is only a config."""
+        has_weights = any((self.folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
+        return self.checkpoint.names() if has_weights else []
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -178,7 +250,7 @@ class Source:
         # sizes that do not fit are refused by us
         options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
         if checkpoint.loadable and not self.beside:
-            own: JSON = {"config": self.config, "use_safetensors": True}  # chooses no kernels
+            own: JSON = {"config": copy.deepcopy(self.config), "use_safetensors": True}
             return pretrained(AutoModelForCausalLM, self.folder, **own, **options)
         config = copy.deepcopy(self.config)
         if quantization_of(config):

@@ -200,6 +200,14 @@ class LayerPlan(ABC):
             form in which it is stored.
         """
 
+    def origin(self, stored: str) -> str:
+        """The tensor of the layer before whose values come to be stored under a name.
+
+        Args:
+            stored: a name of :meth:`convert`.
+        """
+        return stored
+
     @classmethod
     @abstractmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

@@ -95,10 +95,10 @@ class CondensedLayer(LayerPlan):
             for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
                 gate_MD, up_MD = both[i].chunk(2)
                 parts.append((gate_MD, up_MD, down[i], scale))
-        reader = hidden_reader(arch, state)
-        like = parts[0][2] if parts else reader
+        empty_0D = nothing_read(arch, state)
+        like = parts[0][2] if parts else empty_0D
         names = arch.ffn.apart
-        folded = dict(zip(names, _fold(parts, reader.shape[1], self.width), strict=True))
+        folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
         if self.down_DM is not None:  # narrower where the layer was widened since
             rest = self.width - self.down_DM.shape[1]
             folded[names[-1]] = F.pad(self.down_DM.to(like.device), (0, rest))
@@ -209,9 +209,16 @@ def _new_ffn(
     )
 
 
-def hidden_reader(arch: Arch, state: State) -> Tensor:
-    """A weight of a layer's FFN with a column for each hidden dimension."""
-    return next(state[name] for name in arch.readers if name in state)
+def nothing_read(arch: Arch, state: State) -> Tensor:
+    """An FFN's projection with no neurons (0, D), of the type of its experts or neurons.
+
+    Routers may be of a wider type.
+    """
+    reader = next(state[name] for name in arch.readers if name in state)
+    experts = f"{arch.inside}{arch.experts}." if isinstance(arch, MoEArch) else "\0"
+    stored = next((name for name, _ in state.stored(experts)), None)
+    like = reader if stored is None else state.read(stored)
+    return torch.empty(0, reader.shape[1], dtype=like.dtype, device=like.device)
 
 
 NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -12,7 +12,7 @@ from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON, Config
 from moesaic.layers.base import Description, Header, LayerPlan, Site, Sizes, State
-from moesaic.layers.condensed import hidden_reader
+from moesaic.layers.condensed import nothing_read
 from moesaic.nn.condensed_ffn import PassThrough, shapes
 
 
@@ -44,9 +44,9 @@ class DroppedLayer(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Three projections without neurons, by which the rest of the package knows the block."""
-        reader = hidden_reader(arch, state)
-        for name, shape in shapes(arch.ffn.apart, reader.shape[1]).items():
-            yield f"{arch.ffn_path}.{name}.weight", reader.new_empty(shape)
+        empty_0D = nothing_read(arch, state)
+        for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
+            yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

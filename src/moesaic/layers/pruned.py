@@ -126,6 +126,10 @@ class PrunedLayer(LayerPlan):
                 elif old == PADDING and number == 0:
                     yield renumbered(stored, place), torch.zeros_like(tensor)
 
+    def origin(self, stored: str) -> str:
+        number = expert_number(stored)
+        return stored if number is None else renumbered(stored, max(0, self.kept[number]))
+
     def _taken(self, arch: MoEArch, name: str, tensor: Tensor, axis: int) -> Tensor:
         """The kept experts' part of a tensor; padding is never chosen and holds zeros."""
         kept_E = self.kept_E.clamp(min=0)

@@ -332,9 +332,11 @@ class LayerStream(Generic[V_co]):
         type_of = narrowed(model)
         naming = Naming(checkpoint, config.model_type, model.state_dict())
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = {}
+        tied: dict[str, str] = {}
         if head is not None and head.weight is embedding.weight:  # not wherever the config says so
-            tied[f"{path_of(model, head)}.weight"] = f"{path_of(model, embedding)}.weight"
+            one, other = (f"{path_of(model, module)}.weight" for module in (head, embedding))
+            stored = {*naming.in_memory.values()}  # the head alone, in some checkpoints
+            tied |= {other: one} if one in stored and other not in stored else {one: other}
 
         @contextmanager
         def opened(module: nn.Module, prefix: str, skip: str = "\0") -> Iterator[None]:
