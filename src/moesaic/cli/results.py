@@ -33,6 +33,7 @@ from moesaic.cli.options import (
 from moesaic.config import ROUNDED, Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
+from moesaic.io.headers import ODD, mapping_of
 from moesaic.io.layout import PAGE, RECIPE, RECORD, placed
 from moesaic.io.names import check_name
 from moesaic.io.outputs import (
@@ -259,7 +260,6 @@ def _record_of(run: Path) -> Record:
     Raises:
         MoesaicError: it cannot be read.
     """
-    from moesaic.io.headers import mapping_of
     from moesaic.record import Record
 
     if not run.exists():
@@ -310,6 +310,8 @@ def report(
     records = [_record_of(folder) for folder in runs]
     if types:
         records = _beside_rounding(runs, records, types)
+    from jinja2 import TemplateError
+
     from moesaic import report
     from moesaic.report.frontier import measured
 
@@ -323,8 +325,7 @@ def report(
                     f"{axis} {key!r} was not measured in these runs; known: {there}."
                 )
         page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        # files are anybody's
+    except (*ODD, TemplateError) as error:  # files are anybody's
         raise MoesaicError(
             f"{RECORD} holds figures that no run leaves, and cannot be drawn "
             f"({type(error).__name__}: {error})."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import Tokenizer, Values
 
 Row = str | Values
@@ -151,7 +151,8 @@ def _turns(row: Row) -> list[dict[str, str]] | None:
         content = fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise MoesaicError(
-                f"A conversation's turn has role and content, or from and value; got {turn!r:.70}."
+                "A conversation's turn has role and content, or from and value; got "
+                f"{shown(turn, 70)}."
             )
         conversation.append({"role": ROLES.get(role, role), "content": content})
     return conversation
@@ -218,13 +219,15 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
                 except (AttributeError, TypeError, KeyError) as error:
                     raise MoesaicError(
                         f"A row with the columns of {schema.data_sets} does not hold text in them: "
-                        f"{dict(row)!r:.120}"
+                        f"{shown(dict(row), 120)}"
                     ) from error
         if any(isinstance(row.get(name), str) for name in PLAIN):
             return None
         for name in (*PLAIN, *TURNS):
             if name in row:
-                raise MoesaicError(f"A row has no text in its column {name}: {dict(row)!r:.120}")
+                raise MoesaicError(
+                    f"A row has no text in its column {name}: {shown(dict(row), 120)}"
+                )
     formats = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
     columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     raise MoesaicError(

@@ -37,6 +37,7 @@ from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types
 from moesaic.foreign import JSON, Config, Track, silent
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.gguf import GgufCheckpoint
+from moesaic.io.headers import mapping_of
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
@@ -223,7 +224,7 @@ class Rounding:
 
     def _table(self) -> Sensitivities | None:
         file = self._kept
-        return Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
+        return Sensitivities.load(mapping_of(file)) if file.is_file() else None
 
     def unmeasured(self, types: Sequence[str]) -> list[str]:
         """The types of tensors of which it is not known what they lose."""

@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from math import prod
@@ -24,8 +24,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
+from moesaic.errors import MoesaicError, shown
+from moesaic.foreign import JSON, Config, Model, Values
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import let_read
@@ -62,6 +62,10 @@ PIECE = 1 << 20
 """Bytes that are copied, and looked at, together: fewer, and threads cost more than they save."""
 LARGE = 1 << 20
 """Elements from which on a tensor without values gets no memory."""
+ROOM = 1 << 28
+"""Values of all buffers of a skeleton at most: a gigabyte."""
+PARAMETERS = 500_000
+"""Tensors of a model at most: five times those of the one that has the most experts."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = 8
@@ -105,7 +109,7 @@ class Checkpoint:
             wrong = [name for name in names if not _is_plain(name)]
             if wrong:
                 raise MoesaicError(
-                    f"{index} is not a valid shard index: {wrong[0]!r:.60} is no file's name."
+                    f"{index} is not a valid shard index: {shown(wrong[0])} is no file's name."
                 )
             return [self.folder / name for name in sorted(names)]
         if (self.folder / SINGLE_NAME).is_file():
@@ -479,24 +483,52 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     return model
 
 
+_FILLED = {torch.ones, torch.zeros, torch.full, torch.rand, torch.randn}
+_COUNTED = {torch.arange, torch.linspace}
+
+
+def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
+    """Elements of a tensor that a function is to make."""
+    if func is torch.arange:
+        start, end, step = (*args, *(1,) * (3 - len(args))) if len(args) > 1 else (0, *args, 1)
+        return (kwargs.get("end", end) - start) / kwargs.get("step", step)
+    if func is torch.linspace:
+        return float(kwargs.get("steps", args[2] if len(args) > 2 else 0))
+    size = kwargs.get("size", args[:1] if func is torch.full else args)
+    size = size[0] if size and isinstance(size[0], tuple | list) else size
+    return prod(size)
+
+
 class _NoRoom(TorchFunctionMode):
-    """Inside, large tensors without values get no memory, for a config may ask for any size."""
+    """Inside, large tensors without values get no memory, for a config may ask for any size; those
+    with values have :data:`ROOM`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
-            size = kwargs.get("size", args)
-            size = size[0] if size and isinstance(size[0], tuple | list) else size
-            if prod(size) > LARGE:
+            if _elements(func, args, kwargs) > LARGE:
                 kwargs = {**kwargs, "device": "meta"}
+        elif func in _FILLED or func in _COUNTED:
+            self._made += max(0.0, _elements(func, args, kwargs))
+            if self._made > ROOM:
+                raise ValueError(f"it asks for buffers of more than {ROOM:,} values")
         return func(*args, **kwargs)
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, parameters lose their values as soon as a module has them; buffers keep theirs."""
+    count = 0
 
     def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal count
+        count += 1
+        if count > PARAMETERS:
+            raise ValueError(f"it asks for more than {PARAMETERS:,} tensors")
         if parameter is None or parameter.is_meta:
             return parameter
         return type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
+from moesaic.errors import shown
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State
 from moesaic.nn.channel_linear import Cut, make_channels, measured_share
@@ -62,7 +63,7 @@ class ChannelsLayer(LayerPlan):
     def check(self, sizes: Sizes) -> None:
         for path, cut in self.cuts.items():
             if not (0 <= cut.share <= 1 and cut.keep <= sizes.most and cut.threshold < math.inf):
-                raise ValueError(f"{path} cannot read {cut.share!r:.20} of its channels")
+                raise ValueError(f"{path} cannot read {shown(cut.share, 20)} of its channels")
 
     # --- put to use ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 import yaml
 
-from moesaic.errors import how_to_install
+from moesaic.errors import how_to_install, printable
 from moesaic.io.layout import FOLDER, PLAN
 from moesaic.io.names import public
 from moesaic.record import Record
@@ -51,7 +51,7 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
         "" if plan_only else _rebuilding(record),
         "The base model's licence applies to its weights.",
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return printable("\n\n".join(filter(None, parts)) + "\n")
 
 
 def _applying(record: Record, repo: str) -> str:

@@ -9,7 +9,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, printable
 from moesaic.foreign import Values
 from moesaic.record import (
     WITHOUT_FIGURES,
@@ -88,7 +88,7 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
     models = dict.fromkeys(read.model_name(record) for record in records)
     originals = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
     most = max((read.most_experts(record) for record in records), default=0)
-    page: str = _template().render(
+    page = _template().render(
         runs=runs,
         title=f"{len(runs)} runs of {originals}" if several else runs[0]["title"],
         several=several,
@@ -100,7 +100,7 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
         left_out=[HEAVY[name] for name in without],
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
-    return page
+    return printable(page)
 
 
 # --- one run -------------------------------------------------------------------------------------
