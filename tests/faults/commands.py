@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,14 +33,14 @@ class Command:
         return [*(self.out if a == "OUT" else a for a in self.arguments), *more]
 
 
-def prepare(place: Path) -> None:
+def prepare(place: Path, keys: Sequence[str] = KEYS) -> None:
     """The models, texts, plans and statistics that commands and damage start from."""
     place.mkdir(parents=True)
     dense, moe = tiny_model("llama"), tiny_moe("qwen2_moe")
     for name, model in (("dense", dense), ("moe", moe)):
         model.save_pretrained(place / name, max_shard_size="60KB")
         tiny_tokenizer().save_pretrained(place / name)
-    for key in KEYS:
+    for key in keys:
         make_start(key, place / f"start-{key}")
     text = "\n".join(json.dumps({"text": t}) for t in shipped_texts("calibration", "prose")[:40])
     (place / "text.jsonl").write_text(text + "\n")

@@ -173,18 +173,19 @@ def _conversation(
 
     from jinja2 import TemplateError
 
-    def shown(messages: Sequence[Mapping[str, str]]) -> str:
-        return str(
-            tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=prompt)
-        )
+    from moesaic.data.templates import rendered
 
     try:
-        return shown(turns)
+        return rendered(tokenizer, turns, add_generation_prompt=prompt)
     except TemplateError:  # some know no system's turns: what it says begins the first other one
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
         first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
         content = "\n\n".join([*system, first["content"]])
-        return shown([{**first, "content": content}, *others])
+        merged = [{**first, "content": content}, *others]
+        try:
+            return rendered(tokenizer, merged, add_generation_prompt=prompt)
+        except TemplateError as error:
+            raise MoesaicError(f"The chat template refuses a conversation: {error}") from error
 
 
 def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> PromptAnswer:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def _json(text: str | bytes, **options: Any) -> Any:
         raise ValueError(f"it has more than {LARGEST:,} bytes")
     content = json.loads(text, parse_int=_whole, **options)
     level, depth = [content], 0
-    while level := [part for value in level for part in _parts(value)]:
+    while level := [p for value in level for p in _parts(value) if isinstance(p, dict | list)]:
         depth += 1
         if depth > DEEPEST:
             raise RecursionError
@@ -104,12 +105,11 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _parts(value: object) -> Iterator[object]:
+def _parts(value: object) -> Iterable[object]:
     """What is directly in a list or a mapping; nothing in anything else."""
     if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def mapping_of(path: Path) -> JSON:
@@ -168,11 +168,10 @@ def check_counts(plain: object) -> None:
 
 def _once(pairs: list[tuple[str, object]]) -> JSON:
     """A JSON object whose keys are all different."""
-    mapping: JSON = {}
-    for name, value in pairs:
-        if name in mapping:
-            raise ValueError(f"{shown(name)} is there twice")
-        mapping[name] = value
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(name)} is there twice")
     return mapping
 
 
