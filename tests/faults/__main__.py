@@ -259,7 +259,8 @@ def main(arguments: Sequence[str]) -> int:
         count("damage", at_once(tasks, jobs, place))
     if "fuzz" in kinds:
         count("fuzz", fuzz(names, sound))
-    chosen = [c for c in by_name.values() if not names or any(n in c.name for n in names)]
+    chosen = [c for c in by_name.values() if not names or c.name in names]
+    chosen = chosen or [c for c in by_name.values() if any(n in c.name for n in names)]
     for kind, function in (("kills", killed), ("disk", disk_full)):
         if kind not in kinds:
             continue

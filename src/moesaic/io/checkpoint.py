@@ -137,8 +137,10 @@ class Checkpoint:
         """
         if name not in self._stored:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
+        stored = self._stored[name]
+        if stored.kind not in TYPES:
+            raise MoesaicError(f"{name} is stored as {shown(stored.kind)}, which is not read.")
         if self.weightless:
-            stored = self._stored[name]
             empty = torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
             if stored.nbytes:
                 _STORED[empty] = 0, stored

@@ -35,7 +35,7 @@ LAYERS, EXPERTS = 1000, 10_000
 """Decoder layers and experts at most; the most known are 126 and 1,024. More are a mistake, and
 would take minutes to be found out."""
 _COUNTS = (
-    (re.compile(r"(layers?|blocks?|block_count|depth)$"), LAYERS),
+    (re.compile(r"(layers?|num_blocks|block_count|depth)$"), LAYERS),
     (re.compile(r"experts|expert_(used_)?count$"), EXPERTS),
 )
 
