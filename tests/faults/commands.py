@@ -99,8 +99,8 @@ def commands(place: Path) -> list[Command]:
 
 
 def _in_llama_cpp() -> list[Command]:
-    """An export for llama.cpp, of a model whose tokenizer it knows; none, and a word about it, where
-    its converter is not there."""
+    """An export for llama.cpp, of a model whose tokenizer it knows; none, and a word about it,
+    where its converter is not there."""
     try:
         find_converter()
     except MoesaicError as error:
