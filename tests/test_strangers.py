@@ -289,8 +289,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         "a: &a [*a]\nmodel: *a\nout: o\nsteps: [{prune: {}}]\n",
         f"model: m\nout: o\nsteps: [{{prune: {{keep: 0x{'f' * 5000}}}}}]\n",
         "model: m\nout: o\nsteps: [{prune: {keep: 6}}]\n" + "#" * 200_000,
+        'model: "\\ud800"\nout: o\nsteps: [{prune: {keep: 6}}]\n',
+        'model: "nul\\0"\nout: o\nsteps: [{prune: {keep: 6}}]\n',
     ],
-    ids=["aliases", "aliases as options", "itself", "a long number", "long"],
+    ids=["aliases", "aliases as options", "itself", "a long number", "long", "no UTF-8", "NUL"],
 )
 def test_a_recipe_that_grows_is_refused(text: str, little_memory: None) -> None:
     with pytest.raises(MoesaicError) as refusal:
@@ -360,7 +362,7 @@ TEMPLATES = {
     "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
     "multiplies": "{{ 'x' * 10**11 }}",
     "pads": "{{ 'x'|center(10**11) }}",
-    "raises": "{{ 9**9**9**9 }}",
+    "raises": "{{ 9**(9**9) }}",
     "writes": "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "adds words": "{{ messages + 1 }}",

@@ -78,7 +78,9 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
         pairs = isinstance(node, yaml.MappingNode)
         below = [part for pair in parts for part in pair] if pairs else parts
         if isinstance(node, yaml.ScalarNode):
-            node.value.encode()  # a name that is no text in UTF-8 names no file
+            node.value.encode()  # what is no text in UTF-8 names no file
+            if "\0" in node.value:
+                raise yaml.YAMLError("it holds NUL bytes")
         if node.tag.endswith(":int") and len(node.value) > DIGITS:
             raise yaml.YAMLError(f"a number of {len(node.value):,} digits")
         known[id(node)] = 1 + sum(_values(part, known) for part in below)

@@ -251,7 +251,7 @@ SOUND = (
 PIECES = (
     "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "{% set n = namespace(x='ab') %}{% for i in range(80) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{{ 'x' * 10**11 }}", "{{ 9**9**9**9 }}", "{{ 'x'|center(10**11) }}", "{{ range(10**9)|list }}",
+    "{{ 'x' * 10**11 }}", "{{ 9**(9**9) }}", "{{ 'x'|center(10**11) }}", "{{ range(10**9)|list }}",
     "{{ messages|tojson }}", "{{ undefined.x.y }}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}",
     "{% include 'x' %}", "{{ messages.__class__.__mro__ }}", "{% for", "{{ messages + 1 }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "\x1b[2J", "{{ '%0999999999d' % 1 }}",
