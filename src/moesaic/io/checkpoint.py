@@ -63,7 +63,7 @@ PIECE = 1 << 20
 LARGE = 1 << 20
 """Elements from which on a tensor without values gets no memory."""
 ROOM = 1 << 28
-"""Values of all buffers of a skeleton at most: a gigabyte."""
+"""Values of one buffer at most: a gigabyte."""
 PARAMETERS = 500_000
 """Tensors of a model at most: five times those of the one that has the most experts."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -492,8 +492,10 @@ _COUNTED = {torch.arange, torch.linspace}
 def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
     """Elements of a tensor that a function is to make."""
     if func is torch.arange:
-        start, end, step = (*args, *(1,) * (3 - len(args))) if len(args) > 1 else (0, *args, 1)
-        return (kwargs.get("end", end) - start) / kwargs.get("step", step)
+        bounds = [n for n in (*args, kwargs.get("end")) if isinstance(n, int | float)]
+        step = bounds[2] if len(bounds) > 2 else kwargs.get("step") or 1
+        start, end = bounds[:2] if len(bounds) > 1 else (0, *bounds, 0)[:2]
+        return abs((end - start) / (step or 1))
     if func is torch.linspace:
         return float(kwargs.get("steps", args[2] if len(args) > 2 else 0))
     size = kwargs.get("size", args[:1] if func is torch.full else args)
@@ -502,8 +504,8 @@ def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
 
 
 class _NoRoom(TorchFunctionMode):
-    """Inside, large tensors without values get no memory, for a config may ask for any size; those
-    with values have :data:`ROOM`."""
+    """Inside, large tensors without values get no memory, for a config may ask for any size; nor do
+    filled ones of more than :data:`ROOM`, which are no buffers of any model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -515,9 +517,13 @@ class _NoRoom(TorchFunctionMode):
             if _elements(func, args, kwargs) > LARGE:
                 kwargs = {**kwargs, "device": "meta"}
         elif func in _FILLED or func in _COUNTED:
-            self._made += max(0.0, _elements(func, args, kwargs))
-            if self._made > ROOM:
-                raise ValueError(f"it asks for buffers of more than {ROOM:,} values")
+            count = _elements(func, args, kwargs)
+            if count > ROOM and func in _FILLED:
+                kwargs = {**kwargs, "device": "meta"}
+            else:
+                self._made += count
+            if self._made > 4 * ROOM:
+                raise ValueError(f"it asks for buffers of more than {4 * ROOM:,} values")
         return func(*args, **kwargs)
 
 
