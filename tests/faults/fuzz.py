@@ -387,7 +387,7 @@ def prepare(place: Path) -> None:
         def stopping(*arguments: Any) -> None:
             nonlocal count
             count += 1
-            if count > 2:
+            if count > 1:
                 raise KeyboardInterrupt
             add(*arguments)
 
