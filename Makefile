@@ -83,7 +83,7 @@ $(VENV)/.mutants: | $(VENV)/.dev
 mutants: $(VENV)/.mutants  ## Break the formulas on purpose; tests must notice (FILES=nn/ SAMPLE=20)
 	$(BIN)/python scripts/mutants.py $(FILES)
 
-faults: $(VENV)/.dev  ## Kills, full disks, damaged inputs on purpose (MOESAIC_KILLS=25)
+faults: $(VENV)/.dev  ## Kills, full disks, damaged and changed inputs on purpose (MOESAIC_KILLS=25)
 	$(BIN)/python tests/faults
 
 format: $(VENV)/.dev  ## Put code in form

@@ -29,7 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from moesaic.errors import MoesaicError, meant
+from moesaic.errors import MoesaicError, meant, shown
 from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, at_home, silent, suits
 from moesaic.ladder import Ladder, Shape
 
@@ -144,10 +144,10 @@ def _check_options(config: DataclassInstance) -> None:
         if allowed and value not in allowed:
             listed = ", ".join(allowed)
             raise MoesaicError(
-                f"{entry.name} {value!r:.60} is none of {listed}.{meant(value, allowed)}"
+                f"{entry.name} {shown(value)} is none of {listed}.{meant(value, allowed)}"
             )
         if not suits(value, hint):
-            raise MoesaicError(f"{entry.name} must be {_in_words(hint)}; got {value!r:.60}.")
+            raise MoesaicError(f"{entry.name} must be {_in_words(hint)}; got {shown(value)}.")
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),
             (operator.le, "at most", info.maximum),

@@ -1,19 +1,72 @@
-"""The one exception that means: the request is wrong, and here is what would work."""
+"""The one exception that means: the request is wrong, and here is what would work.
+
+Messages name what strangers' files hold. Here they become printable, and of bounded length.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 
 REPOSITORY = "https://github.com/moesaic/moesaic"
 """Where this package is: no index of packages has its name."""
 
 
+LONGEST = 950
+"""Characters of a message at most: what is put before it has room in a thousand."""
+_WHITE = "\n\t\N{NO-BREAK SPACE}"
+_PARTS = Repr()
+_PARTS.maxlevel, _PARTS.maxstring, _PARTS.maxother = 3, 60, 60
+
+
 class MoesaicError(Exception):
     """A request that cannot be met. The message is one or two lines: what, where, what would work.
 
-    The command line prints it without a traceback and exits with code 2.
+    It is printable and no longer than :data:`LONGEST`. The command line prints it without a
+    traceback and exits with code 2.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(bounded(message))
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: control characters other than newline and tab replaced.
+
+    >>> printable("a\\x1b[31mb\\n")
+    'a�[31mb\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in _WHITE else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def bounded(message: object) -> str:
+    """A message, printable; of one that is too long the middle is left out.
+
+    >>> len(bounded("x" * 10**6)), bounded("short")
+    (950, 'short')
+    """
+    text = str(message)
+    if len(text) > LONGEST:
+        left_out, end = " [...] ", LONGEST // 3
+        text = text[: LONGEST - end - len(left_out)] + left_out + text[-end:]
+    return printable(text)
+
+
+def shown(value: object, most: int = 60) -> str:
+    """The beginning of a value's repr, of which no more is made.
+
+    >>> shown([[0] * 10**6] * 10**6, 16), shown("x")
+    ('[[0, 0, 0, 0, 0,', "'x'")
+    """
+    try:
+        return _PARTS.repr(value)[:most]
+    except (ValueError, RecursionError):  # a number of more digits than Python writes
+        return f"a {type(value).__name__}"
 
 
 def meant(word: object, names: Iterable[str]) -> str:
@@ -22,7 +75,7 @@ def meant(word: object, names: Iterable[str]) -> str:
     >>> meant("recontruction", ["reconstruction", "frequency"])
     " Did you mean 'reconstruction'?"
     """
-    near = get_close_matches(str(word), [*names], n=1)
+    near = get_close_matches(word[:60] if isinstance(word, str) else shown(word), [*names], n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -18,6 +18,7 @@ from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, at_home, silent
 from moesaic.io.caller import untouched
+from moesaic.io.headers import mapping_of
 from moesaic.io.layout import (
     CARD,
     PAGE,
@@ -223,7 +224,7 @@ def _keep(result: Result, folder: Path) -> None:
     note = folder.with_name(f"{folder.name}.json")
     identity: JSON = json.loads(json.dumps(result.identity()))
     if folder.exists() and note.exists():
-        noted: JSON = json.loads(note.read_text("utf-8"))
+        noted: JSON = mapping_of(note)
         if noted == {**identity, "saved": resolve(str(folder)).fingerprint}:
             return
     result.save(folder, overwrite=True)

@@ -14,18 +14,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.config import types_of
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
-from moesaic.io.headers import header_of, mapping_of
+from moesaic.io.headers import check_fields, header_of, mapping_of, parsed, reading
 from moesaic.io.layout import PLAN, PLAN_TENSORS, placed
 from moesaic.io.outputs import discard, let_read, whole_file
 from moesaic.io.trust import check_file, check_links
-from moesaic.layers.base import KINDS, LayerPlan
+from moesaic.layers.base import LayerPlan, loaded
 
 FORMAT = 3
 
@@ -53,6 +54,8 @@ class BaseShape:
     @classmethod
     def load(cls, plain: JSON) -> BaseShape:
         """The shape that ``asdict`` and JSON made plain."""
+        kind: type = cls
+        check_fields(plain, types_of(kind))
         lists = {name: tuple(plain[name]) for name in ("widths", "experts")}
         return cls(**{**plain, **lists})
 
@@ -140,7 +143,7 @@ class Plan:
         if not file.is_file():
             raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
         check_file(file.with_name(PLAN_TENSORS), file.parent)
-        try:
+        with reading(f"The plan at {path}"):
             header = mapping_of(file)
             if header["format"] != FORMAT:
                 raise MoesaicError(
@@ -154,18 +157,19 @@ class Plan:
                 for number, plan in enumerate(header.get("earlier", []))
             )
             return replace(cls._parsed(header, tensors), earlier=earlier)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
-            raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error
 
     @classmethod
     def _parsed(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
         """A plan of what its files say of it alone."""
         layers = {
-            int(i): KINDS[layer["kind"]].load(layer, _under(tensors, f"{i}."))
-            for i, layer in header["layers"].items()
+            int(i): loaded(layer, _under(tensors, f"{i}.")) for i, layer in header["layers"].items()
         }
         base, dtype = BaseShape.load(header["base"]), header.get("dtype", "auto")
+        check_fields({**header, "dtype": dtype}, _HEADER)
         return cls(header["method"], base, layers, header["config"], header["calibration"], dtype)
+
+
+_HEADER = {"method": str, "config": dict, "calibration": str, "dtype": str}
 
 
 def _start(number: int) -> str:
@@ -222,17 +226,14 @@ class Progress:
         self.check()
         done = {}
         for file in sorted(self.folder.glob("layer-*.safetensors")):
-            try:
+            with reading(file, "Remove it, and its layer is decided anew."):
                 header_of(file)
                 with safe_open(file, framework="pt") as opened:
-                    record = json.loads(opened.metadata()["moesaic"])
+                    record = parsed(opened.metadata()["moesaic"], str(file))
                     tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-                layer = KINDS[record["header"]["kind"]].load(record["header"], tensors)
+                check_fields(record, {"name": str, "layer": int, "analysis": dict})
+                layer = loaded(record["header"], tensors)
                 done[record["name"], record["layer"]] = (layer, record["analysis"])
-            except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-                raise MoesaicError(
-                    f"{file} cannot be read: {error}. Remove it, and its layer is decided anew."
-                ) from error
         return done
 
     def begin(self) -> None:
@@ -278,7 +279,7 @@ def differing(stored: Values, requested: Values) -> Iterator[str]:
                 f"this is {names[1] or 'a model'} with weights {b}"
             )
         else:
-            yield f"{key} was {a!r:.60}, is {b!r:.60}"
+            yield f"{key} was {shown(a)}, is {shown(b)}"
 
 
 def _flat(plain: Values, start: str = "") -> dict[str, object]:

@@ -7,6 +7,7 @@ Nothing here imports torch, so that a wrong request is answered at once.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -29,8 +30,9 @@ from moesaic.config import (
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text_source import read_by, spelled
-from moesaic.errors import MoesaicError, meant
+from moesaic.errors import MoesaicError, meant, shown
 from moesaic.foreign import JSON, at_home
+from moesaic.io.headers import DIGITS
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -41,8 +43,21 @@ if TYPE_CHECKING:
 D = TypeVar("D", bound="DataclassInstance")
 
 
+LARGEST = 100_000
+"""Characters of a recipe at most."""
+MOST = 10_000
+"""Values of a recipe at most, those that an alias repeats counted each time."""
+
+
 class _OneValueEach(yaml.SafeLoader):
-    """YAML, refused where a mapping has a key twice, of which the last would silently win."""
+    """YAML; refused where a mapping has a key twice, of which the last would silently win, and
+    where aliases make it more than :data:`MOST` values."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _values(node, {}) > MOST:
+            raise yaml.YAMLError(f"it has more than {MOST:,} values")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -51,6 +66,23 @@ class _OneValueEach(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and keys.setdefault(key.value, key) is not key:
                 raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
         return node
+
+
+def _values(node: yaml.Node, known: dict[int, float]) -> float:
+    """Values in a node and below it; infinitely many where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        pairs = isinstance(node, yaml.MappingNode)
+        below = [part for pair in parts for part in pair] if pairs else parts
+        if isinstance(node, yaml.ScalarNode):
+            node.value.encode()  # what is no text in UTF-8 names no file
+            if "\0" in node.value:
+                raise yaml.YAMLError("it holds NUL bytes")
+        if node.tag.endswith(":int") and len(node.value) > DIGITS:
+            raise yaml.YAMLError(f"a number of {len(node.value):,} digits")
+        known[id(node)] = 1 + sum(_values(part, known) for part in below)
+    return known[id(node)]
 
 
 @dataclass(frozen=True)
@@ -196,7 +228,9 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         raise MoesaicError(f"{where}: unknown step {verb!r}; known: {listed}.{meant(verb, VERBS)}")
     methods = methods_of(verb)
     if not isinstance(options, dict):
-        raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
+        raise MoesaicError(
+            f"{where}: expected options such as 'method: ...', got {shown(options)}."
+        )
     options = dict(options)
     method = method_of(verb, options)
     if method not in methods:
@@ -299,7 +333,7 @@ def checked(cls: type[D], data: object, where: str) -> D:
             ) from None
         if first["type"] == "missing":  # what is given is all the rest
             raise MoesaicError(f"{place} is missing.") from None
-        raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None
+        raise MoesaicError(f"{place}: {first['msg']} (got {shown(first['input'])}).") from None
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -317,6 +351,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
         MoesaicError: the recipe is not valid; the message names the place.
     """
     try:
+        if len(text) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} characters")
         data = yaml.load(text, _OneValueEach)
     except (yaml.YAMLError, ValueError) as error:
         raise MoesaicError(
@@ -355,7 +391,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if not file.is_file():
         raise MoesaicError(f"No recipe at {file}.")
     try:
-        text = file.read_text("utf-8")
+        with file.open(encoding="utf-8-sig") as opened:
+            text = opened.read(LARGEST + 1)
     except (OSError, ValueError) as error:
         raise MoesaicError(f"{file} cannot be read: {error}") from error
     return parse_recipe(text, overrides, str(file))

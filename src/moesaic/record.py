@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from moesaic.errors import shown
 from moesaic.foreign import JSON, Values, suits
 
 FORMAT = 3
 T = TypeVar("T")
+MANY, CROWDED = 1000, 10_000
+"""Layers and models of a record, and experts of a layer, at most."""
 
 WEIGHTS = ("own", "refitted", "averaged", "trained")
 """Changes of weights, the least first: the base model's own (moved, sliced or scaled by
@@ -255,9 +258,27 @@ class Record:
         names = {f.name for f in fields(cls)} - {"measured"}
         try:
             measured = {k: v for k, v in plain.items() if k not in names}
-            return _from_json(cls, {**plain, "measured": measured})
+            record = _from_json(cls, {**plain, "measured": measured})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not whole: {error}.") from None
+        record._check()
+        return record
+
+    def _check(self) -> None:
+        """Refuse more layers, experts and models than any run has: each of them is drawn.
+
+        Raises:
+            ValueError: says which.
+        """
+        counts = {"layers": len(self.layers)}
+        counts |= {name: len(self.measured.get(name) or ()) for name in ("scores", "tried")}
+        most = dict.fromkeys(counts, MANY)
+        for layer in self.layers:
+            for name in ("experts", "experts_before", "top_k"):
+                counts[name] = max(counts.get(name, 0), getattr(layer, name))
+        for name, count in counts.items():
+            if count > most.get(name, CROWDED):
+                raise ValueError(f"{count:,} {name} are more than any run has.")
 
     def output(self) -> JSON:
         """As ``--json`` prints it: layers laid open, no figures, and the last step's own keys."""
@@ -290,7 +311,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     if origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_typed(part, kinds[0], name) for part in value)
     if not suits(value, hint):
-        raise TypeError(f"{name} is {value!r:.40}")
+        raise TypeError(f"{name} is {shown(value, 40)}")
     return tuple(value) if isinstance(value, list) and origin is not list else value
 
 

@@ -19,9 +19,10 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Writer, cast
+from moesaic.io.headers import reading
 from moesaic.io.naming import Naming, language
 from moesaic.io.prediction import predicts
 from moesaic.layers.base import KINDS, Header, LayerPlan, Sizes
@@ -106,12 +107,17 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
         MoesaicError: another version wrote the config.
     """
     section = getattr(config, "moesaic", None) or {"format": FORMAT, "layers": {}}
-    if section.get("format") != FORMAT:
-        raise MoesaicError(
-            f"This {config.model_type} was written in format {section.get('format')}; this version "
-            f"reads {FORMAT}. Convert the original again."
-        )
-    return {int(i): list(stack) for i, stack in section["layers"].items()}
+    with reading("config.json, moesaic"):
+        if section.get("format") != FORMAT:
+            raise MoesaicError(
+                f"This {config.model_type} was written in format {shown(section.get('format'))}; "
+                f"this version reads {FORMAT}. Convert the original again."
+            )
+        stacks = {int(i): list(stack) for i, stack in section["layers"].items()}
+        for header in (header for stack in stacks.values() for header in stack):
+            if header["kind"] not in KINDS:
+                raise ValueError(f"there are no layers of kind {shown(header['kind'])}")
+    return stacks
 
 
 def _kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:

@@ -44,6 +44,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Figures, Track, Values, silent
 from moesaic.io.arithmetic import has_products
 from moesaic.io.fingerprint import of_examples
+from moesaic.io.headers import mapping_of
 from moesaic.objectives import Objective, Schedule, checkpointing, collate, predicting
 from moesaic.plan import Progress
 
@@ -127,8 +128,7 @@ class _Loop(Trainer):
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, trained, options=options)
         if self.objective is not None:
-            state = (Path(resume_from_checkpoint) / STATE_NAME).read_text()
-            self.objective.state = json.loads(state)
+            self.objective.state = mapping_of(Path(resume_from_checkpoint) / STATE_NAME)
 
     def finish(self, checkpoint: str | None) -> None:
         """Train to the last step. From a checkpoint of that step the Trainer would go one more."""

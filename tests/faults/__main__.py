@@ -1,11 +1,12 @@
 """Faults on purpose: commands that are killed, disks that fill up, inputs that are damaged.
 
-``python tests/faults [kills] [disk] [damage] [NAME ...]``: all three without arguments; names
-choose commands or cases that hold them. Each line names what went wrong; at the end the counts,
-and exit code 1 if anything did.
+``python tests/faults [kills] [disk] [damage] [fuzz] [NAME ...]``: all of them without arguments;
+names choose commands or cases that hold them, numbers cases of ``fuzz``. Each line names what went
+wrong; at the end the counts, and exit code 1 if anything did.
 
 MOESAIC_KILLS (25) and MOESAIC_DISKS (10) say how often each command is killed or its disk filled,
-MOESAIC_JOBS (the cores) how many commands run at a time.
+MOESAIC_FUZZ (2000) how many cases of ``fuzz`` there are, MOESAIC_JOBS (the cores) how many commands
+run at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WARM = (
     "pydantic.type_adapter", "pydantic.dataclasses",
 )  # fmt: skip
 """What children would import one after the other."""
-KINDS = ("kills", "disk", "damage")
+KINDS = ("kills", "disk", "damage", "fuzz")
 Outcome = tuple[str, str]
 """What was tried, and what went wrong; empty where nothing did."""
 
@@ -188,6 +189,28 @@ def at_once(tasks: Sequence[Callable[[], Outcome]], jobs: int, place: Path) -> l
     return [outcomes[number] for number in sorted(outcomes)]
 
 
+def fuzz(names: Sequence[str], sound: Path) -> list[Outcome]:
+    """Cases in one process, by their numbers; counts by kind of file."""
+    import fuzz
+
+    fuzz.prepare(sound)
+    wanted = range(int(os.environ.get("MOESAIC_FUZZ", "2000")))
+    numbers = [int(name) for name in names if name.isdecimal()]
+    by_kind = [n for n in wanted if any(x in fuzz.KINDS[n % len(fuzz.KINDS)].name for x in names)]
+    counts: dict[str, Counter[str]] = {kind.name: Counter() for kind in fuzz.KINDS}
+    outcomes = []
+    for number, kind, outcome in fuzz.fuzzed(numbers or by_kind or wanted, sound):
+        wrong = "" if outcome in ("result", "refused") else outcome
+        counts[kind]["faults" if wrong else outcome] += 1
+        outcomes.append((f"fuzz {number} ({kind})", wrong))
+        if wrong:
+            print(f"WRONG fuzz {number} ({kind})\n      {wrong}", flush=True)
+    for kind, count in counts.items():
+        told = ", ".join(f"{count[name]} {name}" for name in ("result", "refused", "faults"))
+        print(f"fuzz, {kind}: {told}", flush=True)
+    return outcomes
+
+
 def main(arguments: Sequence[str]) -> int:
     """Everything that was asked for.
 
@@ -234,7 +257,10 @@ def main(arguments: Sequence[str]) -> int:
         tried = [c for c in cases() if not names or any(n in c.name for n in names)]
         tasks = [lambda c=c, i=i: damaged(c, i, sound) for i, c in enumerate(tried)]
         count("damage", at_once(tasks, jobs, place))
-    chosen = [c for c in by_name.values() if not names or any(n in c.name for n in names)]
+    if "fuzz" in kinds:
+        count("fuzz", fuzz(names, sound))
+    chosen = [c for c in by_name.values() if not names or c.name in names]
+    chosen = chosen or [c for c in by_name.values() if any(n in c.name for n in names)]
     for kind, function in (("kills", killed), ("disk", disk_full)):
         if kind not in kinds:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from cases import KEYS, config_of, make_start
 
 from moesaic.cli.conversions import verb_options
 from moesaic.data.reader import shipped_texts
+from moesaic.errors import MoesaicError
+from moesaic.exports.llamacpp import find_converter
 from moesaic.methods import VERBS, methods_of
 
 TEXT = ["--samples", "6", "--length", "32"]
@@ -32,14 +35,14 @@ class Command:
         return [*(self.out if a == "OUT" else a for a in self.arguments), *more]
 
 
-def prepare(place: Path) -> None:
+def prepare(place: Path, keys: Sequence[str] = KEYS) -> None:
     """The models, texts, plans and statistics that commands and damage start from."""
     place.mkdir(parents=True)
     dense, moe = tiny_model("llama"), tiny_moe("qwen2_moe")
     for name, model in (("dense", dense), ("moe", moe)):
         model.save_pretrained(place / name, max_shard_size="60KB")
         tiny_tokenizer().save_pretrained(place / name)
-    for key in KEYS:
+    for key in keys:
         make_start(key, place / f"start-{key}")
     text = "\n".join(json.dumps({"text": t}) for t in shipped_texts("calibration", "prose")[:40])
     (place / "text.jsonl").write_text(text + "\n")
@@ -77,16 +80,34 @@ def commands(place: Path) -> list[Command]:
         f"evaluation: {{data: {place / 'other.jsonl'}, length: 32, max_tokens: 256, rounds: 0, "
         "new_tokens: 2}\n"
     )
-    carved = str(place / "carved")
+    carved, size = str(place / "carved"), 0
+    for file in (place / "moe").glob("*.safetensors"):
+        size += file.stat().st_size
+    budget = ["--memory", f"{0.8 * size / 1000:.0f}KB", "--confirm", "1", "--windows", "4"]
+    fit = ["fit", str(place / "moe"), "OUT", *budget, "--calibration", text, *TEXT]
     observe = ["observe", str(place / "moe"), "OUT", "--calibration", text, *TEXT]
     return [
         *(of_method(key, place) for key in KEYS),
         Command("observe", tuple(observe), "stats"),
+        Command("fit", (*fit, "--data", str(place / "other.jsonl"), "--max-tokens", "256")),
         Command("run", ("run", str(recipe), "out=out")),
         Command("apply", ("apply", str(place / "dense"), carved, "OUT"), resumes=False),
         Command("export", ("export", str(place / "pruned"), "OUT"), resumes=False),
+        *_in_llama_cpp(),
         Command("report", ("report", carved, "--out", "OUT"), "report.html", resumes=False),
     ]
+
+
+def _in_llama_cpp() -> list[Command]:
+    """An export for llama.cpp, of a model whose tokenizer it knows; none, and a word about it,
+    where its converter is not there."""
+    try:
+        find_converter()
+    except MoesaicError as error:
+        print(f"export.gguf is left out: {error}", flush=True)
+        return []
+    line = ("export", "tiny-moe", "OUT", "--to", "gguf", "--type", "f16")
+    return [Command("export.gguf", line, "out.gguf", resumes=False)]
 
 
 FIRST = {"carved": "carve.more", "pruned": "prune.naee"}

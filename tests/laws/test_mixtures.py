@@ -447,7 +447,7 @@ def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
         ("condense", CondenseConfig(count=1, keep="attention")),
         ("condense", CondenseConfig(count=1, keep="nothing")),
         ("condense", CondenseConfig(count=1, keep="shared", shared_gate="mean")),
-        ("skip", LExIConfig(top_k=1)),
+        ("skip", TopKConfig(top_k=1)),
     ]
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (seen.model_type in HALVES)]:
         base = released(seen.model_type, dtype, tmp_path / str(dtype))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,14 +18,32 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
 
+from moesaic.errors import printable
 from moesaic.foreign import Figures
 
 T = TypeVar("T")
-console = Console(markup=False, emoji=False)
-err_console = Console(stderr=True, markup=False, emoji=False)
-"""Brackets in a name are no markup, and colons no emoji."""
+
+
+class Plain(Console):
+    """A console that no text can steer: brackets in a name are no markup, colons no emoji, and
+    escape sequences are shown."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """The pieces that something is written as, their own text printable."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else printable(segment.text)
+            yield segment if text == segment.text else segment._replace(text=text)
+
+
+console, err_console = Plain(), Plain(stderr=True)
 
 
 def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
-from moesaic.errors import MoesaicError, meant
+from moesaic.errors import MoesaicError, bounded, meant
 from moesaic.foreign import JSON, Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
@@ -323,7 +323,7 @@ def fail(message: str, code: int) -> NoReturn:
 
     from moesaic.cli.bars import err_console
 
-    text = Text.assemble(("Error:", "bold red"), " ", message)
+    text = Text.assemble(("Error:", "bold red"), " ", bounded(message))
     err_console.print(text, soft_wrap=True)
     sys.exit(code)
 

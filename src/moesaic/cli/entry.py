@@ -18,7 +18,7 @@ import wrapt
 from moesaic import __version__
 from moesaic.cli import conversions, fitting, guide, measure, results
 from moesaic.cli.commands import app, fail, interrupted
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, bounded
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Nothing more can be written: the disk, a quota, or the size that a file may have."""
@@ -109,6 +109,13 @@ def _spare_stdout() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+class _Printable(logging.Formatter):
+    """Warnings name what strangers' files hold, as errors do."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return bounded(super().format(record))
+
+
 def remember_less() -> None:
     """Bound what is remembered of products' shapes, unless the user did."""
     for name, most in REMEMBERED.items():
@@ -123,6 +130,8 @@ def fetch_no_kernels() -> None:
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Printable())
     _spare_stdout()
     remember_less()
     fetch_no_kernels()

@@ -502,7 +502,6 @@ class Session:
         from moesaic.cli.bars import console
         from moesaic.io.source import resolve
         from moesaic.metrics.generations import generate
-        from moesaic.report.numbers import printable
 
         folder, source = self._folder(number), self.search.source
         models = {"original": source.load(), "result": resolve(str(folder)).load()}
@@ -514,7 +513,7 @@ class Session:
             texts = []
             for name, model in models.items():
                 table.add_column(name, ratio=1)
-                texts.append(printable(generate(model, source.tokenizer, prompt, 64, chat)))
+                texts.append(generate(model, source.tokenizer, prompt, 64, chat))
             table.add_row(*texts)
             console.print(table)
 

@@ -164,15 +164,14 @@ def generate(
     from moesaic.cli.bars import console
     from moesaic.io.source import resolve
     from moesaic.metrics.generations import generate
-    from moesaic.report.numbers import printable
 
     source = resolve(model)
     text = generate(source.load(**where), source.tokenizer, prompt, new_tokens, chat)
     if as_json:
         emit(True, {"prompt": prompt, "text": text}, None)
     else:
-        asked = (printable(prompt) + ("\n" if chat else ""), "dim")
-        console.print(Text.assemble(asked, printable(text)), soft_wrap=True)
+        asked = (prompt + ("\n" if chat else ""), "dim")
+        console.print(Text.assemble(asked, text), soft_wrap=True)
 
 
 def commands() -> None:

@@ -28,6 +28,7 @@ from moesaic.cli.options import (
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
+from moesaic.io.headers import ODD, mapping_of
 from moesaic.io.layout import RECORD, placed
 from moesaic.io.names import check_name
 from moesaic.io.outputs import (
@@ -134,7 +135,6 @@ def _record_of(run: Path) -> Record:
     Raises:
         MoesaicError: it cannot be read.
     """
-    from moesaic.io.headers import mapping_of
     from moesaic.io.trust import check_links
     from moesaic.record import Record
 
@@ -162,12 +162,13 @@ def report(
     """One page about one or more results: what is lost, what is saved, layer by layer."""
     check_drawing(out, ".html", ".svg")
     records = [_record_of(folder) for folder in runs]
+    from jinja2 import TemplateError
+
     from moesaic import report
 
     try:
         page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        # files are anybody's
+    except (*ODD, TemplateError) as error:  # files are anybody's
         raise MoesaicError(
             f"{RECORD} holds figures that no run leaves, and cannot be drawn "
             f"({type(error).__name__}: {error})."

@@ -146,7 +146,7 @@ def read_questions(file: Path) -> list[JSON]:
         if line.strip():
             try:
                 questions.append(_question(json.loads(line)))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise MoesaicError(
                     f"tasks: {file}, line {number}: {error}. A line is {FIELDS}."
                 ) from None

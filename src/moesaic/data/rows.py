@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import Tokenizer, Values
 
 Row = str | Values
@@ -151,7 +151,8 @@ def _turns(row: Row) -> list[dict[str, str]] | None:
         content = fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise MoesaicError(
-                f"A conversation's turn has role and content, or from and value; got {turn!r:.70}."
+                "A conversation's turn has role and content, or from and value; got "
+                f"{shown(turn, 70)}."
             )
         conversation.append({"role": ROLES.get(role, role), "content": content})
     return conversation
@@ -172,18 +173,19 @@ def _conversation(
 
     from jinja2 import TemplateError
 
-    def shown(messages: Sequence[Mapping[str, str]]) -> str:
-        return str(
-            tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=prompt)
-        )
+    from moesaic.data.templates import rendered
 
     try:
-        return shown(turns)
+        return rendered(tokenizer, turns, add_generation_prompt=prompt)
     except TemplateError:  # some know no system's turns: what it says begins the first other one
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
         first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
         content = "\n\n".join([*system, first["content"]])
-        return shown([{**first, "content": content}, *others])
+        merged = [{**first, "content": content}, *others]
+        try:
+            return rendered(tokenizer, merged, add_generation_prompt=prompt)
+        except TemplateError as error:
+            raise MoesaicError(f"The chat template refuses a conversation: {error}") from error
 
 
 def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> PromptAnswer:
@@ -218,13 +220,15 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
                 except (AttributeError, TypeError, KeyError) as error:
                     raise MoesaicError(
                         f"A row with the columns of {schema.data_sets} does not hold text in them: "
-                        f"{dict(row)!r:.120}"
+                        f"{shown(dict(row), 120)}"
                     ) from error
         if any(isinstance(row.get(name), str) for name in PLAIN):
             return None
         for name in (*PLAIN, *TURNS):
             if name in row:
-                raise MoesaicError(f"A row has no text in its column {name}: {dict(row)!r:.120}")
+                raise MoesaicError(
+                    f"A row has no text in its column {name}: {shown(dict(row), 120)}"
+                )
     formats = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
     columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     raise MoesaicError(

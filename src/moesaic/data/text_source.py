@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 from moesaic.config import about
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import at_home
 
 DOMAINS = ("prose", "reference", "code")
@@ -179,14 +179,16 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
         if not isinstance(part, Mapping) or not part.keys() <= set(names) or not part.get("name"):
             raise MoesaicError(
                 f"A source of text is a mapping with a name; known: {', '.join(names)}; "
-                f"got {part!r:.80}."
+                f"got {shown(part, 80)}."
             )
         weight = part.get("weight", 1.0)
         words = {k: v for k, v in part.items() if k != "weight"}
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise MoesaicError(f"The weight of a source of text is above 0; got {weight!r:.40}.")
+            raise MoesaicError(
+                f"The weight of a source of text is above 0; got {shown(weight, 40)}."
+            )
         if not all(isinstance(v, str) for v in words.values()):
-            raise MoesaicError(f"The fields of a source of text are words; got {part!r:.80}.")
+            raise MoesaicError(f"The fields of a source of text are words; got {shown(part, 80)}.")
         sources.append(TextSource(**words, weight=float(weight)))
     if not sources:
         raise MoesaicError("A list of sources of text names none.")

@@ -36,6 +36,7 @@ from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
 from moesaic.foreign import JSON, Config, Track, silent
 from moesaic.io.checkpoint import shape_of
+from moesaic.io.headers import mapping_of
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
@@ -217,7 +218,7 @@ class Rounding:
 
     def _table(self) -> Sensitivities | None:
         file = self._kept
-        return Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
+        return Sensitivities.load(mapping_of(file)) if file.is_file() else None
 
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""

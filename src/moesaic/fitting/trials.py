@@ -24,6 +24,7 @@ from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
 from moesaic.foreign import JSON, Track, give_back
+from moesaic.io.headers import mapping_of, reading
 from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.names import cache_folder
 from moesaic.io.outputs import remove, whole_file
@@ -73,8 +74,9 @@ class Trials:
         steps, types = steps_as_json(candidate.steps), candidate.types
         file = self.work / f"tried-{_key([steps, dict(types)] if types else steps)}.json"
         if file.is_file():
-            score = json.loads(file.read_text("utf-8"))
-            return candidate.scored(score)
+            score = mapping_of(file)
+            with reading(file, "Remove it, and that is measured anew."):
+                return candidate.scored(score)
         give_back()  # of the candidate before
         tokens = self.texts.both[1]
         with self._opened(candidate) as (run, memory):
@@ -101,7 +103,7 @@ class Trials:
         prints = self.source.fingerprint, deciding.fingerprint, windows.fingerprint
         name = _key([__version__, *prints, str(self.dtype), routing_in(self.source.config)])
         file = cache_folder() / f"steps-{name}.json"
-        losses: dict[str, float] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        losses: dict[str, float] = mapping_of(file) if file.is_file() else {}
         keys = {step: _key(steps_as_json((step,))) for step in steps}
         plans = {}
         for step, key in keys.items():

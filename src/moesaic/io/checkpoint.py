@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from math import prod
@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import JSON, Config, Model, Values
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import mapping_of
@@ -73,6 +73,10 @@ PIECE = 1 << 20
 """Bytes that are copied, and looked at, together: fewer, and threads cost more than they save."""
 LARGE = 1 << 20
 """Elements from which on a tensor without values gets no memory."""
+ROOM = 1 << 28
+"""Values of one buffer at most: a gigabyte."""
+PARAMETERS = 500_000
+"""Tensors of a model at most: five times those of the one that has the most experts."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = 8
@@ -136,8 +140,10 @@ class Checkpoint:
         """
         if name not in self._stored:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
+        stored = self._stored[name]
+        if stored.kind not in TYPES:
+            raise MoesaicError(f"{name} is stored as {shown(stored.kind)}, which is not read.")
         if self.weightless:
-            stored = self._stored[name]
             empty = torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
             if stored.nbytes:
                 _STORED[empty] = 0, stored
@@ -567,24 +573,58 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     return model
 
 
+_FILLED = {torch.ones, torch.zeros, torch.full, torch.rand, torch.randn}
+_COUNTED = {torch.arange, torch.linspace}
+
+
+def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
+    """Elements of a tensor that a function is to make."""
+    if func is torch.arange:
+        bounds = [n for n in (*args, kwargs.get("end")) if isinstance(n, int | float)]
+        step = bounds[2] if len(bounds) > 2 else kwargs.get("step") or 1
+        start, end = bounds[:2] if len(bounds) > 1 else (0, *bounds, 0)[:2]
+        return abs((end - start) / (step or 1))
+    if func is torch.linspace:
+        return float(kwargs.get("steps", args[2] if len(args) > 2 else 0))
+    size = kwargs.get("size", args[:1] if func is torch.full else args)
+    size = size[0] if size and isinstance(size[0], tuple | list) else size
+    return prod(size)
+
+
 class _NoRoom(TorchFunctionMode):
-    """Inside, large tensors without values get no memory, for a config may ask for any size."""
+    """Inside, large tensors without values get no memory, for a config may ask for any size; nor do
+    filled ones of more than :data:`ROOM`, which are no buffers of any model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
-            size = kwargs.get("size", args)
-            size = size[0] if size and isinstance(size[0], tuple | list) else size
-            if prod(size) > LARGE:
+            if _elements(func, args, kwargs) > LARGE:
                 kwargs = {**kwargs, "device": "meta"}
+        elif func in _FILLED or func in _COUNTED:
+            count = _elements(func, args, kwargs)
+            if count > ROOM and func in _FILLED:
+                kwargs = {**kwargs, "device": "meta"}
+            else:
+                self._made += count
+            if self._made > 4 * ROOM:
+                raise ValueError(f"it asks for buffers of more than {4 * ROOM:,} values")
         return func(*args, **kwargs)
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, parameters lose their values as soon as a module has them; buffers keep theirs."""
+    count = 0
 
     def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal count
+        count += 1
+        if count > PARAMETERS:
+            raise ValueError(f"it asks for more than {PARAMETERS:,} tensors")
         if parameter is None or parameter.is_meta:
             return parameter
         return type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)

@@ -111,6 +111,16 @@ class Format(ABC):
             ValueError: the scales do not fit the codes.
         """
 
+    def check_settings(self) -> None:
+        """Refuse a config whose settings are of other types than they are said to be.
+
+        Raises:
+            ValueError, TypeError: names one.
+        """
+        if self.columns < 0:
+            raise ValueError(f"{self.columns} columns share a scale")
+        self.leaving((), {})
+
     def of(self, kind: str) -> Format:
         """The format of the weights whose codes are of a type, as safetensors calls it."""
         return self
@@ -218,6 +228,11 @@ class BlockScaled(Format):
                 yield name, self.beside if name in others else self.ends
         for name in sorted(scaled - {*types}):
             yield name, self.ends
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if min(self.block((1, 1))) < 1:
+            raise ValueError(f"weight_block_size is {self.config['weight_block_size']}")
 
     def block(self, shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of a block."""
@@ -538,6 +553,14 @@ class Compressed(Format):
                     f"{' or '.join(map(str, sorted(sizes)))}, which its config says"
                 )
         raise ValueError(f"scales of {_spoken(scales)} do not divide {_spoken(shape)}")
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        declared = (self.config.get("config_groups") or {}).values()
+        weights: list[JSON] = [group.get("weights") or {} for group in declared]
+        blocks = [int(n) for w in weights for n in w.get("block_structure") or ()]
+        if min([1, *self._group_sizes(), *blocks]) < 1:
+            raise ValueError("a group or a block of weights has no size")
 
     def _group_sizes(self) -> set[int]:
         """Columns of a group, where a config says that all weights are in groups."""

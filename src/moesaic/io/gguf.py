@@ -23,6 +23,8 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
 from moesaic.io.fingerprint import Stored
+from moesaic.io.gguf_header import check_header
+from moesaic.io.headers import check_counts
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import alone, whole_folder
@@ -171,6 +173,7 @@ def _unfold(file: Path, work: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor as Plain
 
+    check_header(file)
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
     tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
@@ -216,6 +219,7 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config: Config = pretrained(AutoConfig, file.parent, gguf_file=file.name)
+    check_counts(config.to_dict())
     if architecture in MIXTURES and (_field(reader, f"{architecture}.{COUNT}") or 0) > 0:
         model_type, names = MIXTURES[architecture]
         counts = {to: int(_field(reader, f"{architecture}.{n}")) for n, to in names.items()}

@@ -1,20 +1,71 @@
 """What files say before they are trusted: JSON, and the headers of safetensors files.
 
-Both come from strangers. Nothing here reads a tensor.
+Both come from strangers: what they hold is bounded and of the types that are expected before
+anything is made of it. Nothing here reads a tensor.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from safetensors import SafetensorError
+
+from moesaic.errors import MoesaicError, shown
+from moesaic.foreign import JSON, Values, suits
 
 LARGEST = 100_000_000
-"""Bytes of a header at most, as in safetensors itself."""
+"""Bytes of a header or of a JSON file at most, as in safetensors itself."""
+DEEPEST = 64
+"""Lists and mappings within each other at most."""
+DIGITS = 300
+"""Digits of a whole number at most: it has a float."""
+ODD = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError,
+    AssertionError, SafetensorError, struct.error,
+)  # fmt: skip
+"""What readers raise over a file that is not as they expect; a RecursionError is a RuntimeError."""
+LAYERS, EXPERTS = 1000, 10_000
+"""Decoder layers and experts at most; the most known are 126 and 1,024. More are a mistake, and
+would take minutes to be found out."""
+_COUNTS = (
+    (re.compile(r"(layers?|num_blocks|block_count|depth)$"), LAYERS),
+    (re.compile(r"experts|expert_(used_)?count$"), EXPERTS),
+)
+
+
+@contextmanager
+def reading(what: object, remedy: str = "") -> Iterator[None]:
+    """Inside, whatever a reader raises over a file becomes a refusal of the file.
+
+    Args:
+        what: is read, for the message.
+        remedy: a sentence that ends the message.
+
+    Raises:
+        MoesaicError: says why it cannot be read.
+
+    >>> with reading("plan.json"):
+    ...     {}["layers"]
+    Traceback (most recent call last):
+    moesaic.errors.MoesaicError: plan.json cannot be read: it has no 'layers'.
+    """
+    try:
+        yield
+    except ODD as error:
+        reason = f"{error}".strip(" .") or type(error).__name__
+        if isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
+        if isinstance(error, KeyError):
+            reason = f"it has no {reason}"
+        end = f" {remedy}" if remedy else ""
+        raise MoesaicError(f"{what} cannot be read: {reason}.{end}") from error
 
 
 def parsed(text: str | bytes, where: str) -> Any:
@@ -25,18 +76,40 @@ def parsed(text: str | bytes, where: str) -> Any:
         where: the file, for messages.
 
     Raises:
-        MoesaicError: it is not JSON, is nested too deeply, or is no text.
+        MoesaicError: it is not JSON, is no text, is larger than :data:`LARGEST`, is nested beyond
+            :data:`DEEPEST`, or holds a whole number of more than :data:`DIGITS`.
 
     >>> parsed("[" * 100_000, "a.json")
     Traceback (most recent call last):
     moesaic.errors.MoesaicError: a.json cannot be read: it is nested too deeply.
     """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise MoesaicError(f"{where} cannot be read: it is nested too deeply.") from None
-    except ValueError as error:
-        raise MoesaicError(f"{where} cannot be read: {error}.") from error
+    with reading(where):
+        return _json(text)
+
+
+def _json(text: str | bytes, **options: Any) -> Any:
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} bytes")
+    content = json.loads(text, parse_int=_whole, **options)
+    level, depth = [content], 0
+    while level := [p for value in level for p in _parts(value) if isinstance(p, dict | list)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise RecursionError
+    return content
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _parts(value: object) -> Iterable[object]:
+    """What is directly in a list or a mapping; nothing in anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def mapping_of(path: Path) -> JSON:
@@ -45,22 +118,60 @@ def mapping_of(path: Path) -> JSON:
     Raises:
         MoesaicError: it cannot be read, or holds something else.
     """
-    try:
-        content = parsed(path.read_bytes(), str(path))
-    except OSError as error:
-        raise MoesaicError(f"{path} cannot be read: {error}.") from error
+    with reading(path), path.open("rb") as file:
+        text = file.read(LARGEST + 1)
+    content = parsed(text, str(path))
     if not isinstance(content, dict):
         raise MoesaicError(f"{path} cannot be read: it holds no JSON object.")
     return content
+
+
+def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
+    """Refuse values of another type than they are said to have; what is not there passes.
+
+    Args:
+        plain: values by name.
+        hints: types by name.
+
+    Raises:
+        TypeError: names the first.
+
+    >>> check_fields({"layers": "x"}, {"layers": list[int]})
+    Traceback (most recent call last):
+    TypeError: layers is 'x'
+    """
+    for name, hint in hints.items():
+        if name in plain and not suits(plain[name], hint):
+            raise TypeError(f"{name} is {shown(plain[name])}")
+
+
+def check_counts(plain: object) -> None:
+    """Refuse numbers of layers and of experts that no model has, wherever they stand.
+
+    Args:
+        plain: a config as plain JSON, or a part of one.
+
+    Raises:
+        ValueError: names the first.
+
+    >>> check_counts({"text_config": {"num_hidden_layers": 10**9}})
+    Traceback (most recent call last):
+    ValueError: num_hidden_layers is 1,000,000,000, of 1,000 at most
+    """
+    for key, value in plain.items() if isinstance(plain, dict) else ():
+        for names, most in _COUNTS:
+            if type(value) in (int, float) and value > most and names.search(str(key)):
+                raise ValueError(f"{key} is {value:,}, of {most:,} at most")
+    for part in _parts(plain):
+        check_counts(part)
 
 
 def _once(pairs: list[tuple[str, object]]) -> JSON:
     """A JSON object whose keys are all different."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in mapping if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(name)} is there twice")
     return mapping
 
 
@@ -72,15 +183,51 @@ def header_of(path: Path) -> tuple[JSON, int]:
         second value: the byte at which data begin.
 
     Raises:
-        MoesaicError: the file is missing, truncated, or names a tensor twice.
+        MoesaicError: the file is missing or truncated, names a tensor twice, or says of one what
+            no file says.
     """
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            if not 0 < size <= min(LARGEST, path.stat().st_size - 8):
+            room = path.stat().st_size - 8 - size
+            if not 0 < size <= LARGEST or room < 0:
                 raise ValueError(f"a header of {size} bytes")
-            header = json.loads(file.read(size), object_pairs_hook=_once)
-        header.pop("__metadata__", None)
-    except (OSError, ValueError, AttributeError, struct.error, RecursionError) as error:
-        raise MoesaicError(f"{path} is missing, truncated or corrupt: {error}") from error
+            header = _json(file.read(size), object_pairs_hook=_once)
+        check_fields({"the header": header}, {"the header": dict})
+        notes = header.pop("__metadata__", None) or {}
+        check_fields({"metadata": notes}, {"metadata": dict})
+        check_fields(notes, dict.fromkeys(notes, str))
+        for name, entry in header.items():
+            _check_entry(name, entry, room)
+    except ODD as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise MoesaicError(f"{path} is missing, truncated or corrupt: {reason}") from error
     return header, 8 + size
+
+
+_ENTRY = {"dtype", "shape", "data_offsets"}
+
+
+def _check_entry(name: str, entry: object, room: int) -> None:
+    """Refuse what a header says of a tensor if no header says so.
+
+    Args:
+        name: of the tensor.
+        entry: what is said of it.
+        room: bytes of all data.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    if isinstance(entry, dict) and entry.keys() == _ENTRY:
+        kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if type(kind) is str and _are_counts(shape) and _are_counts(offsets):
+            first, *last = offsets or [0]
+            if len(last) == 1 and first <= last[0] <= room:
+                return
+    raise ValueError(f"{shown(name)} is said to be {shown(entry, 200)}")
+
+
+def _are_counts(value: object) -> bool:
+    """A list of whole numbers, none of them below 0."""
+    return type(value) is list and all(type(n) is int and n >= 0 for n in value)

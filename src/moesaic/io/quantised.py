@@ -27,7 +27,7 @@ from moesaic.io.formats import (
     Parts,
     stored_name,
 )
-from moesaic.io.headers import mapping_of
+from moesaic.io.headers import check_fields, mapping_of, reading
 from moesaic.io.naming import expert_number
 
 FORMATS: dict[str, type[Format]] = {
@@ -45,6 +45,9 @@ QUANTIZATION = {"quantization_config", "expert_dtype"}
 """The keys of a config that say what weights are stored as; the latter is DeepSeek-V4's."""
 
 
+FIELD = "quantization_config"
+
+
 def format_of(config: JSON | None) -> Format | None:
     """The format that a ``quantization_config`` describes; None without one.
 
@@ -59,7 +62,10 @@ def format_of(config: JSON | None) -> Format | None:
             f"This checkpoint's weights are in the format {method!r}, which is not read; "
             f"{', '.join(FORMATS)} are. Dequantise it first."
         )
-    return FORMATS[method](config)
+    with reading(FIELD):
+        format = FORMATS[method](config)
+        format.check_settings()
+    return format
 
 
 def _method_of(config: JSON) -> str:
@@ -97,7 +103,10 @@ def described(config: Values, folder: Path) -> JSON:
 
 def quantization_of(config: Config) -> JSON | None:
     """The ``quantization_config`` of a config as plain JSON."""
-    quantization: Config = getattr(config, "quantization_config", None)
+    quantization: Config = getattr(config, FIELD, None)
+    if not hasattr(quantization, "to_dict"):
+        with reading("config.json"):
+            check_fields({FIELD: quantization}, {FIELD: dict | None})
     return (
         quantization
         if quantization is None or isinstance(quantization, dict)

@@ -37,7 +37,7 @@ from moesaic.io.checkpoint import (
     shards,
 )
 from moesaic.io.gguf import folder_of
-from moesaic.io.headers import mapping_of
+from moesaic.io.headers import check_counts, mapping_of
 from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
@@ -55,13 +55,8 @@ from moesaic.io.trust import (
     pretrained,
 )
 
-DEEPEST = 1000
-"""Decoder layers at most; the deepest model known has 126. More are a mistake, and would take
-minutes to be found out."""
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Files of a repository of the hub that are read beside its weights."""
-CROWDED = 10_000
-"""Experts at most; the most known are 1,024. The router of more would be asked in vain."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +88,16 @@ class Source:
         check_adapter({file.name for file in self.folder.iterdir()}, self.folder)
         if not (self.folder / "config.json").is_file():
             raise MoesaicError(f"{self.folder} has no config.json; is it a model folder?")
-        check_config(mapping_of(self.folder / "config.json"), self.folder)
+        plain = mapping_of(self.folder / "config.json")
+        check_config(plain, self.folder)
         try:
+            check_counts(plain)  # before lists of so many layers are made
             config: Config = pretrained(AutoConfig, self.folder)
-            config._attn_implementation = None  # what was there when it was written may not be here
+
             layers = config.get_text_config().num_hidden_layers
-            if not 0 < layers <= DEEPEST:
-                raise ValueError(f"num_hidden_layers is {layers}, of {DEEPEST:,} at most")
-            for key, value in config.get_text_config().to_dict().items():
-                if "experts" in key and isinstance(value, int) and value > CROWDED:
-                    raise ValueError(f"{key} is {value:,}, of {CROWDED:,} at most")
+            if layers <= 0:
+                raise ValueError(f"num_hidden_layers is {layers}")
+            check_counts(config.to_dict())
         except MoesaicError:
             raise
         except Exception as error:  # transformers raises anything over a config that is odd
@@ -211,6 +206,7 @@ class Source:
             tokenizer: Tokenizer = pretrained(AutoTokenizer, self.folder)
             if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
                 raise ValueError("its vocabulary is in no file")  # made up for the architecture
+            tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # settings of wrong types
         except Exception as error:  # tokenizers raises anything over a file that is odd
             reason = NEEDS_CODE if brings_code(self.folder) else " ".join(str(error).split())
             raise MoesaicError(f"{self.name} has no usable tokenizer: {reason:.300}") from error

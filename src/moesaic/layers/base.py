@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.config import types_of
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
+from moesaic.io.headers import check_fields
 from moesaic.registry import Registry
 
 V_co = TypeVar("V_co", covariant=True)
@@ -296,6 +298,21 @@ class RoutingPlan(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         return iter(())
+
+
+def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    """The plan of a layer of any kind, its fields of the types that they are said to have.
+
+    Args:
+        header: of the layer.
+        tensors: its own, by name.
+
+    Raises:
+        KeyError, TypeError, ValueError: there is no such kind, or it has no such layer.
+    """
+    plan = KINDS[header["kind"]].load(header, tensors)
+    check_fields({f.name: getattr(plan, f.name) for f in fields(plan)}, types_of(type(plan)))
+    return plan
 
 
 def same(a: LayerPlan, b: LayerPlan) -> bool:

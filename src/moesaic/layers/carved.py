@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN, put
 from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import shown
 from moesaic.foreign import JSON
 from moesaic.layers.base import (
     Description,
@@ -75,7 +76,7 @@ class CarvedLayer(LayerPlan):
         if min(self.backbone, *self.petals, 0) < 0:
             raise ValueError("a number of neurons is below 0")
         if self.petals and self.routing not in (*CHOOSING, *WEIGHING):
-            raise ValueError(f"routing {self.routing!r:.60} is unknown")
+            raise ValueError(f"routing {shown(self.routing)} is unknown")
         if self.order_M.unique().numel() != width:
             raise ValueError("a neuron is placed twice")
         if not 0 <= self.top_k <= len(self.petals):
@@ -83,7 +84,7 @@ class CarvedLayer(LayerPlan):
         if (self.router_RD is None) != (not self.petals):
             raise ValueError("a router is needed for experts, and only for experts")
         if self.prompts not in PROMPTS:
-            raise ValueError(f"prompts {self.prompts!r:.60} is none of {', '.join(PROMPTS)}")
+            raise ValueError(f"prompts {shown(self.prompts)} is none of {', '.join(PROMPTS)}")
         if self.routing in WEIGHING and len(set(self.petals)) > 1:
             raise ValueError("experts that are weighed are of one size")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import FFN, Arch, FFNNames, hands_on, put
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Site, Sizes, State, check_numbers
 from moesaic.layers.recovery import Balance
@@ -72,7 +72,7 @@ class CondensedLayer(LayerPlan):
         check_numbers("experts", self.experts_K, sizes.experts)
         for name, value in (("neurons", self.width), ("gated neurons", self.gated)):
             if not 0 <= value <= sizes.most:
-                raise ValueError(f"{value!r:.20} {name} are more than such a layer has")
+                raise ValueError(f"{shown(value, 20)} {name} are more than such a layer has")
 
     # --- put to use ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, shown
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.layers.carved import CarvedLayer
@@ -116,7 +116,7 @@ class OverlappingLayer(LayerPlan):
         device = next(iter(tensors.values())).device
         for projection, rows in self.rows.items():
             if projection not in arch.attention.projections:
-                raise ValueError(f"attention has no {projection!r:.40}")
+                raise ValueError(f"attention has no {shown(projection, 40)}")
             _check_norm(arch, state, projection, rows)
             for name in (f"{attention}{projection}.{part}" for part in ("weight", "bias")):
                 if name in tensors:

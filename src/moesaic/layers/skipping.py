@@ -10,6 +10,7 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.errors import shown
 from moesaic.layers.base import Description, Header, RoutingPlan, Sizes
 from moesaic.nn.skipping_router import RULES, make_skipping
 
@@ -28,7 +29,9 @@ class SkippingLayer(RoutingPlan):
 
     def check(self, sizes: Sizes) -> None:
         if self.rule not in RULES or not 0 <= self.beta < math.inf:
-            raise ValueError(f"experts cannot be left out by {self.rule!r:.20} {self.beta!r:.20}")
+            raise ValueError(
+                f"experts cannot be left out by {shown(self.rule, 20)} {shown(self.beta, 20)}"
+            )
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

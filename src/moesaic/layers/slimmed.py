@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import shown
 from moesaic.foreign import JSON
 from moesaic.layers.base import PADDING, Description, Header, Site, Sizes, State, check_numbers
 from moesaic.layers.neurons import (
@@ -97,7 +98,9 @@ class SlimmedLayer(PrunedLayer):
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
         if self.before != sizes.width:
-            raise ValueError(f"experts had {self.before!r:.20} neurons, and have {sizes.width}")
+            raise ValueError(
+                f"experts had {shown(self.before, 20)} neurons, and have {sizes.width}"
+            )
         lists = self.kept_E.numel()
         check_numbers("neurons", self.neurons_EW, sizes.width, padding=True, lists=lists)
         check_numbers("shared neurons", self.shared_S, sizes.most, padding=True)

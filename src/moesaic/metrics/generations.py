@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import torch
+from jinja2 import TemplateError
 
+from moesaic.data.templates import rendered
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.caller import leaves_untouched
@@ -159,9 +161,11 @@ def generate(
         if not getattr(tokenizer, "chat_template", None):
             raise MoesaicError("chat: this model has no chat template; leave it out.")
         turns = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            text = rendered(tokenizer, turns, add_generation_prompt=True)
+        except TemplateError as error:
+            raise MoesaicError(f"The chat template refuses the prompt: {error}") from error
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     ids = inputs["input_ids"].to(model.device)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moesaic.arch.dense import Arch
@@ -21,11 +21,11 @@ from moesaic.arch.mixture import MoEFFN
 from moesaic.config import RunArgs, takes_options
 from moesaic.data.text_source import read_by
 from moesaic.distributed import gathered, process, wait_for_all
-from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model
+from moesaic.errors import MoesaicError, shown
+from moesaic.foreign import JSON, Model, Values
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_stored, stored_in
-from moesaic.io.headers import header_of
+from moesaic.io.headers import check_fields, header_of, parsed, reading
 from moesaic.io.outputs import (
     STATISTICS,
     alone,
@@ -170,6 +170,20 @@ def plain(base: BaseShape) -> JSON:
     return json.loads(json.dumps(asdict(base)))
 
 
+_HEADER: Values = {
+    "base": dict,
+    "dtype": str,
+    "layers": list[int],
+    "gram": int,
+    "calibration": str,
+    "tokens": int,
+    "sources": list[dict[str, object]],
+    "samples": int | None,
+    "length": int | None,
+}
+_MUST = ("base", "dtype", "layers", "gram", "calibration", "tokens")
+
+
 class StatsFile:
     """Statistics of a whole model in one safetensors file; read one layer at a time.
 
@@ -183,16 +197,19 @@ class StatsFile:
             raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
         try:
             header_of(path)
-            with safe_open(path, framework="pt") as opened:
-                header: JSON = json.loads((opened.metadata() or {})["moesaic"])
-        except (MoesaicError, SafetensorError, KeyError, ValueError) as error:
+            with reading(path), safe_open(path, framework="pt") as opened:
+                header: JSON = parsed((opened.metadata() or {})["moesaic"], str(path))
+                check_fields({"the header": header}, {"the header": dict})
+        except MoesaicError as error:
             raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
         version = header.pop("format", None)
         if version != FORMAT:
             raise MoesaicError(
-                f"{path} has statistics of format {version or 1}; this version reads and writes "
-                f"format {FORMAT}. Observe the model again."
+                f"{path} has statistics of format {shown(version or 1)}; this version reads and "
+                f"writes format {FORMAT}. Observe the model again."
             )
+        with reading(path, "Observe the model again."):
+            check_fields({**dict.fromkeys(_MUST), **header}, _HEADER)
         self.header: JSON = header
         """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``,
         ``sources``, its windows (``samples``) and their ``length``, where these are known."""
@@ -218,18 +235,14 @@ class StatsFile:
         Raises:
             MoesaicError: they are not whole.
         """
-        try:
+        what = f"{self.path}: layer {index}"
+        with reading(what, "Observe the model again."):
             with safe_open(self.path, framework="pt") as opened:
                 start = f"{index}."
                 names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
                 tensors = {n: opened.get_tensor(start + n).clone() for n in names}
             stats = ExpertStats.of_tensors(tensors)
             stats.check()
-        except (SafetensorError, TypeError, KeyError, ValueError) as error:
-            raise MoesaicError(
-                f"{self.path}: the statistics of layer {index} are damaged: {error}. "
-                "Observe the model again."
-            ) from error
         return stats
 
 

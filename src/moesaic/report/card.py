@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 import yaml
 
-from moesaic.errors import how_to_install
+from moesaic.errors import how_to_install, printable
 from moesaic.io.layout import FOLDER, PLAN
 from moesaic.record import Record
 from moesaic.report import numbers, read, words
@@ -49,7 +49,7 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
         _rebuilding(record),
         "The base model's licence applies to its weights.",
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return printable("\n\n".join(filter(None, parts)) + "\n")
 
 
 def _rebuilding(record: Record) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moesaic.record import Record
-from moesaic.report import numbers, read, tables, words
+from moesaic.report import read, tables, words
 from moesaic.report.read import part
 
 TONES = {"worse": "yellow", "unsure": "dim"}
@@ -34,7 +34,7 @@ def terminal(record: Record) -> RenderableType:
     generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
     if generated and prompt:
-        parts.append(Text.assemble(" ", (numbers.printable(str(prompt)), "bold")))
+        parts.append(Text.assemble(" ", (str(prompt), "bold")))
     names = read.names(generated)
     for start in range(0, len(names), ACROSS):
         beside = names[start : start + ACROSS]
@@ -42,7 +42,7 @@ def terminal(record: Record) -> RenderableType:
         for name in beside:
             style = "bold cyan" if name == "result" else ""
             table.add_column(Text(name), header_style=style, ratio=1)
-        written = (numbers.printable(str(generated[name])).strip() for name in beside)
+        written = (str(generated[name]).strip() for name in beside)
         table.add_row(*(Text(text or "(nothing)") for text in written))
         parts.append(table)
     return Group(*parts)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec
 
+from moesaic.errors import shown
+
 P = ParamSpec("P")
 NONE = "–"
 NBSP = "\u00a0"
+FORM = re.compile(r",?(\.\d)?[efg%]")
+"""Specifications that may say how a number is written; they come from files, too."""
 
 
 def _any(
@@ -83,6 +88,8 @@ def number(value: float, form: str) -> str:
     >>> number(0.1234, ".1%").replace(NBSP, " "), number(1234.5, ",.0f"), number(None, ".3g")
     ('12.3 %', '1,234', '–')
     """
+    if not FORM.fullmatch(form):
+        raise ValueError(f"{shown(form)} is no form of a number")
     return format(value, form).replace("%", f"{NBSP}%")
 
 
@@ -171,14 +178,3 @@ def plain(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {plain(v)}" for key, v in value.items()) or NONE
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters other than newline and tab replaced.
-
-    >>> printable("a\\x1b[31mb\\n")
-    'a�[31mb\\n'
-    """
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )

@@ -8,7 +8,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, printable
 from moesaic.foreign import Values
 from moesaic.record import (
     Figure,
@@ -81,7 +81,7 @@ def _page(records: Sequence[Record], without: Sequence[str]) -> str:
     models = dict.fromkeys(read.model_name(record) for record in records)
     originals = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
     most = max((read.most_experts(record) for record in records), default=0)
-    page: str = _template().render(
+    page = _template().render(
         runs=runs,
         title=f"{len(runs)} runs of {originals}" if several else runs[0]["title"],
         several=several,
@@ -93,7 +93,7 @@ def _page(records: Sequence[Record], without: Sequence[str]) -> str:
         left_out=[HEAVY[name] for name in without],
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
-    return page
+    return printable(page)
 
 
 # --- one run -------------------------------------------------------------------------------------

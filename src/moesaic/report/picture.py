@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from markupsafe import escape
 
+from moesaic.errors import printable
 from moesaic.record import Record
 from moesaic.report import draw, numbers, read
 from moesaic.report.frontier import frontiers
@@ -94,7 +95,7 @@ def picture(record: Record) -> str:
 
 def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
     """A drawing as a file of its own, on its own ground."""
-    return (
+    return printable(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img"><title>{escape(title)}</title>'
         f'<style>{STYLE}</style><rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" '

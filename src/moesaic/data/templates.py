@@ -1,0 +1,136 @@
+"""Chat templates of strangers, rendered where they can take neither time nor memory.
+
+A template is a program. transformers runs it in Jinja's sandbox, which keeps it from files and
+attributes, but not from loops within loops or from strings that double. So it runs in a child of
+this process, which has a limit of memory and is ended when it takes too long. Where the system
+cannot fork, it runs here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import weakref
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Tokenizer, Values
+
+SECONDS = 20.0
+"""Time that one rendering may take."""
+LONGEST = 10_000_000
+"""Characters of a conversation at most."""
+MEMORY = 1 << 30
+"""Bytes that a template may take."""
+
+
+def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> str:
+    """A conversation in a tokenizer's chat template, as ``apply_chat_template`` renders it.
+
+    Args:
+        tokenizer: it has a template.
+        turns: as the template takes them.
+        options: further ones of ``apply_chat_template``.
+
+    Raises:
+        MoesaicError: the template fails, takes more than :data:`SECONDS` or :data:`MEMORY`, or
+            writes more than :data:`LONGEST`.
+        TemplateError: the template itself refuses the conversation.
+    """
+    if not hasattr(os, "fork"):
+        return _applied(tokenizer, turns, options)
+    child = _CHILDREN.get(tokenizer)
+    if child is None or child.of != _state(tokenizer):
+        child = _CHILDREN[tokenizer] = _Child(tokenizer)
+    try:
+        kind, text = child.ask(turns, options)
+    except (EOFError, OSError):
+        del _CHILDREN[tokenizer]
+        kind, text = "bounds", f"takes more than {SECONDS:g} seconds, or more memory than there is"
+    if kind == "refused":
+        raise TemplateError(text)
+    if kind != "text":
+        raise MoesaicError(f"The chat template of this model {text}. Give text instead of turns.")
+    return text
+
+
+def _applied(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> str:
+    return str(tokenizer.apply_chat_template([*turns], tokenize=False, **options))
+
+
+def _state(tokenizer: Tokenizer) -> tuple[object, ...]:
+    """What a child knows of: whose it is, the template, and the tokens that it may write."""
+    return os.getpid(), tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+
+
+class _Child:
+    """A child of this process that renders one tokenizer's template, until it fails."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.of = _state(tokenizer)
+        self._pipe, there = Pipe()
+        self.process = os.fork()
+        if not self.process:
+            try:
+                self._pipe.close()
+                _serve(tokenizer, there)
+            finally:
+                os._exit(0)
+        there.close()
+        weakref.finalize(self, _end, self.process, os.getpid())
+
+    def ask(self, turns: Sequence[Values], options: Values) -> tuple[str, str]:
+        """What comes of a conversation: ``text``, ``refused`` or ``failed``, and in which words.
+
+        Raises:
+            EOFError: the child is gone.
+        """
+        self._pipe.send_bytes(json.dumps(([*turns], options), default=str).encode())
+        if not self._pipe.poll(SECONDS):
+            raise EOFError
+        kind, text = json.loads(self._pipe.recv_bytes(8 * LONGEST))
+        return str(kind), str(text)
+
+
+def _end(process: int, owner: int) -> None:
+    if os.getpid() == owner:
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def _serve(tokenizer: Tokenizer, pipe: Connection) -> None:
+    """Render what is asked for, in the child."""
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError, ValueError):  # where the system does not tell, time alone is limited
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
+    while True:
+        try:
+            turns, options = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = "text", _applied(tokenizer, turns, options)
+            if len(answer[1]) > LONGEST:
+                answer = "failed", f"writes more than {LONGEST:,} characters"
+        except TemplateError as error:
+            answer = "refused", str(error)[:LONGEST]
+        except MemoryError:
+            answer = "failed", f"takes more than {MEMORY >> 20:,} MiB of memory"
+        except Exception as error:  # templates can do anything
+            answer = "failed", f"fails ({type(error).__name__}: {str(error)[:300]})"
+        pipe.send_bytes(json.dumps(answer).encode())
+
+
+_CHILDREN: MutableMapping[Tokenizer, _Child] = weakref.WeakKeyDictionary()

@@ -1,0 +1,467 @@
+"""Files of strangers: whatever they say, there is a result or one message, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jinja2 import TemplateError
+
+import moesaic
+from moesaic.data.text import calibration_tokens
+from moesaic.errors import MoesaicError
+from moesaic.io.source import resolve
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.observation.files import StatsFile, observe
+from moesaic.plan import Plan
+from moesaic.recipe import parse_recipe
+
+Command = Callable[..., tuple[int, str, str]]
+QUICK = ("--keep", 6, "--score", "aimer", "--no-eval")
+CLEAR = "\x1b[2J\x1b]0;stolen\x07\u202e"
+"""Clears a terminal, gives it a title, and turns what follows around."""
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """No more than two gigabytes beside what is there."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (2 << 30), limits[1])
+    )
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.fixture
+def theirs(moe_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
+
+
+def edited(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def is_message(err: str) -> bool:
+    """Whether stderr holds one printable message of bounded length."""
+    message = err.partition("Error: ")[2]
+    return 0 < len(message) <= 1000 and message.replace("\xa0", "").isprintable()
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def test_no_name_steers_the_terminal(command: Command, theirs: Path) -> None:
+    index = theirs / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    for name in (CLEAR, f"{CLEAR}{'x' * 300}"):
+        edited(index, weight_map={**places, "more": name})
+        code, _, err = command("inspect", theirs)
+        assert (code, is_message(err)) == (2, True), err
+    edited(index, weight_map={**places, "x" * 10**6: "gone.safetensors"})
+    assert is_message(command("inspect", theirs)[2])
+
+
+def test_messages_are_printable_and_bounded_wherever_they_are_read() -> None:
+    message = str(MoesaicError(f"{CLEAR}{'x' * 10**6} pass keep=3"))
+    assert message.isprintable()
+    assert len(message) < 1000
+    assert message.endswith("pass keep=3")
+
+
+def test_tables_titles_and_cards_are_printable(
+    command: Command, carved_folder: Path, tmp_path: Path
+) -> None:
+    from rich.table import Table
+
+    from moesaic import report
+    from moesaic.cli.bars import Plain
+    from moesaic.record import Record
+
+    run = Path(shutil.copytree(carved_folder, tmp_path / "run"))
+    record = run / "moesaic/result.json"
+    plain = json.loads(record.read_text())
+    plain["steps"][0] |= {"title": f"carved {CLEAR}", "told": CLEAR}
+    plain["model"] = f"a{CLEAR}b"
+    record.write_text(json.dumps(plain))
+    assert command("report", run, "--out", tmp_path / "a.html")[0] == 0
+    parsed = Record.from_json(plain)
+    assert parsed.model == plain["model"]  # what is kept is as it was
+    console = Plain()
+    table = Table(title=CLEAR)
+    table.add_column(f"h{CLEAR}")
+    table.add_row(f"c{CLEAR}")
+    with console.capture() as shown:
+        console.print(table)
+        console.print(report.terminal(parsed))
+    drawn = (tmp_path / "a.html").read_text("utf-8"), report.picture(parsed)
+    for text in (shown.get(), *drawn, report.model_card(parsed, "")):
+        assert not {"\x1b", "\x07", "\u202e"} & {*text}
+
+
+# --- headers -------------------------------------------------------------------------------------
+
+
+def with_header(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    raw = file.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    content = json.loads(raw[8 : 8 + size])
+    changed = edit(content)
+    text = (changed if isinstance(changed, str) else json.dumps(content)).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+
+def of_first(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(header: dict[str, Any]) -> None:
+        header[next(n for n in header if n != "__metadata__")].update(changes)
+
+    return edit
+
+
+ODD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no place": of_first(data_offsets=None),
+    "a place of words": of_first(data_offsets=["0", "64"]),
+    "a place of fractions": of_first(data_offsets=[0.5, 64]),
+    "one end": of_first(data_offsets=[0]),
+    "a place below 0": of_first(data_offsets=[-64, 0]),
+    "a shape that is a number": of_first(shape=3),
+    "a shape of words": of_first(shape=["x"]),
+    "a shape below 0": of_first(shape=[-1, -4]),
+    "a type that is a list": of_first(dtype=["F32"]),
+    "another key": of_first(more=1),
+    "an entry that is a list": lambda header: header.update(x=[1]),
+    "metadata that are a number": lambda header: header.update(__metadata__=7),
+    "metadata of numbers": lambda header: header.update(__metadata__={"a": 7}),
+    "a list": lambda header: "[]",
+    "a number": lambda header: "7",
+    "deep": lambda header: '{"a":' * 400 + "1" + "}" * 400,
+    "a long number": lambda header: '{"a": {"shape": [' + "9" * 4000 + "]}}",
+}
+
+
+@pytest.mark.parametrize("change", ODD_HEADERS.values(), ids=ODD_HEADERS)
+def test_a_header_of_other_types_is_refused(
+    theirs: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    with_header(sorted(theirs.glob("*.safetensors"))[0], change)
+    with pytest.raises(MoesaicError, match=r"safetensors is missing, truncated or corrupt"):
+        _ = resolve(str(theirs)).checkpoint
+
+
+def test_a_name_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
+    """Each name was counted in all of them: this took hours."""
+    from moesaic.io.headers import header_of
+
+    names = [*(f'"{i}": 0' for i in range(400_000)), '"399999": 0']
+    text = ("{" + ",".join(names) + "}").encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(MoesaicError, match="'399999' is there twice"):
+        header_of(tmp_path / "x.safetensors")
+
+
+STATISTICS = {"layers": "x", "gram": [], "base": None, "tokens": "9", "sources": [1], "samples": {}}
+
+
+def test_statistics_of_other_types_are_refused(moe_folder: Path, tmp_path: Path) -> None:
+    text = {"samples": 2, "length": 16}
+    file = observe(str(moe_folder), tmp_path / "stats.safetensors", **text)
+    before = file.read_bytes()
+    for key, value in STATISTICS.items():
+
+        def edit(header: dict[str, Any], key: str = key, value: object = value) -> None:
+            ours = {**json.loads(header["__metadata__"]["moesaic"]), key: value}
+            header["__metadata__"]["moesaic"] = json.dumps(ours)
+
+        file.write_bytes(before)
+        with_header(file, edit)
+        with pytest.raises(MoesaicError, match=f"cannot be read: {key} is"):
+            StatsFile(file)
+    file.write_bytes(before)
+    with_header(file, lambda header: header["__metadata__"].update(moesaic="[]"))
+    with pytest.raises(MoesaicError, match="not a file of moesaic observe"):
+        StatsFile(file)
+
+
+PLANS = {
+    "base.widths": 3, "base.hidden_size": "32", "base.model_type": None, "base.more": 1,
+    "layers.0": [], "layers": [1], "layers.x": {}, "method": 3,
+    "config": [], "calibration": 7, "earlier": 5, "format": [3],
+}  # fmt: skip
+
+
+def test_a_plan_of_other_types_is_refused(moe_folder: Path, tmp_path: Path) -> None:
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer")).plan
+    assert plan is not None
+    plan.save(tmp_path)
+    file = tmp_path / "plan.json"
+    before = file.read_text()
+    for path, value in PLANS.items():
+        content = inside = json.loads(before)
+        *keys, last = path.split(".")
+        for key in keys:
+            inside = inside[key]
+        inside[last] = value
+        file.write_text(json.dumps(content))
+        with pytest.raises(MoesaicError):
+            Plan.load(tmp_path)
+
+
+# --- JSON of models ------------------------------------------------------------------------------
+
+CONFIGS = {
+    "a list of numbers of layers": {"num_hidden_layers": [2]},
+    "words": {"hidden_size": "32"},
+    "layers of a part": {"vision_config": {"num_hidden_layers": 10**9}},
+    "layers beyond any": {"num_hidden_layers": 10**9, "model_type": "qwen2"},
+    "a head beyond memory": {"head_dim": 10**10},
+    "quantised as words": {"quantization_config": "fp8"},
+    "quantised in a list": {"quantization_config": [1]},
+    "blocks of words": {"quantization_config": {"quant_method": "fp8", "weight_block_size": "xy"}},
+    "blocks of nothing": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0]}},
+    "groups that are a list": {
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": ["x"]}
+    },
+    "bits that are words": {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"a": {"weights": {"num_bits": "four", "type": "int"}}},
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_of_other_types_is_refused(
+    command: Command, theirs: Path, tmp_path: Path, little_memory: None, changes: Any
+) -> None:
+    edited(theirs / "config.json", **changes)
+    code, _, err = command("prune", theirs, tmp_path / "out", *QUICK)
+    assert (code, is_message(err)) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", '{"a":' * 300 + "1" + "}" * 300),
+        ("config.json", '{"vocab_size": ' + "9" * 400 + "}"),
+        ("config.json", b"\xff\xfe{}"),
+        ("model.safetensors.index.json", '{"weight_map": ' + "[" * 300 + "]" * 300 + "}"),
+        ("tokenizer_config.json", {"model_max_length": "many"}),
+        ("tokenizer_config.json", {"model_max_length": [1]}),
+        ("tokenizer_config.json", {"padding_side": 7}),
+    ],
+)
+def test_json_beyond_what_any_file_holds_is_refused(
+    command: Command, theirs: Path, tmp_path: Path, name: str, change: Any
+) -> None:
+    file = theirs / name
+    if isinstance(change, dict):
+        edited(file, **change)
+    else:
+        file.write_bytes(change if isinstance(change, bytes) else change.encode())
+    line = ("--keep", 6, "--score", "frequency", "--samples", 2, "--length", 16, "--no-eval")
+    code, _, err = command("prune", theirs, tmp_path / "out", *line)
+    assert (code, is_message(err)) == (2, True), err
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{BOMB}model: *i\n",
+        f"{BOMB}model: m\nout: o\nsteps: [{{prune: *i}}]\n",
+        "a: &a [*a]\nmodel: *a\nout: o\nsteps: [{prune: {}}]\n",
+        f"model: m\nout: o\nsteps: [{{prune: {{keep: 0x{'f' * 5000}}}}}]\n",
+        "model: m\nout: o\nsteps: [{prune: {keep: 6}}]\n" + "#" * 200_000,
+        'model: "\\ud800"\nout: o\nsteps: [{prune: {keep: 6}}]\n',
+        'model: "nul\\0"\nout: o\nsteps: [{prune: {keep: 6}}]\n',
+    ],
+    ids=["aliases", "aliases as options", "itself", "a long number", "long", "no UTF-8", "NUL"],
+)
+def test_a_recipe_that_grows_is_refused(text: str, little_memory: None) -> None:
+    with pytest.raises(MoesaicError) as refusal:
+        parse_recipe(text)
+    assert len(str(refusal.value)) < 1000
+
+
+def test_a_recipe_may_repeat_itself() -> None:
+    text = "x: &all {keep: 6}\nmodel: m\nout: o\nsteps: [{prune: *all}]\n"
+    with pytest.raises(MoesaicError, match="x is not an option"):  # and nothing of aliases
+        parse_recipe(text)
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+
+def gguf_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def gguf_field(name: str, kind: int, value: bytes) -> bytes:
+    return gguf_text(name.encode()) + struct.pack("<I", kind) + value
+
+
+def gguf_of(*fields: bytes, tensors: int = 0) -> bytes:
+    start = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(fields) + 1)
+    architecture = gguf_field("general.architecture", 8, gguf_text(b"llama"))
+    return start + architecture + b"".join(fields) + b"\0" * 64
+
+
+ENDLESS = {
+    "values": gguf_of(gguf_field("x", 9, struct.pack("<IQ", 0, 2**60))),
+    "words": gguf_of(gguf_field("x", 9, struct.pack("<IQ", 8, 2**60))),
+    "lists": gguf_of(gguf_field("x", 9, struct.pack("<IQ", 9, 2**40))),
+    "a text": gguf_of(gguf_field("x", 8, struct.pack("<Q", 2**62))),
+    "a token": gguf_of(
+        gguf_field("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 1) + gguf_text(b"a" * 200_000))
+    ),
+    "layers": gguf_of(gguf_field("llama.block_count", 4, struct.pack("<I", 10_000))),
+    "experts": gguf_of(gguf_field("llama.expert_count", 4, struct.pack("<I", 10**6))),
+    "tensors": gguf_of(tensors=2**50),
+    "a type": gguf_of(gguf_field("x", 77, b"")),
+    "no fields": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
+    "cut": b"GGUF\x03\0\0",
+}
+
+
+@pytest.mark.parametrize("content", ENDLESS.values(), ids=ENDLESS)
+def test_a_gguf_header_that_never_ends_is_refused(
+    command: Command, tmp_path: Path, content: bytes, little_memory: None
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    code, _, err = command("inspect", tmp_path / "x.gguf")
+    assert (code, is_message(err)) == (2, True), err
+
+
+# --- chat templates ------------------------------------------------------------------------------
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 50}]
+SOUND = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TEMPLATES = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "doubles": "{% set n = namespace(x='ab') %}"
+    "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "multiplies": "{{ 'x' * 10**11 }}",
+    "pads": "{{ 'x'|center(10**11) }}",
+    "raises": "{{ 9**(9**9) }}",
+    "writes": "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "adds words": "{{ messages + 1 }}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_chat_template_is_bounded(
+    tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moesaic.data import templates
+
+    monkeypatch.setattr(templates, "SECONDS", 3.0)
+    monkeypatch.setattr(tokenizer, "chat_template", template + SOUND)
+    with pytest.raises(MoesaicError, match="chat template"):
+        calibration_tokens([{"messages": TURNS}], tokenizer, 1, 4)
+
+
+def test_a_chat_template_is_rendered_as_transformers_does(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moesaic.data.templates import rendered
+
+    for template in (SOUND, SOUND.replace(":", " says")):  # a changed one is not remembered
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        for prompt in (False, True):
+            expected = tokenizer.apply_chat_template(
+                TURNS, tokenize=False, add_generation_prompt=prompt
+            )
+            assert rendered(tokenizer, TURNS, add_generation_prompt=prompt) == expected
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles') }}")
+    with pytest.raises(TemplateError, match="roles"):
+        rendered(tokenizer, TURNS)
+    with pytest.raises(MoesaicError, match="refuses a conversation: roles"):
+        calibration_tokens([{"messages": TURNS}], tokenizer, 1, 4)
+
+
+# --- records -------------------------------------------------------------------------------------
+
+HEAT = {"section": "s", "title": "t", "kind": "heat", "columns": ["0"],
+        "rows": [{"label": "0", "values": [0.5]}]}  # fmt: skip
+RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a form of 2 GB": lambda r: r["steps"][0].update(figures=[{**HEAT, "form": "2000000000f"}]),
+    "a form of words": lambda r: r["steps"][0].update(figures=[{**HEAT, "form": "x"}]),
+    "experts without end": lambda r: r["layers"][0].update(experts=10**9),
+    "digits": lambda r: json.dumps(r)[:-1] + ', "scores": {"result": {"kl": 1' + "0" * 400 + "}}}",
+    "deep": lambda r: r.update(scores=json.loads("[" * 450 + "]" * 450)),
+    "many models": lambda r: r.update(scores={str(i): {"kl": 1.0} for i in range(20_000)}),
+    "a huge number": lambda r: r.update(scores={"result": {"total_parameters": 10**299}}),
+    "rows that are cut": lambda r: r["steps"][0].update(figures=[{**HEAT, "columns": []}]),
+}
+
+
+@pytest.mark.parametrize("change", RECORDS.values(), ids=RECORDS)
+def test_a_record_of_any_numbers_is_answered(
+    command: Command, carved_folder: Path, tmp_path: Path, little_memory: None, change: Any
+) -> None:
+    run = Path(shutil.copytree(carved_folder, tmp_path / "run"))
+    file = run / "moesaic/result.json"
+    content = json.loads(file.read_text())
+    changed = change(content)
+    file.write_text(changed if isinstance(changed, str) else json.dumps(content))
+    code, _, err = command("report", run, "--out", tmp_path / "a.html")
+    assert code == 0 or (code == 2 and is_message(err)), err
+    if change is not RECORDS["a huge number"]:
+        assert code == 2
+
+
+# --- any change ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that the faults of ``make faults`` start from."""
+    faults = str(Path(__file__).parent / "faults")
+    sys.path.insert(0, faults)
+    import fuzz
+    from commands import FIRST, commands, prepare
+
+    place = tmp_path_factory.mktemp("faults") / "sound"
+    prepare(place, [*FIRST.values()])
+    by_name = {c.name: c for c in commands(place)}
+    for folder, name in FIRST.items():
+        line = by_name[name].line()
+        line[line.index("out")] = str(place / folder)
+        assert fuzz.called(line)[0] == 0
+    text = ("--calibration", str(place / "text.jsonl"), "--samples", "6", "--length", "32")
+    assert fuzz.called(["observe", str(place / "moe"), str(place / "stats"), *text])[0] == 0
+    fuzz.prepare(place)
+    yield place
+    sys.path.remove(faults)
+
+
+def test_any_change_of_keys_and_types_ends_in_a_result_or_a_message(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of ``make faults``, which tries thousands."""
+    import fuzz
+
+    monkeypatch.chdir(sound)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(sound.parent / "cache"))
+    outcomes = [(n, *fuzz.tried(n, sound)) for n in range(3 * len(fuzz.KINDS))]
+    assert not [o for o in outcomes if o[2] not in ("result", "refused")]
+    assert {o[2] for o in outcomes} == {"result", "refused"}
