@@ -86,12 +86,12 @@ class Engine:
         return int(self._llama.n_vocab())
 
     def tokens(self, text: str, length: int) -> Tensor:
-        """The first tokens (1, L) of a text.
+        """The first tokens (1, L) of a text, behind BOS where the file's tokenizer begins with it.
 
         Raises:
             MoesaicError: the text is shorter.
         """
-        ids = self._llama.tokenize(text.encode(), add_bos=False)[:length]
+        ids = self._llama.tokenize(text.encode(), add_bos=True)[:length]
         if len(ids) < length:
             raise MoesaicError(f"The text is shorter than {length} tokens; lower --length.")
         return torch.tensor([ids])
@@ -135,9 +135,9 @@ def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> i
         MoesaicError: it cannot load the file.
     """
     engine = _opened(file, vocab_only=True)
-    split = [engine.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+    split = [engine.tokenize(text.encode(), add_bos=True, special=True) for text in texts]
     engine.close()
-    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    wanted = [tokenizer(text)["input_ids"] for text in texts]
     return sum(ids != right for ids, right in zip(split, wanted, strict=True))
 
 

@@ -211,7 +211,7 @@ class Measurement:
     def _circumstances(self) -> JSON:
         """What was measured on, and how."""
         settings, config = self.settings, self.sources["original"].config
-        extra: JSON = {}
+        extra: JSON = {"bos": True} if self.tokens.begun else {}
         if settings.tasks:
             extra["tasks"] = settings.tasks
         for name in ("limit", "shots"):
@@ -237,8 +237,7 @@ def colour_samples(model: Model, tokenizer: Tokenizer, tokens: int = 160) -> lis
     """
     samples = []
     for domain in ("prose", "reference", "code"):
-        ids = tokenizer(shipped_texts("evaluation", domain)[0], add_special_tokens=False)
-        ids = torch.tensor(ids["input_ids"][:tokens])
+        ids = torch.tensor(tokenizer(shipped_texts("evaluation", domain)[0])["input_ids"][:tokens])
         chosen = trace(model, ids)
         pieces = [tokenizer.decode([i]) for i in ids.tolist()]
         samples.append(

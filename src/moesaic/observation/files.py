@@ -93,6 +93,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         "calibration": job.tokens.fingerprint,
         "tokens": job.tokens.count,
         **dict(zip(("samples", "length"), job.tokens.input_ids.shape, strict=True)),
+        **({"bos": True} if job.tokens.begun else {}),
         "sources": [origin.as_json() for origin in job.tokens.origins],
         "gram": gram_mb,
     }
@@ -157,6 +158,7 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
         MoesaicError: it is of another model, or lacks what is needed.
     """
     file = StatsFile(Path(path))
+    job.warn_of_text()
     base = plain(job.base)
     stored = {"routing": base["routing"], **file.header["base"]}  # which older files do not say
     differences = [*differing({"base": stored}, {"base": base})]
@@ -197,7 +199,8 @@ class StatsFile:
             )
         self.header: JSON = header
         """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``,
-        ``sources``, its windows (``samples``) and their ``length``, where these are known."""
+        ``sources``, whether windows begin with BOS (``bos``), their number (``samples``) and
+        ``length``, where these are known."""
 
     @property
     def fingerprint(self) -> str:
@@ -296,6 +299,11 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
                     "count twice: leave one of them out."
                 )
             seen[text] = file.path
+        if file.header.get("bos", False) != first.get("bos", False):
+            raise MoesaicError(
+                f"{file.path} and {paths[0]} cannot be merged: the windows of one begin with BOS, "
+                "those of the other do not."
+            )
     samples = [f.header.get("samples") or 0 for f in files]
     lengths = {f.header.get("length") for f in files}
     header = {
