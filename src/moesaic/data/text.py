@@ -240,11 +240,7 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
     They are found by what it does; what configs say of BOS is often not what comes out.
     """
-    text = "a"
-    ids, plain = (
-        tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        for special in (True, False)
-    )
+    ids, plain = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
     ends = (n for n in range(len(ids)) if ids[n : n + len(plain)] == plain)
     return ids[: next(ends, 0)]
 
