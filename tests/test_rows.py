@@ -146,7 +146,8 @@ KNOWING = (
 NAIVE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Roles must alternate') }}{% endif %}{{ '<' + m.content + '>' }}{% endfor %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}{{ '<' + m.content + '>' }}"
+    "{% endfor %}"
 )
 
 

@@ -196,6 +196,8 @@ TURNS = ("messages", "conversations")
 """Columns that are a conversation, whatever stands beside them."""
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
 """Names of roles, as some data sets have them."""
+SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a turn that may need no ``content`` beside them."""
 
 
 def _turns(row: Row) -> list[JSON]:
@@ -219,8 +221,8 @@ def _turn(turn: object) -> JSON:
             fields[usual] = fields.pop(name)
     fields = {k: v for k, v in fields.items() if v is not None or k == "content"}
     role, content = fields.get("role"), fields.get("content")
-    said = content if content is not None else fields.keys() - {"role", "content", "name"}
-    if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or said):
+    silent = content is None and any(fields.get(name) for name in SAID)
+    if not isinstance(role, str) or not (silent or isinstance(content, str | list | tuple)):
         raise Unusable(
             f"A conversation's turn has role and content, or from and value; got {turn!r:.70}."
         )
@@ -258,11 +260,11 @@ def _words(content: object) -> str:
 
 def _without_template(turns: Sequence[Values], tools: Sequence[Values] | None) -> str:
     """A conversation as plain text; tools and their calls as JSON."""
-    texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
+    texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
     for turn in turns:
         calls = turn.get("tool_calls")
-        texts += filter(None, [turn.get("reasoning_content"), _words(turn.get("content"))])
-        texts += [json.dumps(calls, ensure_ascii=False)] if calls else []
+        texts += filter(None, (_words(turn.get(n)) for n in ("reasoning_content", "content")))
+        texts += [json.dumps(calls, ensure_ascii=False, default=str)] if calls else []
     return "\n\n".join(texts)
 
 
