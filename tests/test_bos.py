@@ -103,7 +103,7 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
             assert example["labels"] == [IGNORED] * p + example["input_ids"][p:]
     pair = PromptAnswer("Why?", " So.")
     ids = [tokenizer(text)["input_ids"] for text in (pair.prompt, pair.answer)]
-    example = answered(pair, begun, 99)
+    example = answered(pair, begun, 99, beginning(begun))
     assert example is not None
     assert example["input_ids"] == [*begin, *ids[0], *ids[1], tokenizer.eos_token_id]
     assert example["labels"] == [IGNORED] * (p + len(ids[0])) + [*ids[1], tokenizer.eos_token_id]
@@ -158,7 +158,7 @@ def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer: Any, begun: Any) 
         each = calibration_tokens(talk, one, 9, 8, documents=True).input_ids
         assert (each[:, 0] == BOS).all(), "a tokenizer that adds none keeps the template's"
         pair = PromptAnswer("<|endoftext|>Why?", " So.")
-        example = answered(pair, one, 99)
+        example = answered(pair, one, 99, beginning(one))
         assert example is not None
         assert example["input_ids"].count(BOS) == 2, "at both ends"
     long = [{"text": "<|endoftext|>".join(["a b c d e f g h"] * 40)}]
@@ -199,14 +199,14 @@ def test_records_say_so_and_nothing_is_compared_across(
         assert record["evaluation"].get("bos") is has
         assert record["scores"]["result"].get("bos") is has
         records[name] = moesaic.record.Record.from_json(record)
-        code, _, err = command("observe", model, tmp_path / name, *text)
+        code, _, err = command("observe", model, tmp_path / f"stats-{name}", *text)
         assert code == 0, err
     assert len(points([*records.values()])) == 2, "two pictures: the text is not the same"
-    begun_, plain = (["--merge", tmp_path / name] for name in ("begun", "plain"))
+    begun_, plain = (["--merge", tmp_path / f"stats-{name}"] for name in ("begun", "plain"))
     code, _, err = command("observe", folder, tmp_path / "both", *begun_, *plain)
     assert code == 2
     assert "begin with BOS" in err
-    given = ["--stats", tmp_path / "begun", "--no-eval", "--json"]
+    given = ["--stats", tmp_path / "stats-begun", "--no-eval", "--json"]
     code, printed, err = command("prune", folder, tmp_path / "out", "--keep", 6, *given)
     assert code == 0, err
     assert json.loads(printed)["calibration"]["bos"] is True

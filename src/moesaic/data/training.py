@@ -150,7 +150,7 @@ class PackedText(IterableDataset[Example]):
 
     def _usable(self, name: str, rows: Iterable[Row], say: bool) -> Iterator[str | Example]:
         """What is learned of each row that can be used: its text, or an example of its own."""
-        read = partial(_learned, self.tokenizer, self.length, self.answers)
+        read = partial(_learned, self.tokenizer, self.begin, self.length, self.answers)
         return (item for _, item in usable(rows, read, name or SHIPPED, say))
 
     def _examples(self, name: str, say: bool = True) -> Iterator[Example]:
@@ -185,7 +185,9 @@ class PackedText(IterableDataset[Example]):
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _learned(tokenizer: Tokenizer, length: int, answers: bool, row: Row) -> str | Example:
+def _learned(
+    tokenizer: Tokenizer, begin: Sequence[int], length: int, answers: bool, row: Row
+) -> str | Example:
     """What is learned of a row: its text, or an example whose prompt is not predicted.
 
     Raises:
@@ -194,29 +196,29 @@ def _learned(tokenizer: Tokenizer, length: int, answers: bool, row: Row) -> str 
     pair = asked(row, tokenizer) if answers else None
     if pair is None:
         return text_of(row, tokenizer)
-    example = answered(pair, tokenizer, length)
+    example = answered(pair, tokenizer, length, begin)
     if example is None:
         raise Unusable(f"length {length}: behind a prompt nothing of its answer is left; raise it.")
     return example
 
 
-def answered(pair: PromptAnswer, tokenizer: Tokenizer, length: int) -> Example | None:
+def answered(
+    pair: PromptAnswer, tokenizer: Tokenizer, length: int, begin: Sequence[int] = ()
+) -> Example | None:
     """A prompt and its answer of which only the answer is learned; None if none of it is left.
-
-    It begins with BOS where the tokenizer begins text with it.
 
     Args:
         pair: the texts.
         tokenizer: its end of text ends the answer.
         length: tokens at which the example is cut.
+        begin: what the tokenizer begins text with, and so the example.
     """
     prompt, answer = (
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in (pair.prompt, pair.answer)
     )
-    begin = beginning(tokenizer)
-    if prompt[: len(begin)] != begin:  # which a chat template may have written
-        prompt = begin + prompt
+    if prompt[: len(begin)] != [*begin]:  # which a chat template may have written
+        prompt = [*begin, *prompt]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = (prompt + answer + end)[:length]
     labels = ([IGNORED] * len(prompt) + answer + end)[:length]
@@ -325,15 +327,15 @@ def _whole(
     rows: Iterable[Row], name: str, tokenizer: Tokenizer, length: int, answers: bool
 ) -> Texts:
     examples, texts = Texts(), []
-    read = partial(_learned, tokenizer, length, answers)
+    begin = beginning(tokenizer)
+    read = partial(_learned, tokenizer, begin, length, answers)
     for _, item in usable(rows, read, name or SHIPPED):
         if isinstance(item, str):
             texts.append(item)
         else:
             examples.add(item["input_ids"], item["labels"].count(IGNORED))
-    begun = len(beginning(tokenizer))
     for window in windows(texts, tokenizer, length) if any(map(str.strip, texts)) else ():
-        examples.add(window.tolist(), begun)
+        examples.add(window.tolist(), len(begin))
     if not examples:
         raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")
     return examples
