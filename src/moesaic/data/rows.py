@@ -133,15 +133,16 @@ def _alpaca(instruction: str, context: str, answer: str) -> PromptAnswer:
 
 def _choices(row: Values) -> PromptAnswer:
     choices, right = row["choices"], row["answer"]
-    if not isinstance(choices, list | tuple) or not all(isinstance(c, str) for c in choices):
+    listed = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
+    if not listed or isinstance(right, bool):
         raise TypeError
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
     if isinstance(right, str):
         right = letters.find(right.strip().upper()) if right.strip() else -1
     if not 0 <= right < len(choices):
         raise Unusable(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
-    listed = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))
-    return PromptAnswer(f"{row['question'].strip()}{listed}\nAnswer:", f" {letters[right]}")
+    lines = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))
+    return PromptAnswer(f"{row['question'].strip()}{lines}\nAnswer:", f" {letters[right]}")
 
 
 SCHEMAS = (
@@ -305,14 +306,14 @@ def _conversation(
 
     text = shown(turns)
     odd = [turn.get("content") for turn in turns if not isinstance(turn.get("content"), str)]
-    if odd:  # a template that knows texts only may refuse others, or write them as Python does
-        written = text is None or any(str(content) in text for content in odd)
-        plain = [{**turn, "content": _words(turn.get("content"))} for turn in turns] * written
-        other = shown(plain) if written else None
-        if text is None or (
-            other is not None and any(text.count(str(c)) > other.count(str(c)) for c in odd)
-        ):
+    # a template that knows texts only may refuse others, or write them as Python does
+    if odd and (text is None or any(str(content) in text for content in odd)):
+        plain = [{**turn, "content": _words(turn.get("content"))} for turn in turns]
+        other = shown(plain)
+        if text is None:
             text, turns = other, plain
+        elif other is not None and any(text.count(str(c)) > other.count(str(c)) for c in odd):
+            text = other
     if text is None:  # some know no system's turns: what it says begins the first other one
         system = [_words(turn.get("content")) for turn in turns if turn["role"] == "system"]
         first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
