@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import DENSE, launch, pages, tiny_model, tiny_moe
+from builders import DENSE, VOCAB, launch, pages, tiny_model, tiny_moe
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -134,6 +134,21 @@ def test_kl_is_the_sum_over_the_vocabulary():
     )
     never = torch.tensor([[0.0, 1.0, -torch.inf]]).log_softmax(-1)
     assert divergence(never, never).item() == 0
+
+
+def test_a_token_counts_to_the_part_that_it_is_of_itself():
+    """And not to that of the token before it, from which it is predicted."""
+    model = tiny_model("llama")
+    ids = torch.randint(1, VOCAB, (3, 9), generator=torch.Generator().manual_seed(5))
+    part_NL = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0, 0], [1] * 9, [0, 1] * 4 + [0]])
+    found = score(model, Tokens(ids, parts=("a", "b"), part_NL=part_NL)).sources
+    with torch.no_grad():
+        log_p = model(ids).logits[:, :-1].log_softmax(-1)
+    losses = -log_p.gather(2, ids[:, 1:, None])[..., 0]
+    for i, name in enumerate("ab"):
+        own = losses[part_NL[:, 1:] == i]
+        assert found[name].tokens == len(own)
+        assert found[name].perplexity == pytest.approx(own.mean().exp().item(), rel=1e-5)
 
 
 def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded):

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import documents, tiny_model, tiny_tokenizer, whole_plan
+from builders import documents, pages, tiny_model, tiny_tokenizer, whole_plan
 from safetensors.torch import save_file
+from shrunken import small_whole
 from tokenizers import processors
 
 import moesaic
@@ -918,3 +919,30 @@ def test_slices_of_one_source_are_one_kind_of_text(tokenizer: Any) -> None:
     assert len({*mixed.parts}) == len(mixed.parts) == 2
     assert mixed.part_NL is not None
     assert {*mixed.part_NL.unique().tolist()} == {0, 1}
+
+
+def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
+    tokenizer: Any, moe_folder: Path, tmp_path: Path, command: Any, caplog: Any
+) -> None:
+    """By every verb that calibrates, on the card and in the record; a mixture of text is not."""
+    words = "is multimodal and calibrated on text alone"
+    folder = tmp_path / "whole"
+    small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text = ["--calibration", pages("calibration"), "--samples", 4, "--length", 24]
+    code, _, err = command("prune", folder, tmp_path / "out", "--keep", 0.5, *text, "--no-eval")
+    assert code == 0, err
+    assert words in caplog.text
+    record = json.loads((tmp_path / "out/moesaic/result.json").read_text())
+    assert any(words in warning for warning in record["log"]["warnings"])
+    assert words in (tmp_path / "out/README.md").read_text()
+    caplog.clear()
+    code, _, err = command("observe", folder, tmp_path / "stats", *text)
+    assert (code, words in caplog.text) == (0, True), err
+    caplog.clear()
+    given = ["--stats", tmp_path / "stats", "--no-eval"]
+    code, _, err = command("prune", folder, tmp_path / "again", "--keep", 0.5, *given)
+    assert (code, words in caplog.text) == (0, True), err
+    caplog.clear()
+    code, _, err = command("prune", moe_folder, tmp_path / "plain", "--keep", 6, *text, "--no-eval")
+    assert (code, words in caplog.text) == (0, False), err

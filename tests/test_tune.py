@@ -390,3 +390,62 @@ def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
     assert training["trained_parameters"] == 3 * 32 * 32
     scores = record.measured["scores"]
     assert scores["result"]["total_parameters"] < scores["original"]["total_parameters"]
+
+
+# --- the stated loss, and what it is trained with ------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["all", "lora"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(
+    model_type: str, what: str
+) -> None:
+    """However its batches are divided; transformers would add what balances its experts."""
+    model = tiny_moe(model_type, output_router_logits=True, router_aux_loss_coef=0.5)
+    texts = rows(8)
+    ids = torch.tensor([row["input_ids"] for row in texts])
+    with torch.no_grad():
+        logits = model(ids, output_router_logits=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    for batch, accumulate in ((8, 1), (4, 2), (2, 4)):
+        config = TuneConfig(what=what, steps=1, batch=batch, accumulate=accumulate, warmup=0.0)
+        tuned = moesaic.tune(copy.deepcopy(model), config, text=texts)
+        (step,) = losses_of(tuned)
+        assert step["loss"] == pytest.approx(loss, rel=1e-5)
+        assert changed(model, tuned.model)
+
+
+def test_gradients_are_clipped_at_what_is_said() -> None:
+    for clip in (1.0, 0.0, 0.25):
+        schedule = Schedule.of(TuneConfig(clip=clip))
+        assert _arguments(schedule, Path("unused"), "cpu", False).max_grad_norm == clip
+    assert TuneConfig().clip == 1.0
+
+
+@pytest.mark.parametrize("verb", ["tune", "tomoe", "dsmoe", "slim"])
+def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
+    verb: str, llama_folder: Path, tmp_path: Path, command: Any
+) -> None:
+    lines = {
+        "tune": ["tune", "-o", "what=all", "-o", "steps=1", "-o", "length=300"],
+        "tomoe": ["carve", "--method", "tomoe", "--recipe", "paper", "--active", "0.8"],
+        "dsmoe": ["carve", "--method", "dsmoe", "-o", "length=300", "-o", "steps=1"],
+        "slim": ["slim", "--keep", "0.5", "--length", "300"],
+    }
+    first, *options = lines[verb]
+    for how in (["--dry-run"], []):
+        code, _, err = command(first, llama_folder, tmp_path / "out", *options, *how)
+        assert code == 2, err
+        assert "is beyond the model's 256 positions" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_unasked_windows_are_no_longer_than_the_positions(tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    tuned = moesaic.tune(
+        model, TuneConfig(what="all", steps=1, batch=1), text="prose", tokenizer=tokenizer
+    )
+    assert tuned.method.config.length == model.config.max_position_embeddings == 256
+    long = [{"input_ids": [1] * 300, "labels": [1] * 300}]
+    with pytest.raises(MoesaicError, match="length 300 is beyond"):
+        moesaic.tune(model, TuneConfig(what="all", steps=1), text=long)

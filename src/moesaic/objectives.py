@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moesaic.config import MethodConfig
 from moesaic.data.text import IGNORED
 from moesaic.data.training import Example
-from moesaic.foreign import Model
+from moesaic.foreign import Config, Model, logits_alone
 
 CHUNK, ACCELERATED = 1 << 20, 1 << 26
 """Log-probabilities that :func:`in_chunks` makes at a time on a CPU, 4 MB, and elsewhere."""
@@ -89,7 +89,7 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
 
 @dataclass
 class Objective(ABC):
-    """A loss to minimise instead of the model's own next-token loss."""
+    """A loss to minimise."""
 
     state: dict[str, float] = field(default_factory=dict, init=False)
     """Values that it adapts; a resumed run continues from them."""
@@ -156,6 +156,21 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
     """
     student, teacher = (log_probabilities(x, labels_BL) for x in (student_BLV, teacher_BLV))
     return F.kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+class NextToken(Objective):
+    """The next token of the text, and nothing that a config asks to be added, such as the loss that
+    balances a mixture's routers."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._alone = logits_alone(config)
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = inputs.pop("labels")
+        return next_token_loss(model(**inputs, **self._alone).logits, labels), {}
 
 
 class Distillation(Objective):

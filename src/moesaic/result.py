@@ -302,11 +302,13 @@ class Result:
             return {} if earlier is None else dict(earlier.calibration)
         used, observed = {**settings, "fingerprint": fingerprint}, self.job.observed
         used["length"] = used.get("length") or self.method.config.window
-        windows = {name: observed[name] for name in ("samples", "length") if observed.get(name)}
+        told = ("samples", "length", "bos")
+        windows = {name: observed[name] for name in told if observed.get(name)}
         sources = [*observed.get("sources", ())]
         if "tokens" in vars(self.job):
             tokens = self.job.tokens
             used["samples"], used["length"] = tokens.input_ids.shape
+            used |= {"bos": True} if tokens.begun else {}
             used |= {"observed": windows} if observed else {}
             sources += [origin.as_json() for origin in tokens.origins]
         elif observed:  # no text beside it

@@ -41,11 +41,18 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moesaic.data.training import Example
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Figures, Track, Values, silent
+from moesaic.foreign import Figures, Model, Track, Values, silent
 from moesaic.io.arithmetic import has_products
 from moesaic.io.fingerprint import of_examples
 from moesaic.io.headers import mapping_of
-from moesaic.objectives import Objective, Schedule, checkpointing, collate, predicting
+from moesaic.objectives import (
+    NextToken,
+    Objective,
+    Schedule,
+    checkpointing,
+    collate,
+    predicting,
+)
 from moesaic.plan import Progress
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
@@ -55,10 +62,22 @@ _DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 class _Loop(Trainer):
-    """Keeps only what trains in its checkpoints, and may have an objective of its own."""
+    """Keeps only what trains in its checkpoints, and minimises an :class:`Objective`."""
 
-    objective: Objective | None = None
+    objective: Objective
     _sums: dict[str, Tensor] | None = None
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor | int | None]:
+        """The batches of a step, and the tokens that all processes predict in it.
+
+        transformers counts them only for models whose ``forward`` takes any argument.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [predicting(batch["labels"]).sum() for batch in batches]
+        count = sum(counts, torch.zeros((), dtype=torch.int64)).to(device)
+        return batches, self.accelerator.gather(count).sum().clamp(min=1)
 
     def compute_loss(
         self,
@@ -67,17 +86,13 @@ class _Loop(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        if self.objective is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         count = predicting(inputs["labels"]).sum()
         loss, figures = self.objective(model, inputs)
         sums = {"tokens": count, **figures}
         before = self._sums or {}
         self._sums = {k: before.get(k, 0) + v.detach() for k, v in sums.items()}
-        if num_items_in_batch is None:
-            loss = loss / count.clamp(min=1)
-        else:  # DDP takes the mean of the processes' gradients
-            loss = loss * self.accelerator.num_processes / num_items_in_batch
+        assert num_items_in_batch is not None  # DDP takes the mean of the processes' gradients
+        loss = loss * self.accelerator.num_processes / num_items_in_batch
         return (loss, {}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *rest: object, **options: object) -> None:
@@ -87,7 +102,7 @@ class _Loop(Trainer):
                     f"lr {self.args.learning_rate:g} is too high: the {what} of step "
                     f"{self.state.global_step} is not a number. Lower it, or warm up longer."
                 )
-        if self.objective is not None and self._sums is not None and "loss" in logs:
+        if self._sums is not None and "loss" in logs:
             names, sums = zip(*self._sums.items(), strict=True)
             reduced = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
             tokens, *totals = reduced.tolist()
@@ -114,8 +129,7 @@ class _Loop(Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         trained = {n: state[n].detach().cpu().contiguous() for n in names}
         save_file(trained, folder / TRAINED_NAME)
-        if self.objective is not None:
-            (folder / STATE_NAME).write_text(json.dumps(self.objective.state))
+        (folder / STATE_NAME).write_text(json.dumps(self.objective.state))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -127,8 +141,7 @@ class _Loop(Trainer):
             raise MoesaicError(f"{resume_from_checkpoint} holds another run: {unexpected[0]}.")
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, trained, options=options)
-        if self.objective is not None:
-            self.objective.state = mapping_of(Path(resume_from_checkpoint) / STATE_NAME)
+        self.objective.state = mapping_of(Path(resume_from_checkpoint) / STATE_NAME)
 
     def finish(self, checkpoint: str | None) -> None:
         """Train to the last step. From a checkpoint of that step the Trainer would go one more."""
@@ -266,7 +279,7 @@ def train(
         trainable: the parameters that train, by name; all others are frozen.
         request: identifies the run beside schedule, texts and names; a resumed run must ask for
             the same.
-        objective: what to minimise instead of the model's own next-token loss.
+        objective: what to minimise; None for the next-token loss.
         device: cpu, or the accelerator; of several processes each takes its own.
         track: shows progress.
 
@@ -304,7 +317,8 @@ def train(
             data_collator=collate,
             callbacks=[bar],
         )
-        loop.objective = objective
+        loop.objective = NextToken(cast("Model", model).config) if objective is None else objective
+        loop.model_accepts_loss_kwargs = True  # what compute_loss returns is a step's mean already
         loop.remove_callback(PrinterCallback)
         shape = _Shape(model)
         loop.finish(last_checkpoint(folder))

@@ -40,12 +40,15 @@ def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> s
         options: further ones of ``apply_chat_template``.
 
     Raises:
-        MoesaicError: the template fails, takes more than :data:`SECONDS` or :data:`MEMORY`, or
-            writes more than :data:`LONGEST`.
-        TemplateError: the template itself refuses the conversation.
+        MoesaicError: the template takes more than :data:`SECONDS` or :data:`MEMORY`, or writes more
+            than :data:`LONGEST`.
+        TemplateError: the template refuses the conversation, or fails over it.
     """
     if not hasattr(os, "fork"):
-        return _applied(tokenizer, turns, options)
+        try:
+            return _applied(tokenizer, turns, options)
+        except Exception as error:
+            raise TemplateError(str(error)) from error
     child = _CHILDREN.get(tokenizer)
     if child is None or child.of != _state(tokenizer):
         child = _CHILDREN[tokenizer] = _Child(tokenizer)
@@ -124,12 +127,10 @@ def _serve(tokenizer: Tokenizer, pipe: Connection) -> None:
             answer = "text", _applied(tokenizer, turns, options)
             if len(answer[1]) > LONGEST:
                 answer = "failed", f"writes more than {LONGEST:,} characters"
-        except TemplateError as error:
-            answer = "refused", str(error)[:LONGEST]
         except MemoryError:
             answer = "failed", f"takes more than {MEMORY >> 20:,} MiB of memory"
-        except Exception as error:  # templates can do anything
-            answer = "failed", f"fails ({type(error).__name__}: {str(error)[:300]})"
+        except Exception as error:  # a template is a program: it may raise anything over a turn
+            answer = "refused", str(error)[:LONGEST] or type(error).__name__
         pipe.send_bytes(json.dumps(answer).encode())
 
 

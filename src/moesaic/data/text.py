@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice, tee
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from moesaic.data.mixes import sources_of
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
-from moesaic.data.rows import DOMAIN, Row, text_of
+from moesaic.data.rows import DOMAIN, Row, text_of, usable
 from moesaic.data.text_source import SHIPPED, TextSource, text_sources
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Tokenizer
@@ -69,6 +68,9 @@ class Tokens:
     """Kinds of text that are measured each by itself, too: sources of a mix, domains of rows."""
     part_NL: Tensor | None = None
     """int64 (N, L): the kind of each token's text, by its place in ``parts``."""
+    begun: int = 0
+    """Tokens at the start of every window that are the tokenizer's own (BOS), not the text's, and
+    are not predicted; 0 where it adds none, and of token ids that were given."""
 
     def __post_init__(self) -> None:
         ids = _whole_numbers(self.input_ids, "input_ids")
@@ -103,12 +105,7 @@ class Tokens:
         Raises:
             MoesaicError: names the length, or the greatest id.
         """
-        length, most = self.input_ids.shape[1], positions(config)
-        if most is not None and length > most:
-            raise MoesaicError(
-                f"length {length} is beyond the model's {most:,} positions; "
-                f"pass length={most} or less."
-            )
+        check_length(self.input_ids.shape[1], config)
         vocabulary = config.get_text_config().vocab_size
         if self.count == 0:
             raise MoesaicError("The text has no token that is not padding.")
@@ -127,9 +124,10 @@ class Tokens:
 
     @property
     def labels(self) -> Tensor:
-        """int64 (N, L): what is predicted, ``IGNORED`` on padding and right behind it."""
+        """int64 (N, L): what is predicted, ``IGNORED`` on padding, right behind it, and on BOS."""
         real = self.real
         behind = torch.nn.functional.pad(real[:, :-1], (1, 0), value=True)
+        behind[:, : self.begun] = False
         return self.input_ids.where(real & behind, IGNORED)
 
     @property
@@ -155,7 +153,7 @@ class Tokens:
         )
         alone = len(self.origins) == 1
         origins = tuple(replace(o, windows=len(ids)) for o in self.origins if alone)
-        return Tokens(ids, mask, origins, self.parts, part)
+        return Tokens(ids, mask, origins, self.parts, part, self.begun)
 
     def padded(self, length: int) -> Tokens:
         """The same windows with padding up to a length."""
@@ -163,7 +161,7 @@ class Tokens:
         if more <= 0:
             return self
         ids, real = (torch.nn.functional.pad(t, (0, more)) for t in (self.input_ids, self.real))
-        return Tokens(ids, real, self.origins)
+        return Tokens(ids, real, self.origins, begun=self.begun)
 
     def unpadded(self) -> list[list[int]]:
         """The ids of each window, padding left out."""
@@ -185,6 +183,23 @@ class Tokens:
 def positions(config: Config) -> int | None:
     """Tokens that a model takes at most; None where its config says nothing."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_length(length: int, config: Config) -> None:
+    """Refuse windows that are longer than a model's positions.
+
+    Args:
+        length: tokens of a window.
+        config: the model's.
+
+    Raises:
+        MoesaicError: names both.
+    """
+    most = positions(config)
+    if most is not None and length > most:
+        raise MoesaicError(
+            f"length {length} is beyond the model's {most:,} positions; pass length={most} or less."
+        )
 
 
 def _whole_numbers(tensor: object, name: str) -> Tensor:
@@ -216,26 +231,66 @@ def shared_out(
     own = batches[number::processes]
     mask = None if tokens.attention_mask is None else torch.cat([batch.real for batch in own])
     ids = torch.cat([batch.input_ids for batch in own])
-    return Tokens(ids, mask), list(range(number, len(batches), processes))
+    shared = Tokens(ids, mask, begun=tokens.begun)
+    return shared, list(range(number, len(batches), processes))
+
+
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that a tokenizer puts before any text: BOS, or none.
+
+    They are found by what it does; what configs say of BOS is often not what comes out.
+    """
+    ids, plain = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
+    ends = (n for n in range(len(ids)) if ids[n : n + len(plain)] == plain)
+    return ids[: next(ends, 0)]
 
 
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """Non-overlapping windows (N, length) of the texts joined by blank lines.
 
-    No BOS or other special token is added; the last partial window is dropped.
+    Where the tokenizer begins text with BOS each window begins with it, and has so much less of the
+    text. No other special token is added; the last partial window is dropped.
 
     Raises:
-        MoesaicError: the texts are blank.
+        MoesaicError: the texts are blank, or nothing but BOS would fit into a window.
     """
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
-    return _cut(_ids(BETWEEN.join(texts), tokenizer), length)
+    begin, ids_T = beginning(tokenizer), _ids(BETWEEN.join(texts), tokenizer)
+    starts_N, body = _starts(ids_T, begin, length)
+    first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(starts_N), -1)
+    return torch.cat([first_N1, _cut(ids_T, starts_N, body)], 1)
 
 
-def _cut(values: Tensor, length: int) -> Tensor:
-    """Windows (N, length) of values one after the other; what fills none is left out."""
-    count = len(values) // length
-    return values[: count * length].view(count, length)
+def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, int]:
+    """The places at which windows begin in a text (N), and how many of its tokens each has.
+
+    A BOS that a chat template wrote right there is passed over: each window has one already.
+
+    Raises:
+        MoesaicError: windows are too short for anything but BOS.
+    """
+    body = length - len(begin)
+    if body < 1:
+        raise MoesaicError(
+            f"length {length}: the tokenizer begins each window with {len(begin)} tokens of its "
+            "own; raise it."
+        )
+    if not begin:
+        return torch.arange(len(ids_T) // body) * body, body
+    written, starts, at = torch.tensor(begin), [], 0
+    while at + body <= len(ids_T):
+        while torch.equal(ids_T[at : at + len(begin)], written):
+            at += len(begin)
+        if at + body <= len(ids_T):
+            starts.append(at)
+        at += body
+    return torch.tensor(starts, dtype=torch.int64), body
+
+
+def _cut(values_T: Tensor, starts_N: Tensor, length: int) -> Tensor:
+    """Windows (N, length) of values, which begin at some places."""
+    return values_T[starts_N[:, None] + torch.arange(length)]
 
 
 _KEPT: dict[tuple[str, Hashable], Tensor] = {}
@@ -273,7 +328,10 @@ def _domains(
     ends = torch.tensor([len(text) + len(BETWEEN) for text in texts]).cumsum(0)
     row_T = torch.bucketize(torch.tensor([start for start, _ in offsets]), ends, right=True)
     domain_R = torch.tensor([names.index(name) for name in of_rows])
-    return names, _cut(domain_R[row_T], length)
+    begin = beginning(tokenizer)
+    starts_N, body = _starts(_ids(BETWEEN.join(texts), tokenizer), begin, length)
+    parts = _cut(domain_R[row_T], starts_N, body)
+    return names, torch.cat([parts[:, :1].expand(-1, len(begin)), parts], 1)
 
 
 def needs_tokenizer(text: object) -> bool:
@@ -367,15 +425,14 @@ def evaluation_tokens(
 
 def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
     limit = None if max_tokens is None else max(POOL // 10, 32 * max_tokens)
-    read, kept = tee(rows)
-    texts = _some(_texts(read, tokenizer), limit)
+    read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
     ids = windows(texts, tokenizer, length)
     if len(ids) == 0:
         raise MoesaicError(
             f"length {length}: the evaluation text is shorter than one window; lower it."
         )
-    domains = _domains([*islice(kept, len(texts))], texts, tokenizer, length)
-    tokens = Tokens(ids, None, (Origin(rows.taken, len(ids)),), *domains)
+    domains, begun = _domains(read, texts, tokenizer, length), len(beginning(tokenizer))
+    tokens = Tokens(ids, None, (Origin(rows.taken, len(ids)),), *domains, begun)
     return tokens if max_tokens is None else tokens.rows(slice(max_tokens // length))
 
 
@@ -448,11 +505,13 @@ def _with_mix(tokens: Tokens, source: TextSource) -> Tokens:
 
 def _windows(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
     ids = windows(_pool(rows, samples * length, seed, tokenizer), tokenizer, length)
-    return _drawn(Tokens(ids), rows.taken, samples, length, seed)
+    tokens = Tokens(ids, begun=len(beginning(tokenizer)))
+    return _drawn(tokens, rows.taken, samples, length, seed)
 
 
 def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
-    start = tokenizer.bos_token or ""  # which the tokenizer adds again
+    begin = beginning(tokenizer)
+    start = "".join(tokenizer.convert_ids_to_tokens(begin))  # a template's, which is added again
     pool = _pool(rows, samples * length, seed, tokenizer)
     texts = [text.removeprefix(start) for text in pool if text.strip()]
     order = torch.randperm(len(texts), generator=_seeded(seed))[:samples].tolist()
@@ -472,7 +531,7 @@ def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, s
     ids = torch.tensor([row + [filling] * (longest - len(row)) for row in encoded])
     mask = torch.tensor([[i < len(row) for i in range(longest)] for row in encoded])
     origins = (Origin(rows.taken, samples),)
-    return Tokens(ids, None if bool(mask.all()) else mask, origins)
+    return Tokens(ids, None if bool(mask.all()) else mask, origins, begun=len(begin))
 
 
 def _drawn_of_file(path: Path, length: int | None, samples: int | None, seed: int) -> Tokens:
@@ -504,30 +563,31 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _texts(rows: Iterable[Row], tokenizer: Tokenizer) -> Iterator[str]:
-    return (text_of(row, tokenizer) for row in rows)
-
-
 def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]:
     """The texts to draw from: all in order, or of a large source some in a random order."""
     limit = max(POOL, 16 * tokens)
     if rows.at_hand:
-        texts = _some(_texts(rows, tokenizer), limit)
+        _, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
         if sum(map(len, texts)) < limit:
             return texts
     order = rows.shuffled(f"{seed} {rows.taken.source}")
-    return _some(_texts(order, tokenizer), limit)
+    return _some(_texts(order, rows.taken, tokenizer), limit)[1]
 
 
-def _some(texts: Iterable[str], limit: int | None) -> list[str]:
-    """The first texts, until they have so many characters."""
-    first, count = [], 0
-    for text in texts:
+def _texts(rows: Iterable[Row], taken: RowRange, tokenizer: Tokenizer) -> Iterator[tuple[Row, str]]:
+    return usable(rows, partial(text_of, tokenizer=tokenizer), taken.source or SHIPPED)
+
+
+def _some(texts: Iterable[tuple[Row, str]], limit: int | None) -> tuple[list[Row], list[str]]:
+    """The first rows and their texts, until these have so many characters."""
+    rows, first, count = [], [], 0
+    for row, text in texts:
+        rows.append(row)
         first.append(text)
         count += len(text)
         if limit is not None and count >= limit:
             break
-    return first
+    return rows, first
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
@@ -548,7 +608,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
             for part, name in zip(padded, names, strict=True)
         ]
     )
-    return Tokens(ids, mask, origins, sources, part_NL)
+    return Tokens(ids, mask, origins, sources, part_NL, max(part.begun for part in parts))
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:

@@ -9,6 +9,7 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast, overload
@@ -25,8 +26,9 @@ from moesaic.data.reader import (
     drawn_from,
     open_rows,
 )
-from moesaic.data.rows import PromptAnswer, Row, asked, text_of
-from moesaic.data.text import IGNORED, Tokens, token_file, windows
+from moesaic.data.rows import PromptAnswer, Row, Unusable, asked, text_of, usable
+from moesaic.data.text import IGNORED, Tokens, beginning, check_length, token_file, windows
+from moesaic.data.text_source import SHIPPED
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Tokenizer
 
@@ -78,7 +80,8 @@ class Texts(Sequence[Example]):
 class PackedText(IterableDataset[Example]):
     """Windows of tokens without end, the same for the same seed.
 
-    Documents are joined by the tokenizer's end of text, or a blank line where it has none. A source
+    Documents are joined by the tokenizer's end of text, or a blank line where it has none; windows
+    begin with BOS where the tokenizer begins text with it, which is not predicted. A source
     that ends begins anew, in another order. Rows come in a random order: of files and small data
     sets any order is as likely as any other; of large ones, several shards are read at a time and
     rows are drawn from a buffer. Windows are drawn from a buffer too, so that neighbours in a
@@ -110,6 +113,9 @@ class PackedText(IterableDataset[Example]):
         self.weights: dict[str, float] = {}
         self.tokenizer, self.length = tokenizer, length
         self.seed, self.buffer, self.answers = seed, buffer, answers
+        self.begin = beginning(tokenizer)
+        if length <= len(self.begin):
+            raise MoesaicError(f"length {length} has no room for text behind BOS; raise it.")
         self._rows: dict[str, Rows] = {}
         for part in sources:  # found out now, not in the middle of training
             if part.tokenised:
@@ -117,17 +123,15 @@ class PackedText(IterableDataset[Example]):
             name = str(part)  # which a named mix may hold, and be named beside it too
             self.weights[name] = self.weights.get(name, 0.0) + part.weight
             self._rows[name] = rows = open_rows(part, "calibration")
-            first = next(iter(rows), None)
-            if first is None:
+            if next(self._usable(name, rows, say=False), None) is None:
                 raise MoesaicError(f"{part.name or 'The text that ships'} has no text in it.")
-            text_of(first, tokenizer)
 
     @property
     def fingerprint(self) -> str:
         """Changes with the sources, their shares, the draws, and the first windows of each."""
         digest = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
         for name in self.weights:
-            digest.update(repr(list(islice(self._examples(name), SAMPLED))).encode())
+            digest.update(repr(list(islice(self._examples(name, say=False), SAMPLED))).encode())
         return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Example]:
@@ -143,32 +147,34 @@ class PackedText(IterableDataset[Example]):
             (name,) = rng.choices(names, list(self.weights.values()))
             yield next(streams[name])
 
-    def _examples(self, name: str) -> Iterator[Example]:
-        end = self.tokenizer.eos_token_id
+    def _usable(self, name: str, rows: Iterable[Row], say: bool) -> Iterator[str | Example]:
+        """What is learned of each row that can be used: its text, or an example of its own."""
+        read = partial(_learned, self.tokenizer, self.begin, self.length, self.answers)
+        return (item for _, item in usable(rows, read, name or SHIPPED, say))
+
+    def _examples(self, name: str, say: bool = True) -> Iterator[Example]:
+        end, ignored = self.tokenizer.eos_token_id, [IGNORED] * len(self.begin)
         between = self._ids("\n\n") if end is None else [end]
+        body = self.length - len(self.begin)
         rest: list[int] = []
         passes = 0
         while True:
             has_text = False
-            for row in self._rows[name].shuffled(f"{self.seed} {name} {passes}"):
-                pair = asked(row, self.tokenizer) if self.answers else None
-                if pair is not None:
-                    example = answered(pair, self.tokenizer, self.length)
-                    if example is not None:
-                        has_text = True
-                        yield example
+            order = self._rows[name].shuffled(f"{self.seed} {name} {passes}")
+            for item in self._usable(name, order, say and not passes):
+                has_text = has_text or bool(item)
+                if isinstance(item, dict):
+                    yield item
                     continue
-                text = text_of(row, self.tokenizer)
-                if not text:
+                if not item:
                     continue
-                has_text = True
-                for start in range(0, len(text), AT_ONCE):
-                    rest += self._ids(text[start : start + AT_ONCE])
+                for start in range(0, len(item), AT_ONCE):
+                    rest += self._ids(item[start : start + AT_ONCE])
                 rest += between
-                whole = len(rest) // self.length * self.length
-                for start in range(0, whole, self.length):
-                    ids = rest[start : start + self.length]
-                    yield {"input_ids": ids, "labels": ids}
+                whole = len(rest) // body * body
+                for start in range(0, whole, body):
+                    ids = rest[start : start + body]
+                    yield {"input_ids": self.begin + ids, "labels": ignored + ids}
                 del rest[:whole]
             if not has_text:
                 raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
@@ -178,18 +184,40 @@ class PackedText(IterableDataset[Example]):
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def answered(pair: PromptAnswer, tokenizer: Tokenizer, length: int) -> Example | None:
+def _learned(
+    tokenizer: Tokenizer, begin: Sequence[int], length: int, answers: bool, row: Row
+) -> str | Example:
+    """What is learned of a row: its text, or an example whose prompt is not predicted.
+
+    Raises:
+        Unusable: it has no text, or nothing of its answer is left.
+    """
+    pair = asked(row, tokenizer) if answers else None
+    if pair is None:
+        return text_of(row, tokenizer)
+    example = answered(pair, tokenizer, length, begin)
+    if example is None:
+        raise Unusable(f"length {length}: behind a prompt nothing of its answer is left; raise it.")
+    return example
+
+
+def answered(
+    pair: PromptAnswer, tokenizer: Tokenizer, length: int, begin: Sequence[int] = ()
+) -> Example | None:
     """A prompt and its answer of which only the answer is learned; None if none of it is left.
 
     Args:
         pair: the texts.
         tokenizer: its end of text ends the answer.
         length: tokens at which the example is cut.
+        begin: what the tokenizer begins text with, and so the example.
     """
     prompt, answer = (
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in (pair.prompt, pair.answer)
     )
+    if prompt[: len(begin)] != [*begin]:  # which a chat template may have written
+        prompt = [*begin, *prompt]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = (prompt + answer + end)[:length]
     labels = ([IGNORED] * len(prompt) + answer + end)[:length]
@@ -242,7 +270,10 @@ def training_text(
         return text.examples()
     if not isinstance(text, str):
         if len(text) > 0 and isinstance(text[0], Mapping) and "labels" in text[0]:
-            return list(cast("Sequence[Example]", text))
+            examples = list(cast("Sequence[Example]", text))
+            if config is not None:
+                check_length(max(len(example["input_ids"]) for example in examples), config)
+            return examples
         return training_examples(text, _needed(tokenizer), length, answers)
     tokenizer = _needed(tokenizer)
     if len(sources) > 1 and steps is None:
@@ -252,7 +283,7 @@ def training_text(
     rows = open_rows(sources[0], "calibration")
     if steps is not None and not rows.at_hand:
         return PackedText(text, tokenizer, length, seed, answers=answers)
-    return _whole(rows, tokenizer, length, answers)
+    return _whole(rows, rows.taken.source, tokenizer, length, answers)
 
 
 def training_examples(
@@ -266,21 +297,22 @@ def training_examples(
     Raises:
         MoesaicError: there is not enough text for one example, or columns are not known.
     """
-    return _whole(IndexedRows(rows, RowRange(INLINE)), tokenizer, length, answers)
+    return _whole(IndexedRows(rows, RowRange(INLINE)), INLINE, tokenizer, length, answers)
 
 
-def _whole(rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool) -> Texts:
+def _whole(
+    rows: Iterable[Row], name: str, tokenizer: Tokenizer, length: int, answers: bool
+) -> Texts:
     examples, texts = Texts(), []
-    for row in rows:
-        pair = asked(row, tokenizer) if answers else None
-        if pair is None:
-            texts.append(text_of(row, tokenizer))
-            continue
-        example = answered(pair, tokenizer, length)
-        if example is not None:
-            examples.add(example["input_ids"], example["labels"].count(IGNORED))
+    begin = beginning(tokenizer)
+    read = partial(_learned, tokenizer, begin, length, answers)
+    for _, item in usable(rows, read, name or SHIPPED):
+        if isinstance(item, str):
+            texts.append(item)
+        else:
+            examples.add(item["input_ids"], item["labels"].count(IGNORED))
     for window in windows(texts, tokenizer, length) if any(map(str.strip, texts)) else ():
-        examples.add(window.tolist())
+        examples.add(window.tolist(), len(begin))
     if not examples:
         raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")
     return examples

@@ -21,7 +21,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.by_layer import LAYERS
 from moesaic.config import ExportArgs
 from moesaic.data.reader import shipped_texts
-from moesaic.data.text import Tokens, calibration_tokens
+from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import base_config, run_script
 from moesaic.exports.gguf_limits import lacking
@@ -172,7 +172,8 @@ class Rounding:
         """The text's."""
         if self.text == NO_TEXT:
             return None
-        return calibration_tokens(self.text, self.native.tokenizer, SAMPLES, LENGTH)
+        length = min(LENGTH, positions(self.native.config) or LENGTH)
+        return calibration_tokens(self.text, self.native.tokenizer, SAMPLES, length)
 
     @cached_property
     def live(self) -> Live:

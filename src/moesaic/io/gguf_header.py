@@ -71,8 +71,8 @@ def check_header(path: Path) -> None:
             reader.order = ">"
         tensors = reader.count("tensors", MOST["tensors"])
         fields = reader.count("fields", MOST["fields"])
-        for name, number in _numbers(reader, fields):
-            check_counts({name: number})
+        for key, number in _numbers(reader, fields):
+            check_counts({key: number})
         for _ in range(tensors):
             name = reader.text(NAME)
             dimensions = reader.count("dimensions", MOST["dimensions"], "I")

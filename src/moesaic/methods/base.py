@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
+from moesaic.data.text import check_length, needs_tokenizer, positions
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model, Values
 from moesaic.methods import figures
@@ -98,7 +99,8 @@ class Method(ABC, Generic[C, A]):
     def settle(self, job: Job[A]) -> Iterator[str]:
         """Decide the options that were left open, by the model: :attr:`config` has none after.
 
-        Layers are refitted by default, but for decisions from statistics.
+        Layers are refitted by default, but for decisions from statistics. Windows are no longer
+        than the model's positions.
 
         Yields:
             a sentence for each that is not what would lose least, and why.
@@ -107,6 +109,16 @@ class Method(ABC, Generic[C, A]):
             MoesaicError: an option was given that this model does not allow.
         """
         config: Any = self.config
+        calibration, text = job.args.calibration, job.args.text
+        if calibration.length is not None:
+            check_length(calibration.length, job.original.config)
+        if text is None:
+            text = getattr(config, "train", calibration.source)
+        if hasattr(config, "length") and needs_tokenizer(text):
+            most = positions(job.original.config) or config.length
+            if config.length == type(config).length > most:  # nobody asked for it
+                self.config = config = replace(config, length=most)
+            check_length(config.length, job.original.config)
         if "refit" in vars(config) and config.refit is None:
             self.config = replace(config, refit=not job.args.calibration.stats)
             if job.args.calibration.stats:

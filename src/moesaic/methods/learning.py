@@ -62,7 +62,7 @@ def learn(
         trainable: the parameters that train, by name.
         examples: what is trained on.
         folder: for checkpoints; None keeps none.
-        objective: what to minimise instead of the model's own next-token loss.
+        objective: what to minimise; None for the next-token loss.
         request: what identifies the run beside model and config.
 
     Returns:

@@ -124,7 +124,7 @@ def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> i
         MoesaicError: it cannot load the file.
     """
     engine = _opened(file, vocab_only=True)
-    split = [engine.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+    split = [engine.tokenize(text.encode(), add_bos=True, special=True) for text in texts]
     engine.close()
-    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    wanted = [tokenizer(text)["input_ids"] for text in texts]
     return sum(ids != right for ids, right in zip(split, wanted, strict=True))

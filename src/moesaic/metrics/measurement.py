@@ -202,7 +202,7 @@ class Measurement:
     def _circumstances(self) -> JSON:
         """What was measured on, and how."""
         settings, config = self.settings, self.sources["original"].config
-        extra: JSON = {}
+        extra: JSON = {"bos": True} if self.tokens.begun else {}
         if settings.tasks:
             extra["tasks"] = settings.tasks
         for name in ("limit", "shots"):

@@ -68,6 +68,9 @@ class Quality(Part):
 class Score(Quality):
     """The figures that ``eval`` reports of one model."""
 
+    bos: bool = False
+    """Windows begin with BOS, as the tokenizer begins text; False for token ids that were given,
+    which are measured as they are."""
     total_parameters: int
     active_parameters: int
     """Parameters that one token runs on this text, embeddings and head included."""
@@ -101,6 +104,8 @@ class Score(Quality):
             "router_parameters": self.router_parameters,
             "total_bytes": self.total_bytes,
         }
+        if self.bos:
+            figures["bos"] = True
         if self.sources:
             figures["sources"] = {name: part.as_json() for name, part in self.sources.items()}
         for name in ("kl", "top1_agreement", "tasks", "recovery", "generations"):
@@ -135,6 +140,7 @@ def scores(
     return [
         Score(
             **vars(quality),
+            bos=bool(tokens.begun),
             total_parameters=size.total_parameters,
             active_parameters=size.active_parameters,
             active_ratio=size.active_ratio,
@@ -153,7 +159,7 @@ def qualities(
     """How well one model predicts a text, or two, of which the first is compared with the second.
 
     Perplexity is exp of the mean next-token loss over windows; the first token of each is not
-    scored, nor padding or what stands behind it. A model that skips channels at decoding is
+    scored, nor BOS, padding or what stands behind it. A model that skips channels at decoding is
     measured with every token as at decoding. Each model runs once.
 
     Args:

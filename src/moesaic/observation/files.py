@@ -91,6 +91,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         "calibration": job.tokens.fingerprint,
         "tokens": job.tokens.count,
         **dict(zip(("samples", "length"), job.tokens.input_ids.shape, strict=True)),
+        **({"bos": True} if job.tokens.begun else {}),
         "sources": [origin.as_json() for origin in job.tokens.origins],
         "gram": gram_mb,
     }
@@ -155,6 +156,7 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
         MoesaicError: it is of another model, or lacks what is needed.
     """
     file = StatsFile(Path(path))
+    job.warn_of_text()
     base = plain(job.base)
     stored = {"routing": base["routing"], **file.header["base"]}  # which older files do not say
     differences = [*differing({"base": stored}, {"base": base})]
@@ -212,7 +214,8 @@ class StatsFile:
             check_fields({**dict.fromkeys(_MUST), **header}, _HEADER)
         self.header: JSON = header
         """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``,
-        ``sources``, its windows (``samples``) and their ``length``, where these are known."""
+        ``sources``, whether windows begin with BOS (``bos``), their number (``samples``) and
+        ``length``, where these are known."""
 
     @property
     def fingerprint(self) -> str:

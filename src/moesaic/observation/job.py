@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.config import RunArgs
 from moesaic.data.rows import Row
 from moesaic.data.text import (
@@ -41,6 +43,7 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
 from moesaic.surgery import base_shape, predicting_blocks
 
+logger = logging.getLogger(__name__)
 A_co = TypeVar("A_co", bound=Arch, covariant=True)
 V = TypeVar("V")
 HELD_BACK = 8
@@ -137,7 +140,19 @@ class Job(Generic[A_co]):
                 )
             text = self._windows(text, calibration.samples)
         text.check(config)
+        self.warn_of_text()
         return text
+
+    def warn_of_text(self) -> None:
+        """Warn where a multimodal mixture is decided on by text: experts that only pictures or
+        sounds use look unused."""
+        config = self.original.config
+        whole = self.original.beside if self.on_disk else config.get_text_config() is not config
+        if whole and isinstance(self.arch, MoEArch):
+            logger.warning(
+                "This mixture is multimodal and calibrated on text alone: experts that are for "
+                "pictures or sounds look unused. Measure the result on such input, too."
+            )
 
     def _windows(self, text: str | Sequence[Row], samples: int | None) -> Tokens:
         """So many windows of a text."""

@@ -102,7 +102,8 @@ def _text(record: Record) -> list[str]:
         return []
     text = "text that ships with Moesaic" if data == "shipped" else _inline(str(data))
     precision = f", computed in {_inline(str(kind))}" if kind else ""
-    return [f"Perplexity on {text}, in windows of {settings['length']}{precision}."]
+    bos = ", each begun with BOS" if settings.get("bos") else ""
+    return [f"Perplexity on {text}, in windows of {settings['length']}{bos}{precision}."]
 
 
 def _machine(record: Record) -> list[str]:

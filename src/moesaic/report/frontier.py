@@ -115,7 +115,7 @@ class Frontier:
 def _text(record: Record) -> tuple[str, ...]:
     """The model, its own figure and the text: runs that have all of them alike are comparable."""
     settings = part(record.measured, "evaluation")
-    keys = ("data", "length", "max_tokens", "limit", "shots")
+    keys = ("data", "length", "max_tokens", "bos", "limit", "shots")
     perplexity = f"{figure(record.measured, 'scores', 'original', 'perplexity') or 0:.4g}"
     return (record.model, perplexity, *(numbers.plain(settings.get(key)) for key in keys))
 

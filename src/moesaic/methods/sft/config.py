@@ -59,6 +59,12 @@ class TuneConfig(MethodConfig):
         0.1, "Share of the steps in which the rate rises.", minimum=0, below=1, seldom=True
     )
     weight_decay: float = option(0.0, "AdamW's weight decay.", minimum=0, seldom=True)
+    clip: float = option(
+        1.0,
+        "The norm that gradients are clipped at, of which the paper says nothing; 0 for never.",
+        minimum=0,
+        seldom=True,
+    )
     rank: int = option(8, "lora: the rank of the updates.", minimum=1)
     save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
     seed: int = seed_option()
