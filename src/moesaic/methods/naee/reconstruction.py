@@ -137,7 +137,9 @@ class Reconstruction(Neighbours):
 
     def _roots(self, squared_CB: Tensor) -> Tensor:
         squared_CB = squared_CB.clamp(min=0)
-        return squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
+        loss_C = squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
+        # of experts that a token has no score for, some routers make no number: they never win
+        return loss_C.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
