@@ -49,7 +49,7 @@ END = "<|endoftext|>"
 VOCABULARY = 4096
 SEED = 20
 STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400, "wide-moe": 1000}
-STEPS |= {"fine-moe": 240, "coarse-moe": 300}
+STEPS |= {"fine-moe": 180, "coarse-moe": 300}
 OF_SHIPPED_TEXT = ("fine-moe", "coarse-moe")
 MATRIX_RATE, OTHER_RATE = 0.02, 0.003
 PER_DOMAIN = 4  # windows of each domain in a batch; of shipped text half as many
@@ -219,7 +219,7 @@ def batches(
 
 def rate(step: int, steps: int) -> float:
     """The learning rate as a share of its peak: up, level, and a cosine down to a tenth."""
-    up = (step + 1) / WARMUP
+    up = (step + 1) / min(WARMUP, 0.24 * steps)
     down = max(0.0, 1 - (steps - step) / (COOLDOWN * steps))
     return min(1.0, up) * (0.55 + 0.45 * math.cos(math.pi * down))
 

@@ -7,10 +7,12 @@ zero,
     min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
 
 y the layer's output in the model as it was. The result stays near the weights W it starts from;
-lambda is chosen on held-out tokens, and infinite where no change helps. One solve a layer, see
-:class:`~moesaic.layers.regression.Ridge` for its memory.
+lambda is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
+:class:`~moesaic.layers.regression.Ridge`; W of a mixture are the down projections of all its
+experts side by side, see :func:`~moesaic.layers.regression.ridge_path`.
 
-Shape suffixes: T tokens, F features, D hidden size.
+Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W that
+stay.
 """
 
 from __future__ import annotations
@@ -255,42 +257,37 @@ def _fit(
     strengths: Sequence[float] = PATH,
     start_FD: Tensor | None = None,
 ) -> Tensor:
-    """Fit parts together to what is missing, but for those that do not gain significantly.
+    """Fit those parts to what is missing whose change makes held-out tokens gain significantly.
 
     Args:
         parts: by number.
         fitted: tokens to fit to.
-        held: tokens that choose the strength and the parts that change.
-        strengths: to choose from.
-        start_FD: the change to start from.
+        held: others, which choose strength and parts.
+        strengths: to choose from, falling.
+        start_FD: a change to start from.
 
     Returns:
-        what ``held`` still miss (T, D) after the fit to the others.
+        what the held-out tokens still miss (T, D) after the fit to the others.
     """
-    if not held.features:
-        return held.y_TO
-    if start_FD is None:
-        width = sum(x_NF.shape[1] for _, x_NF in held.features.values())
-        start_FD = held.y_TO.new_zeros(width, held.y_TO.shape[1])
-    strength, trial_FD, left_TD = 0.0, start_FD, held.y_TO
-    for x, w_FD in zip(
-        strengths, ridge_path([fitted], start_FD, strengths, TRIAL_STEPS), strict=True
-    ):
-        error_TD = held.y_TO - held.times(w_FD)
+    best, left_TD = None, held.y_TO
+    path = ridge_path([fitted], start_FD, strengths, TRIAL_STEPS) if held.features else ()
+    for strength, trial_FD in zip(strengths, path, strict=False):
+        error_TD = held.y_TO - held.times(trial_FD)
         if _square(error_TD) >= _square(left_TD):
             break
-        strength, trial_FD, left_TD = x, w_FD, error_TD
-    if not strength:
+        best, left_TD = (strength, trial_FD), error_TD
+    if best is None:
         return left_TD
-    changes = held.split(trial_FD)
-    sure = [
-        i
-        for i, (rows, h_NW) in held.features.items()
-        if helps(left_TD[rows] + h_NW @ changes[i], left_TD[rows])
-    ]
-    if len(sure) < len(changes):
-        again_FD = torch.cat([*(changes[i] for i in sure), trial_FD[:0]])
-        return _fit(parts, fitted.only(sure), held.only(sure), [strength], again_FD)
+    strength, trial_FD = best
+    sure = {
+        i: change_WD
+        for i, change_WD in held.split(trial_FD).items()
+        for rows, h_NW in [held.features[i]]
+        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows])
+    }
+    if len(sure) < len(held.features):
+        start_FD = torch.cat([*sure.values(), trial_FD[:0]])
+        return _fit(parts, fitted.only(sure), held.only(sure), [strength], start_FD)
     last_FD = next(ridge_path([fitted, held], trial_FD, [strength], LAST_STEPS))
     for i, change_WD in held.split(last_FD).items():
         parts[i].change_WD = change_WD.double()

@@ -1,4 +1,4 @@
-"""Ridge regression: in closed form from sums over tokens, its strength chosen on held-out ones; and of
+"""Ridge regression: in closed form from sums over tokens, its strength chosen on held-out ones; of
 many blocks of features together by conjugate gradients. And whether one of two choices is better
 for sure.
 
@@ -155,7 +155,7 @@ class Blocks:
 
 
 def ridge_path(
-    samples: Sequence[Blocks], start_FO: Tensor, strengths: Iterable[float], iterations: int
+    samples: Sequence[Blocks], start_FO: Tensor | None, strengths: Iterable[float], iterations: int
 ) -> Iterator[Tensor]:
     """min over W of sum_t ||y_t - x_t W||^2 + sum_i lambda_i ||W_i||^2 by conjugate gradients.
 
@@ -164,7 +164,7 @@ def ridge_path(
 
     Args:
         samples: several sets of tokens, of the same blocks.
-        start_FO: W to start from.
+        start_FO: W to start from; None for zero.
         strengths: lambda_i relative to the mean square of its block's features.
         iterations: for each strength.
 
@@ -175,29 +175,31 @@ def ridge_path(
     def summed(of_each: Callable[[Blocks], Tensor]) -> Tensor:
         return reduce(torch.add, map(of_each, samples))
 
-    left_FO = summed(lambda tokens: tokens.transposed(tokens.y_TO - tokens.times(start_FO)))
     same = zip(*(tokens.features.values() for tokens in samples), strict=True)
     grams = [reduce(torch.add, (x_NF.T @ x_NF for _, x_NF in block)).double() for block in same]
-    w_FO, sizes = start_FO, [len(gram_FF) for gram_FF in grams]
+    sizes, like_TO = [len(gram_FF) for gram_FF in grams], samples[0].y_TO
+    w_FO = like_TO.new_zeros(sum(sizes), like_TO.shape[1]) if start_FO is None else start_FO
+    left_FO = summed(lambda tokens: tokens.transposed(tokens.y_TO - tokens.times(w_FO)))
     for strength in strengths:
-        lambdas = [(strength * gram_FF.diagonal().mean()).clamp(min=1e-30) for gram_FF in grams]
-        factors = [
-            torch.linalg.cholesky(gram_FF + penalty * torch.eye(len(gram_FF)).to(gram_FF)).to(w_FO)
-            for gram_FF, penalty in zip(grams, lambdas, strict=True)
-        ]
-        lambda_F1 = torch.cat([x.expand(n, 1) for x, n in zip(lambdas, sizes, strict=True)]).to(
-            w_FO
-        )
-        step_FO, size_O = torch.zeros_like(w_FO), w_FO.new_full(w_FO.shape[1:], math.inf)
+        factors, lambdas = [], []
+        for gram_FF in grams:
+            lambda_F = (strength * gram_FF.diagonal().mean()).clamp(min=1e-30).expand(len(gram_FF))
+            factors.append(torch.linalg.cholesky(gram_FF + lambda_F.diag()).to(w_FO))
+            lambdas.append(lambda_F.to(w_FO))
+        lambda_F1, step_FO, before_O = torch.cat(lambdas)[:, None], torch.zeros_like(w_FO), math.inf
         for _ in range(iterations):
-            slope_FO, before_O = left_FO - lambda_F1 * w_FO, size_O
+            slope_FO = left_FO - lambda_F1 * w_FO
             pieces = zip(slope_FO.split(sizes), factors, strict=True)
-            z_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
-            size_O = (slope_FO * z_FO).sum(0).clamp(min=1e-30)
-            step_FO = z_FO + size_O / before_O * step_FO
-            bent_FO = summed(lambda tokens, d=step_FO: tokens.transposed(tokens.times(d)))
+            turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
+            size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
+            step_FO = turned_FO + size_O / before_O * step_FO
+            bent_FO = summed(lambda tokens, w_FO=step_FO: tokens.transposed(tokens.times(w_FO)))
             length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(min=1e-30)
-            w_FO, left_FO = w_FO + length_O * step_FO, left_FO - length_O * bent_FO
+            w_FO, left_FO, before_O = (
+                w_FO + length_O * step_FO,
+                left_FO - length_O * bent_FO,
+                size_O,
+            )
         yield w_FO
 
 
