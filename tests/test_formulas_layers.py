@@ -417,7 +417,7 @@ def test_experts_that_run_the_same_tokens_are_solved_for_together() -> None:
 def test_what_came_back_is_told_of_tokens_that_the_fit_did_not_see() -> None:
     """Of few noisy tokens, for which it makes a difference."""
     h_TM, every = drawn(100, 3), torch.arange(100)
-    y_TD = h_TM @ drawn(3, 2, seed=1) + 2 * drawn(100, 2, seed=2)
+    y_TD = h_TM @ drawn(3, 2, seed=1) + drawn(100, 2, seed=2)
     errors = {}
     for strength in PATH:
         trial_MD = ridge_of(h_TM[:80], y_TD[:80], strength)

@@ -99,7 +99,7 @@ def refitted_down(
 
 LEAST = 16
 """Held-out tokens of an expert below which no gain is believed: neighbours in a text are alike."""
-PATH = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3)
+PATH = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 1e-3)
 """What lambda of a mixture's experts is chosen from, relative to the mean square of h~."""
 TRIAL_STEPS, LAST_STEPS = 2, 3
 """Iterations of conjugate gradients for each of these, and of the solve from all tokens."""
@@ -241,13 +241,17 @@ def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Bl
         for of_set, r_TD in zip(residuals, residual_TD.tensor_split([cut]), strict=True):
             of_set.append(r_TD)
     fitted, held = (
-        Blocks(
-            torch.cat(r),
-            {i: (torch.cat([b[0] for b in x]), torch.cat([b[1] for b in x])) for i, x in f.items()},
-        )
-        for r, f in zip(residuals, features, strict=True)
+        Blocks(torch.cat(of_set), {i: _joined(batches) for i, batches in found.items()})
+        for of_set, found in zip(residuals, features, strict=True)
     )
     return fitted, held, square
+
+
+def _joined(batches: list[Block]) -> Block:
+    """Several batches as one; the list is emptied, so that both are held of one part at a time."""
+    rows, h_NW = (torch.cat(pieces) for pieces in zip(*batches, strict=True))
+    batches.clear()
+    return rows, h_NW
 
 
 def _fit(
@@ -269,26 +273,25 @@ def _fit(
     Returns:
         what the held-out tokens still miss (T, D) after the fit to the others.
     """
-    best, left_TD = None, held.y_TO
-    path = ridge_path([fitted], start_FD, strengths, TRIAL_STEPS) if held.features else ()
-    for strength, trial_FD in zip(strengths, path, strict=False):
-        error_TD = held.y_TO - held.times(trial_FD)
-        if _square(error_TD) >= _square(left_TD):
+    if not held.features:
+        return held.y_TO
+    least = math.inf
+    for n, w_FD in enumerate(ridge_path([fitted], start_FD, strengths, TRIAL_STEPS)):
+        error_TD = held.y_TO - held.times(w_FD)
+        if _square(error_TD) >= least:
             break
-        best, left_TD = (strength, trial_FD), error_TD
-    if best is None:
-        return left_TD
-    strength, trial_FD = best
-    sure = {
-        i: change_WD
-        for i, change_WD in held.split(trial_FD).items()
-        for rows, h_NW in [held.features[i]]
-        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows])
-    }
+        best, trial_FD, left_TD, least = n, w_FD, error_TD, _square(error_TD)
+    sure = {}
+    for i, change_WD in held.split(trial_FD).items():
+        rows, h_NW = held.features[i]
+        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
+            sure[i] = change_WD
     if len(sure) < len(held.features):
         start_FD = torch.cat([*sure.values(), trial_FD[:0]])
-        return _fit(parts, fitted.only(sure), held.only(sure), [strength], start_FD)
-    last_FD = next(ridge_path([fitted, held], trial_FD, [strength], LAST_STEPS))
+        return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
+    if not helps(held.y_TO, left_TD):
+        return held.y_TO
+    last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
     for i, change_WD in held.split(last_FD).items():
         parts[i].change_WD = change_WD.double()
     return left_TD

@@ -176,7 +176,7 @@ def ridge_path(
         return reduce(torch.add, map(of_each, samples))
 
     same = zip(*(tokens.features.values() for tokens in samples), strict=True)
-    grams = [reduce(torch.add, (x_NF.T @ x_NF for _, x_NF in block)).double() for block in same]
+    grams = [reduce(torch.add, (x_NF.T @ x_NF for _, x_NF in block)) for block in same]
     sizes, like_TO = [len(gram_FF) for gram_FF in grams], samples[0].y_TO
     w_FO = like_TO.new_zeros(sum(sizes), like_TO.shape[1]) if start_FO is None else start_FO
     left_FO = summed(lambda tokens: tokens.transposed(tokens.y_TO - tokens.times(w_FO)))
@@ -184,8 +184,9 @@ def ridge_path(
         factors, lambdas = [], []
         for gram_FF in grams:
             lambda_F = (strength * gram_FF.diagonal().mean()).clamp(min=1e-30).expand(len(gram_FF))
-            factors.append(torch.linalg.cholesky(gram_FF + lambda_F.diag()).to(w_FO))
-            lambdas.append(lambda_F.to(w_FO))
+            system_FF = (gram_FF + lambda_F.diag()).double()
+            factors.append(torch.linalg.cholesky(system_FF).to(w_FO))
+            lambdas.append(lambda_F)
         lambda_F1, step_FO, before_O = torch.cat(lambdas)[:, None], torch.zeros_like(w_FO), math.inf
         for _ in range(iterations):
             slope_FO = left_FO - lambda_F1 * w_FO
