@@ -173,7 +173,8 @@ def ridge_path(
     """
 
     def summed(of_each: Callable[[Blocks], Tensor]) -> Tensor:
-        return reduce(torch.add, map(of_each, samples))
+        total: Tensor = reduce(torch.add, map(of_each, samples))
+        return total
 
     same = zip(*(tokens.features.values() for tokens in samples), strict=True)
     grams = [reduce(torch.add, (x_NF.T @ x_NF for _, x_NF in block)) for block in same]
@@ -187,7 +188,8 @@ def ridge_path(
             system_FF = (gram_FF + lambda_F.diag()).double()
             factors.append(torch.linalg.cholesky(system_FF).to(w_FO))
             lambdas.append(lambda_F)
-        lambda_F1, step_FO, before_O = torch.cat(lambdas)[:, None], torch.zeros_like(w_FO), math.inf
+        lambda_F1, step_FO = torch.cat(lambdas)[:, None], torch.zeros_like(w_FO)
+        before_O = w_FO.new_tensor(math.inf)
         for _ in range(iterations):
             slope_FO = left_FO - lambda_F1 * w_FO
             pieces = zip(slope_FO.split(sizes), factors, strict=True)
@@ -196,11 +198,8 @@ def ridge_path(
             step_FO = turned_FO + size_O / before_O * step_FO
             bent_FO = summed(lambda tokens, w_FO=step_FO: tokens.transposed(tokens.times(w_FO)))
             length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(min=1e-30)
-            w_FO, left_FO, before_O = (
-                w_FO + length_O * step_FO,
-                left_FO - length_O * bent_FO,
-                size_O,
-            )
+            w_FO, left_FO = w_FO + length_O * step_FO, left_FO - length_O * bent_FO
+            before_O = size_O
         yield w_FO
 
 
