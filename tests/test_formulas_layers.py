@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.recovery import Balance, recovered
-from moesaic.layers.regression import HELD_OUT, STRENGTHS, Ridge
+from moesaic.layers.recovery import LEAST, PATH, Balance, recovered, refitted_downs
+from moesaic.layers.regression import HELD_OUT, STRENGTHS, Blocks, Ridge, ridge_path
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
 from moesaic.nn.skipping_router import make_skipping, skip
@@ -295,6 +296,133 @@ def test_what_was_lost_and_what_came_back() -> None:
     assert found["lost"] == pytest.approx(((y - left).square().sum() / y.square().sum()).item())
     assert found["recovered"] == pytest.approx(1 - fit.unexplained)
     assert found["strength"] == (fit.strength if math.isfinite(fit.strength) else None)
+
+
+def some_blocks(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> Blocks:
+    """Three blocks of features, of which each token has some."""
+    draw, features = torch.Generator().manual_seed(seed), {}
+    for block, width in enumerate((4, 3, 5)):
+        rows = torch.randperm(tokens, generator=draw)[: 2 * tokens // 3].sort().values
+        features[block] = rows, torch.randn(len(rows), width, generator=draw, dtype=dtype)
+    return Blocks(torch.randn(tokens, 2, generator=draw, dtype=dtype), features)
+
+
+def written_out(blocks: Blocks) -> Tensor:
+    """X (T, F), float64."""
+    parts = []
+    for rows, x_NF in blocks.features.values():
+        x_TF = torch.zeros(len(blocks.y_TO), x_NF.shape[1], dtype=torch.float64)
+        x_TF[rows] = x_NF.double()
+        parts.append(x_TF)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("strengths", [(0.1,), (3.0, 0.3, 0.1)])
+def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths: tuple[float, ...]) -> None:
+    samples = [some_blocks(40, 1), some_blocks(25, 2)]
+    x_TF = torch.cat([written_out(s) for s in samples])
+    y_TO, start_FO = torch.cat([s.y_TO for s in samples]), drawn(12, 2).double()
+    *_, found_FO = ridge_path(samples, start_FO, strengths, iterations=20)
+    powers = x_TF.square().sum(0).split([4, 3, 5])
+    penalty_F = torch.cat([0.1 * power_F.mean().expand(len(power_F)) for power_F in powers])
+    expected_FO = torch.linalg.solve(x_TF.T @ x_TF + penalty_F.diag(), x_TF.T @ y_TO)
+    torch.testing.assert_close(found_FO, expected_FO)
+
+
+def test_one_block_alone_takes_one_iteration() -> None:
+    alone = some_blocks(40, 1).only([2])
+    rows, x_NF = alone.features[2]
+    found = ridge_path([alone], torch.zeros(5, 2).double(), (1.0, 0.1), iterations=1)
+    for strength, weight_FO in zip((1.0, 0.1), found, strict=True):
+        torch.testing.assert_close(weight_FO, ridge_of(x_NF, alone.y_TO[rows], strength))
+
+
+# --- the refit of a mixture ----------------------------------------------------------------------
+
+
+def linear_site(target_TD: Tensor, *experts: tuple[Tensor, Tensor]) -> Any:
+    """A site of one batch, all of whose target is missing.
+
+    Args:
+        target_TD: the output to come near.
+        experts: of each the rows of its tokens (N,), and its three neurons there (N, 3).
+    """
+    down_EDM = torch.zeros(len(experts), target_TD.shape[1], 3)
+    every = torch.arange(len(target_TD))
+    view = SimpleNamespace(
+        count=len(experts),
+        width=3,
+        device=torch.device("cpu"),
+        shared_ffn=None,
+        arch=SimpleNamespace(transposed=False),
+        experts=SimpleNamespace(down_proj=down_EDM),
+        weights_of=lambda i: (down_EDM[i],),
+        output=lambda x_TD: torch.zeros_like(target_TD),
+        weighted=lambda x_TD, _: ((i, rows, h_NM) for i, (rows, h_NM) in enumerate(experts)),
+    )
+    return SimpleNamespace(view=view, inputs=lambda: [every], targets=lambda: [target_TD])
+
+
+def refitted_all(site: Any) -> tuple[Tensor | None, Any]:
+    """New down projections, transposed (E, M, D), and the figures."""
+    down_EDM, _, figures = refitted_downs(site, range(site.view.count), lambda *_: torch.arange(3))
+    return (None if down_EDM is None else down_EDM.mT), figures
+
+
+def test_experts_that_run_the_same_tokens_are_solved_for_together() -> None:
+    """Their difference is what is missing, which neither can see alone."""
+    first_TM, noise_TM, every = drawn(400, 3), drawn(400, 3, seed=1), torch.arange(400)
+    target_TD = noise_TM @ drawn(3, 4, seed=2)
+    experts = (every, first_TM), (every, first_TM + 0.3 * noise_TM)
+    down_EMD, figures = refitted_all(linear_site(target_TD, *experts))
+    assert figures["recovered"] > 0.99
+    assert down_EMD is not None
+    torch.testing.assert_close(down_EMD[0], -down_EMD[1], atol=0.1, rtol=0.1)
+
+
+def test_what_came_back_is_told_of_tokens_that_the_fit_did_not_see() -> None:
+    """Of few noisy tokens, for which it makes a difference."""
+    h_TM, every = drawn(100, 3), torch.arange(100)
+    y_TD = h_TM @ drawn(3, 2, seed=1) + drawn(100, 2, seed=2)
+    errors = {}
+    for strength in PATH:
+        trial_MD = ridge_of(h_TM[:80], y_TD[:80], strength)
+        errors[strength] = (y_TD[80:] - h_TM[80:].double() @ trial_MD).square().sum().item()
+    down_EMD, figures = refitted_all(linear_site(y_TD, (every, h_TM)))
+    best = min(errors, key=errors.__getitem__)
+    expected = 1 - errors[best] / y_TD[80:].square().sum().item()
+    assert figures["recovered"] == pytest.approx(expected, rel=1e-4)
+    assert down_EMD is not None
+    torch.testing.assert_close(down_EMD[0].double(), ridge_of(h_TM, y_TD, best), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("held", [15, 16])
+def test_an_expert_of_few_held_out_tokens_keeps_its_weights(held: int) -> None:
+    """The other one is solved for as if it were not there."""
+    every, rows = torch.arange(400), torch.cat([torch.arange(60), torch.arange(400 - held, 400)])
+    h_TM, few_NM = drawn(400, 3), drawn(60 + held, 3, seed=1)
+    y_TD = h_TM @ drawn(3, 4, seed=2)
+    y_TD[rows] += few_NM @ drawn(3, 4, seed=3)
+    down_EMD, _ = refitted_all(linear_site(y_TD, (every, h_TM), (rows, few_NM)))
+    assert down_EMD is not None
+    assert bool(down_EMD[1].any()) is (held == LEAST)
+    if held < LEAST:
+        strengths = [ridge_of(h_TM, y_TD, x).float() for x in PATH]
+        assert any(torch.allclose(down_EMD[0], w_MD, atol=1e-4) for w_MD in strengths)
+
+
+def test_what_helps_by_chance_changes_nothing() -> None:
+    """A strength is the best of several on held-out tokens, of noise too."""
+    every, changed = torch.arange(100), 0
+    for seed in range(20):
+        h_TM, noise_TD = drawn(100, 3, seed=seed), drawn(100, 4, seed=100 + seed)
+        clear_TD = noise_TD + h_TM @ drawn(3, 4, seed=200 + seed)
+        noise, clear = drawn(100, 3, seed=300 + seed), (every, h_TM)
+        down_EMD, _ = refitted_all(linear_site(clear_TD, clear, (every, noise)))
+        assert down_EMD is not None
+        assert down_EMD[0].any()
+        changed += bool(down_EMD[1].any())
+    assert changed <= 2
 
 
 def test_a_shared_path_that_loses_neurons_is_refitted_with_the_experts(tokens: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from statistics import fmean
 from typing import Any
 
@@ -32,8 +31,6 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.layers import recovery
 from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.recovery import helps
-from moesaic.layers.regression import Ridge
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
@@ -673,6 +670,7 @@ def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padde
     assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
 
 
+@pytest.mark.usefixtures("short_text")
 def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(tokens, monkeypatch):
     """One of two, whose held-out tokens do not gain."""
     gains = iter([False, True])
@@ -681,30 +679,9 @@ def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(tokens, m
     monkeypatch.setattr(
         "moesaic.layers.slimmed.refitted_downs", lambda *a: solved(*a) if next(gains) else left
     )
-    monkeypatch.setattr(recovery, "helps", lambda fit, held: True)
     result = slimmed(tiny_moe("qwen2_moe"), tokens, keep=0.5, refit=True)
     assert [layer.weights for layer in result.plan.layers.values()] == ["own", "refitted"]
     assert result.model.config.model_type == "qwen2_moe"
-
-
-@pytest.mark.parametrize("outputs", [1, 8])
-def test_what_helps_by_chance_is_no_help(outputs):
-    """A strength is the best of twelve on held-out tokens, of noise too."""
-    draw = torch.Generator().manual_seed(0)
-    chance = []
-    for noise in [1.0] * 20 + [0.0]:
-        ridge, held = Ridge(6, outputs), []
-        weight_FO = torch.randn(6, outputs, generator=draw)
-        for _ in range(4):
-            x_TF = torch.randn(25, 6, generator=draw)
-            y_TO = torch.randn(25, outputs, generator=draw) if noise else x_TF @ weight_FO
-            ridge.add(x_TF, y_TO)
-            held.append((x_TF[20:], y_TO[20:]))
-        fit = ridge.solve()
-        chance.append(math.isfinite(fit.strength))
-        assert helps(fit, held) is (noise == 0)
-        assert not helps(fit, held[:3]), "of fifteen tokens nothing is believed"
-    assert sum(chance[:-1]) > 3
 
 
 def test_few_tokens_change_no_expert_that_they_reach(padded):

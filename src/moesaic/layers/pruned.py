@@ -188,7 +188,7 @@ class PrunedLayer(LayerPlan):
         return torch.arange(width)
 
     def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
-        """New down projections of the experts that stay, one after the other."""
+        """New down projections of the experts that stay, solved for together."""
         down_E, _, figures = refitted_downs(site, self.kept, self.neurons_of)
         return self if down_E is None else replace(self, down_E=down_E), figures
 

@@ -7,16 +7,18 @@ zero,
     min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
 
 y the layer's output in the model as it was. The result stays near the weights W it starts from;
-lambda is chosen on held-out tokens, and infinite where no change helps. One solve a layer, see
-:class:`~moesaic.layers.regression.Ridge` for its memory.
+lambda is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
+:class:`~moesaic.layers.regression.Ridge`; W of a mixture are the down projections of all its
+experts side by side, see :func:`~moesaic.layers.regression.ridge_path`.
 
-Shape suffixes: T tokens, F features, D hidden size.
+Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W that
+stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -28,7 +30,7 @@ from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import Site
-from moesaic.layers.regression import HELD_OUT, Fit, Ridge, behind
+from moesaic.layers.regression import HELD_OUT, Block, Blocks, Ridge, behind, ridge_path
 
 
 class Balance:
@@ -97,42 +99,20 @@ def refitted_down(
 
 LEAST = 16
 """Held-out tokens of an expert below which no gain is believed: neighbours in a text are alike."""
+PATH = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 1e-3)
+"""What lambda of a mixture's experts is chosen from, relative to the mean square of h~."""
+TRIAL_STEPS, LAST_STEPS = 2, 3
+"""Iterations of conjugate gradients for each of these, and of the solve from all tokens."""
 
 
-def helps(fit: Fit, held: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether held-out tokens gain for sure.
-
-    Of an expert that few tokens reach, a strength may look good by chance, and do great harm.
-
-    Args:
-        fit: what was found.
-        held: features (N, F) of these tokens and what they miss (N, D).
-    """
-    if sum(len(r_ND) for _, r_ND in held) < LEAST:
-        return False
-    trial_FD = fit.trial_FO.float()
-    before_N = torch.cat([r_ND.double().square().sum(1) for _, r_ND in held])
-    after_N = [(r_ND - h_NF @ trial_FD).double().square().sum(1) for h_NF, r_ND in held]
-    return behind(before_N, torch.cat(after_N))
+def helps(before_ND: Tensor, after_ND: Tensor) -> bool:
+    """True if the errors of held-out tokens are significantly less after a change than before."""
+    before_N, after_N = (r_ND.double().square().sum(1) for r_ND in (before_ND, after_ND))
+    return behind(before_N, after_N)
 
 
 SHARED = -1
 """The shared path among the numbers of experts."""
-
-
-@dataclass
-class _Missing:
-    """What a layer's output misses, batch by batch."""
-
-    residuals: list[Tensor]
-    """(T, D), float32."""
-    cuts: list[int]
-    """Of each batch the first token that is held out."""
-
-    def held_out(self) -> float:
-        """The squared error of held-out tokens."""
-        pairs = zip(self.residuals, self.cuts, strict=True)
-        return sum(r_TD[cut:].double().square().sum().item() for r_TD, cut in pairs)
 
 
 @dataclass
@@ -145,51 +125,28 @@ class _Part:
     """The neurons that stay, int64."""
     gone: Tensor = field(init=False)
     """The others."""
-    tokens: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    """Of each batch that reaches it: its number, its tokens' rows (N,), and h~ (N, W)."""
-    change_WD: Tensor = field(init=False)
-    """float64: what is added to the down projection, transposed."""
+    change_WD: Tensor | None = None
+    """What is added to the down projection, transposed."""
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
         self.gone = left_out(self.order_W, self.down_DM.shape[1])
 
-    def take(self, batch: int, rows: Tensor, h_NM: Tensor, residual_TD: Tensor) -> None:
-        """Take in the tokens of a batch: what the neurons that go wrote to it is missing."""
-        residual_TD[rows] += h_NM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
-        self.tokens.append((batch, rows, h_NM[:, self.order_W]))
-
-    def fit(self, missing: _Missing) -> None:
-        """Fit it to what is missing, and take what that explains from it."""
-        ridge = self._ridge()
-        held: list[tuple[Tensor, Tensor]] = []
-        for batch, rows, h_NW in self.tokens:
-            held_N, r_ND = rows >= missing.cuts[batch], missing.residuals[batch][rows]
-            ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
-            held.append((h_NW[held_N], r_ND[held_N]))
-            ridge.held.add(*held[-1])
-        fit = ridge.solve()
-        if not helps(fit, held):
-            self.change_WD = torch.zeros_like(fit.weight_FO)
-            return
-        self.change_WD = fit.weight_FO
-        for batch, rows, h_NW in self.tokens:
-            missing.residuals[batch][rows] -= h_NW @ fit.trial_FO.float()
+    def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
+        """The neurons that stay (T, W), and what the others wrote (T, D)."""
+        return h_TM[:, self.order_W], h_TM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
 
     def fit_alone(self, site: Site[MoEFFN], expert: int) -> None:
         """Fit it to its own output of all of the layer's tokens, as if it ran them."""
-        ridge, down_DM = self._ridge(), self.down_DM.float()
+        ridge = Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
         for x_TD in site.inputs():
-            h_TM = site.view.hidden(expert, x_TD).float()
-            ridge.add(h_TM[:, self.order_W], h_TM[:, self.gone] @ down_DM[:, self.gone].T)
+            ridge.add(*self.split(site.view.hidden(expert, x_TD).float()))
         self.change_WD = ridge.solve().weight_FO
 
     def refitted(self) -> Tensor:
         """The new down projection (D, W), float64."""
-        return self.down_DM[:, self.order_W].double() + self.change_WD.T
-
-    def _ridge(self) -> Ridge:
-        return Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
+        down_DW = self.down_DM[:, self.order_W].double()
+        return down_DW if self.change_WD is None else down_DW + self.change_WD.T
 
 
 def refitted_downs(
@@ -198,18 +155,17 @@ def refitted_downs(
     neurons_of: Callable[[int, int], Tensor],
     shared_S: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, JSON]:
-    """New down projections of a mixture's experts that stay.
+    """New down projections of a mixture's experts that stay, all solved for together.
 
-    Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. One after the
-    other, each expert is fitted to the error that those before it left over: systems of one
-    expert's width; it stays as it is where its held-out tokens do not gain for sure. An expert that
-    lost neurons and that no token runs is fitted to its own output of all tokens. What is told of
-    it was measured on tokens that no fit saw; the weights are then solved for from all tokens.
+    Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. An expert
+    stays as it is where its held-out tokens do not gain significantly by its change beside those of
+    the others. An expert that lost neurons and that no token runs is fitted to its own output of
+    all tokens. The figures are of tokens that no fit saw; the weights are then solved for from all.
 
     Args:
         site: the layer as it was, and its tokens.
         kept: the original expert at each new place, below 0 where there is none.
-        neurons_of: tells the neurons, int64, that the expert at a place keeps of so many.
+        neurons_of: returns the neurons, int64, that the expert at a place keeps of so many.
         shared_S: the neurons of the shared path that stay, whose down projection is solved for
             too; None to leave that path alone.
 
@@ -226,17 +182,16 @@ def refitted_downs(
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
-    missing, square = _missing(site, parts)
-    lost = sum(r_TD.double().square().sum().item() for r_TD in missing.residuals)
-    before = max(missing.held_out(), 1e-300)
-    for part in parts.values():
-        part.fit(missing)
-    after = missing.held_out() / before
+    fitted, held, square = _missing(site, parts)
+    before = _square(held.y_TO)
+    lost = _square(fitted.y_TO) + before
+    enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
+    after = _square(_fit(parts, fitted.only(enough), held.only(enough)))
     for i, part in parts.items():
-        if len(part.gone) and not part.tokens:
+        if len(part.gone) and i not in held.features:
             part.fit_alone(site, i)
-    figures = recovered(lost, after * lost, square)
-    if not any(part.change_WD.any() for part in parts.values()):
+    figures = recovered(lost, after / max(before, 1e-300) * lost, square)
+    if all(part.change_WD is None for part in parts.values()):
         return None, None, figures
     shared_DS = None
     if SHARED in parts:
@@ -245,34 +200,101 @@ def refitted_downs(
     return _placed(kept, view, parts), shared_DS, figures
 
 
-def _missing(site: Site[MoEFFN], parts: dict[int, _Part]) -> tuple[_Missing, float]:
-    """What the layer's output misses without what goes, and the square of that output.
+def _square(r_TD: Tensor) -> float:
+    return r_TD.double().square().sum().item()
 
-    ``parts`` take in their tokens.
+
+def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Blocks, float]:
+    """What the layer's output misses without what goes, and h~ of the parts that run.
+
+    Returns:
+        tokens to fit to; tokens that are held out; the square of the layer's output.
     """
     view = site.view
     allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
     allowed_E[[i for i in parts if i != SHARED]] = True
     whole = bool(allowed_E.all())
-    missing, square = _Missing([], []), 0.0
-    for b, (x_TD, target_TD) in enumerate(zip(site.inputs(), site.targets(), strict=True)):
+    residuals: tuple[list[Tensor], ...] = [], []
+    features: tuple[dict[int, list[Block]], ...] = {}, {}
+    square = 0.0
+    for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
         with nullcontext() if whole else view.restricted(allowed_E):
             kept_TD = view.output(x_TD)
         y_TD = target_TD
         if y_TD is None:
             y_TD = kept_TD if whole else view.output(x_TD)
+        square += _square(y_TD)
         residual_TD = (y_TD - kept_TD).float()
-        for i, rows, h_NM in view.weighted(x_TD, allowed_E):
-            parts[i].take(b, rows, h_NM, residual_TD)
+        running = list(view.weighted(x_TD, allowed_E))
         if SHARED in parts:
             h_TS = view.shared_weighted(x_TD, allowed_E)
             assert h_TS is not None
-            every = torch.arange(len(x_TD), device=view.device)
-            parts[SHARED].take(b, every, h_TS, residual_TD)
-        missing.residuals.append(residual_TD)
-        missing.cuts.append(len(x_TD) - len(x_TD) // HELD_OUT)
-        square += y_TD.double().square().sum().item()
-    return missing, square
+            running.append((SHARED, torch.arange(len(x_TD), device=view.device), h_TS))
+        cut = len(x_TD) - len(x_TD) // HELD_OUT
+        starts = [sum(map(len, of_set)) for of_set in residuals]
+        for i, rows, h_NM in running:
+            h_NW, gone_ND = parts[i].split(h_NM)
+            residual_TD[rows] += gone_ND
+            at = int((rows < cut).sum())
+            features[0].setdefault(i, []).append((rows[:at] + starts[0], h_NW[:at]))
+            features[1].setdefault(i, []).append((rows[at:] - cut + starts[1], h_NW[at:]))
+        for of_set, r_TD in zip(residuals, residual_TD.tensor_split([cut]), strict=True):
+            of_set.append(r_TD)
+    fitted, held = (
+        Blocks(torch.cat(of_set), {i: _joined(batches) for i, batches in found.items()})
+        for of_set, found in zip(residuals, features, strict=True)
+    )
+    return fitted, held, square
+
+
+def _joined(batches: list[Block]) -> Block:
+    """Several batches as one; the list is emptied, so that both are held of one part at a time."""
+    rows, h_NW = (torch.cat(pieces) for pieces in zip(*batches, strict=True))
+    batches.clear()
+    return rows, h_NW
+
+
+def _fit(
+    parts: Mapping[int, _Part],
+    fitted: Blocks,
+    held: Blocks,
+    strengths: Sequence[float] = PATH,
+    start_FD: Tensor | None = None,
+) -> Tensor:
+    """Fit those parts to what is missing whose change makes held-out tokens gain significantly.
+
+    Args:
+        parts: by number.
+        fitted: tokens to fit to.
+        held: others, which choose strength and parts.
+        strengths: to choose from, falling.
+        start_FD: a change to start from.
+
+    Returns:
+        what the held-out tokens still miss (T, D) after the fit to the others.
+    """
+    if not held.features:
+        return held.y_TO
+    least = math.inf
+    for n, w_FD in enumerate(ridge_path([fitted], start_FD, strengths, TRIAL_STEPS)):
+        error_TD = held.y_TO - held.times(w_FD)
+        if _square(error_TD) >= least:
+            break
+        best, trial_FD, left_TD, least = n, w_FD, error_TD, _square(error_TD)
+    sure = {}
+    for i, change_WD in held.split(trial_FD).items():
+        rows, h_NW = held.features[i]
+        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
+            sure[i] = change_WD
+    if len(sure) < len(held.features):
+        start_FD = torch.cat([*sure.values(), trial_FD[:0]])
+        return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
+    if not helps(held.y_TO, left_TD):
+        return held.y_TO
+    last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
+    for i, change_WD in held.split(last_FD).items():
+        parts[i].change_WD = change_WD.double()
+    return left_TD
 
 
 def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:

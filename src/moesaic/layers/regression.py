@@ -1,13 +1,17 @@
-"""Ridge regression in closed form, from sums over tokens; its strength chosen on held-out tokens.
-And whether one of two choices is better for sure.
+"""Ridge regression: in closed form from sums over tokens, its strength chosen on held-out ones; of
+many blocks of features together by conjugate gradients. And whether one of two choices is better
+for sure.
 
-Shape suffixes: T tokens, F features, O outputs.
+Shape suffixes: T tokens, N tokens of one block, F features, O outputs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -114,6 +118,89 @@ def _weight(sums: Sums, strength: float) -> Tensor:
 def _penalty(sums: Sums, strength: float) -> Tensor:
     """lambda, and a little for features that are always zero."""
     return (strength + 1e-10) * sums.gram_FF.diagonal().mean()
+
+
+Block: TypeAlias = tuple[Tensor, Tensor]
+"""The rows of some tokens (N,), and their features (N, F_i)."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens of which each has some of several blocks of features; the others are zero."""
+
+    y_TO: Tensor
+    """What is to be explained."""
+    features: Mapping[int, Block]
+    """By block."""
+
+    def only(self, blocks: Iterable[int]) -> Blocks:
+        return Blocks(self.y_TO, {i: self.features[i] for i in blocks})
+
+    def split(self, w_FO: Tensor) -> dict[int, Tensor]:
+        """Weights by block (F_i, O)."""
+        sizes = [x_NF.shape[1] for _, x_NF in self.features.values()]
+        return dict(zip(self.features, w_FO.split(sizes), strict=True))
+
+    def times(self, w_FO: Tensor) -> Tensor:
+        """X W (T, O)."""
+        product_TO = torch.zeros_like(self.y_TO)
+        for i, part_FO in self.split(w_FO).items():
+            rows, x_NF = self.features[i]
+            product_TO.index_add_(0, rows, x_NF @ part_FO)
+        return product_TO
+
+    def transposed(self, y_TO: Tensor) -> Tensor:
+        """X^T Y (F, O)."""
+        return torch.cat([x_NF.T @ y_TO[rows] for rows, x_NF in self.features.values()])
+
+
+def ridge_path(
+    samples: Sequence[Blocks], start_FO: Tensor | None, strengths: Iterable[float], iterations: int
+) -> Iterator[Tensor]:
+    """min over W of sum_t ||y_t - x_t W||^2 + sum_i lambda_i ||W_i||^2 by conjugate gradients.
+
+    Preconditioned by each block's own X_i^T X_i + lambda_i (Saad, "Iterative Methods for Sparse
+    Linear Systems", 9.2): one block alone takes one iteration, and no product of two is held.
+
+    Args:
+        samples: several sets of tokens, of the same blocks.
+        start_FO: W to start from; None for zero.
+        strengths: lambda_i relative to the mean square of its block's features.
+        iterations: for each strength.
+
+    Yields:
+        W (F, O) by strength, each started from the last.
+    """
+
+    def summed(of_each: Callable[[Blocks], Tensor]) -> Tensor:
+        total: Tensor = reduce(torch.add, map(of_each, samples))
+        return total
+
+    same = zip(*(tokens.features.values() for tokens in samples), strict=True)
+    grams = [reduce(torch.add, (x_NF.T @ x_NF for _, x_NF in block)) for block in same]
+    sizes, like_TO = [len(gram_FF) for gram_FF in grams], samples[0].y_TO
+    w_FO = like_TO.new_zeros(sum(sizes), like_TO.shape[1]) if start_FO is None else start_FO
+    left_FO = summed(lambda tokens: tokens.transposed(tokens.y_TO - tokens.times(w_FO)))
+    for strength in strengths:
+        factors, lambdas = [], []
+        for gram_FF in grams:
+            lambda_F = (strength * gram_FF.diagonal().mean()).clamp(min=1e-30).expand(len(gram_FF))
+            system_FF = (gram_FF + lambda_F.diag()).double()
+            factors.append(torch.linalg.cholesky(system_FF).to(w_FO))
+            lambdas.append(lambda_F)
+        lambda_F1, step_FO = torch.cat(lambdas)[:, None], torch.zeros_like(w_FO)
+        before_O = w_FO.new_tensor(math.inf)
+        for _ in range(iterations):
+            slope_FO = left_FO - lambda_F1 * w_FO
+            pieces = zip(slope_FO.split(sizes), factors, strict=True)
+            turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
+            size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
+            step_FO = turned_FO + size_O / before_O * step_FO
+            bent_FO = summed(lambda tokens, w_FO=step_FO: tokens.transposed(tokens.times(w_FO)))
+            length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(min=1e-30)
+            w_FO, left_FO = w_FO + length_O * step_FO, left_FO - length_O * bent_FO
+            before_O = size_O
+        yield w_FO
 
 
 def behind(losses_N: Tensor, best_N: Tensor, errors: float = SURE) -> bool:
