@@ -80,7 +80,7 @@ $(VENV)/.mutants: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install 'mutmut==3.8.1' 'tomli; python_version < "3.11"'
 	touch $@
 
-mutants: $(VENV)/.mutants  ## Break the formulas on purpose; tests must notice (FILES=nn/ SAMPLE=20)
+mutants: $(VENV)/.mutants  ## Break the formulas on purpose; tests must notice (FILES=modules/ SAMPLE=20)
 	$(BIN)/python scripts/mutants.py $(FILES)
 
 faults: $(VENV)/.dev  ## Kills, full disks, damaged and changed inputs on purpose (MOESAIC_KILLS=25)

@@ -21,10 +21,10 @@ from moesaic import CondenseConfig, condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.io.source import resolve
-from moesaic.layers.condensed import CondensedLayer
-from moesaic.methods.cdmoe.layer_search import LayerSearch, legs
+from moesaic.methods.condense.layer_search import LayerSearch, legs
 from moesaic.metrics.machine import environment
 from moesaic.observation.stream import Block, LayerStream
+from moesaic.plans.condensed import CondensedLayer
 
 
 class Counted:

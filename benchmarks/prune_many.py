@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moesaic import Tokens
 from moesaic.arch.lookup import moe_arch
-from moesaic.methods.naee.reconstruction import Reconstruction
-from moesaic.methods.naee.subsets import Losses, SearchResult, greedy, refined
+from moesaic.methods.prune.reconstruction import Reconstruction
+from moesaic.methods.prune.subsets import Losses, SearchResult, greedy, refined
 from moesaic.metrics.machine import environment
 from moesaic.observation.expert_stats import ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream

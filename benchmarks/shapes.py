@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moesaic.foreign import Config
 from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.source import resolve
+from moesaic.types import Config
 
 BLOCK = 128
 """Rows and columns that share a scale in FP8."""

@@ -27,7 +27,7 @@ from moesaic import config as requests
 from moesaic.cli.options import default_of, flag_of, help_of
 from moesaic.config import about
 from moesaic.methods import METHODS, methods_of
-from moesaic.methods.naee.criteria import CRITERIA
+from moesaic.methods.prune.criteria import CRITERIA
 from moesaic.methods.slim.scores import SCORES
 from moesaic.registry import Registry
 

@@ -36,11 +36,11 @@ from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
-from moesaic.layers.base import LayerPlan
-from moesaic.layers.carved import CarvedLayer
-from moesaic.layers.condensed import CondensedLayer
-from moesaic.nn.phase import set_mode
+from moesaic.modules.phase import set_mode
 from moesaic.plan import Plan
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.carved import CarvedLayer
+from moesaic.plans.condensed import CondensedLayer
 from moesaic.surgery import apply_plan, base_shape
 
 TESTS = Path(__file__).parent
@@ -551,7 +551,7 @@ WAYS = {
 def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.nn.carved_ffn.{name}", value)
+        monkeypatch.setattr(f"moesaic.modules.carved_ffn.{name}", value)
 
 
 def configured(cls: type[Any], **options: Any) -> Any:

@@ -56,8 +56,8 @@ def tokens() -> Tokens:
 @pytest.fixture
 def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are refitted however few held-out tokens gain: of a test's text there are few."""
-    monkeypatch.setattr("moesaic.layers.recovery.helps", lambda before, after: True)
-    monkeypatch.setattr("moesaic.layers.recovery.LEAST", 1)
+    monkeypatch.setattr("moesaic.plans.recovery.helps", lambda before, after: True)
+    monkeypatch.setattr("moesaic.plans.recovery.LEAST", 1)
 
 
 @pytest.fixture

@@ -23,16 +23,16 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source, language_model
-from moesaic.layers.carved import CarvedLayer
-from moesaic.layers.fewer import FewerLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.naee.reconstruction import Reconstruction
-from moesaic.methods.naee.rerouting import Law, law_of
-from moesaic.methods.naee.subsets import Neighbours
+from moesaic.methods.prune.reconstruction import Reconstruction
+from moesaic.methods.prune.rerouting import Law, law_of
+from moesaic.methods.prune.subsets import Neighbours
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream, Site
 from moesaic.plan import Plan
+from moesaic.plans.carved import CarvedLayer
+from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 

@@ -45,7 +45,7 @@ class HalvesConfig(MethodConfig):
 import torch
 
 from moesaic.arch.lookup import dense_arch
-from moesaic.layers.carved import CarvedLayer
+from moesaic.plans.carved import CarvedLayer
 from moesaic.methods.base import Summary
 from moesaic.methods.layered import LayerMethod
 
@@ -71,7 +71,7 @@ class Halves(LayerMethod):
         told = {"least": mean_M.min().item()}
         return {n: (CarvedLayer(order_M[:n].sort().values, n), told) for n in sizes}
 
-    def tell(self, layers, decision, active):
+    def title_and_text(self, layers, decision, active):
         return Summary(f"cut by {self.config.label}", "Every layer keeps its loudest neurons.")
 ''',
 }
@@ -79,7 +79,7 @@ CRITERION = {
     "toys/loudest.py": '''
 """A criterion: the experts that are called most often go."""
 
-from moesaic.methods.naee.criteria import Criterion
+from moesaic.methods.prune.criteria import Criterion
 
 QUIETEST = Criterion(
     name="quietest",
@@ -97,7 +97,7 @@ LAYER = {
 from dataclasses import dataclass
 
 from moesaic.arch.dense import put
-from moesaic.layers.base import Description, LayerPlan
+from moesaic.plans.base import Description, LayerPlan
 from toys.dampened_nn import DampenedFFN
 
 
@@ -216,7 +216,7 @@ class Dampener(Method):
         layers = {i: DampenedLayer(factor.clone()) for i in range(len(job.base.widths))}
         return Decision(Plan(self.config.name, job.base, layers, asdict(self.config)))
 
-    def tell(self, layers, decision, active):
+    def title_and_text(self, layers, decision, active):
         return Summary("dampened", "The outputs of its FFNs are scaled.", {"factor": 0.5})
 ''',
 }
@@ -228,7 +228,7 @@ dampen.plain = toys.dampen.config:DampenConfig
 [moesaic.criteria]
 quietest = toys.loudest:QUIETEST
 
-[moesaic.layers]
+[moesaic.plans]
 dampened = toys.dampened:DampenedLayer
 
 [moesaic.architectures]

@@ -17,11 +17,6 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
-from moesaic.layers.base import same
-from moesaic.layers.carved import CarvedLayer
-from moesaic.layers.condensed import CondensedLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.regression import STRENGTHS, Ridge
 from moesaic.methods.budget import (
     LayerSize,
     active_ratio,
@@ -31,11 +26,16 @@ from moesaic.methods.budget import (
 from moesaic.methods.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
-from moesaic.nn import CarvedFFN
-from moesaic.nn.phase import set_mode
+from moesaic.modules import CarvedFFN
+from moesaic.modules.phase import set_mode
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
+from moesaic.plans.base import same
+from moesaic.plans.carved import CarvedLayer
+from moesaic.plans.condensed import CondensedLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.regression import STRENGTHS, Ridge
 from moesaic.recipe import step_config
 from moesaic.surgery import applied
 
@@ -254,7 +254,7 @@ def test_refit_loses_less(tokens, routing):
 
 
 def test_infinite_strength_changes_nothing(tokens, monkeypatch):
-    monkeypatch.setattr("moesaic.layers.regression.STRENGTHS", (math.inf,))
+    monkeypatch.setattr("moesaic.plans.regression.STRENGTHS", (math.inf,))
     site = dense_site(tokens)
     plan = petals_plan()
     new, found = plan.refit(site)

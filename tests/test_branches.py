@@ -12,14 +12,14 @@ from builders import MOE, tiny_model, tiny_moe
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
-from moesaic.layers.dropped import DroppedLayer
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
 from moesaic.objectives import predicting
 from moesaic.observation.branches import branches, divergences
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.dropped import DroppedLayer
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.surgery import apply_layer
 
 

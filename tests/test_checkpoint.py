@@ -24,7 +24,7 @@ from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, ShardWriter, check_fin
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.source import resolve
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
 
 
 def test_shards_hold_what_was_added(tmp_path):

@@ -24,8 +24,8 @@ from moesaic.cli import bars
 from moesaic.cli.options import flag_of
 from moesaic.config import Calibration, Evaluation, about, option
 from moesaic.data.reader import shipped_texts
-from moesaic.foreign import Figures
 from moesaic.methods import METHODS, VERBS, methods_of
+from moesaic.types import Figures
 
 TEXT = ("--calibration", pages("calibration"))
 QUICK = (*TEXT, "--samples", "12", "--length", "32", "--layers", "all")

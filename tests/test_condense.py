@@ -20,20 +20,20 @@ from transformers import AutoModelForCausalLM
 from moesaic import CondenseConfig, MoesaicError, Tokens, condense, distributed
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.layers.base import same
-from moesaic.layers.condensed import CondensedLayer
-from moesaic.methods.cdmoe import layer_search
-from moesaic.methods.cdmoe.divergence import js, kl
-from moesaic.methods.cdmoe.experts import (
+from moesaic.methods.condense import layer_search
+from moesaic.methods.condense.divergence import js, kl
+from moesaic.methods.condense.experts import (
     pl_alpha_hill,
     ranked_experts,
     tail_exponent,
     weight_scores,
 )
-from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, legs
+from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, legs
 from moesaic.observation.stream import LayerStream
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
+from moesaic.plans.base import same
+from moesaic.plans.condensed import CondensedLayer
 from moesaic.recipe import Calibration, parse_recipe
 from moesaic.surgery import applied
 
@@ -504,7 +504,7 @@ def test_the_architecture_itself_holds_the_mix_where_it_can(
     result.save(tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)
-    monkeypatch.setattr("moesaic.methods.cdmoe.method.padded", lambda condensed, *_: condensed)
+    monkeypatch.setattr("moesaic.methods.condense.method.padded", lambda condensed, *_: condensed)
     expected = condense(model, config, calibration=tokens)
     got, want = (m(tokens.input_ids).logits for m in (loaded, expected.model))
     assert torch.allclose(got, want, atol=1e-5)

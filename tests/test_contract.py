@@ -25,17 +25,17 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
 from moesaic.io.language import predicts_tokens
 from moesaic.io.source import Source, resolve
-from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
-from moesaic.methods.cdmoe.method import obstacle
-from moesaic.methods.fewer.config import TopKConfig
-from moesaic.methods.naee.config import PruneConfig, SkipConfig
+from moesaic.methods.condense.config import KEEPS, CondenseConfig
+from moesaic.methods.condense.method import obstacle
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
+from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.routing_counts import counted
 from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 

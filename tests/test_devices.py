@@ -21,15 +21,15 @@ from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
 from moesaic.io.source import Source, resolve
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measurement import Measurement
-from moesaic.nn import CarvedFFN
-from moesaic.nn.overlapping_ffn import OverlappingFFN
+from moesaic.modules import CarvedFFN
+from moesaic.modules.overlapping_ffn import OverlappingFFN
 from moesaic.objectives import Schedule
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.job import Job

@@ -23,13 +23,13 @@ from moesaic.data.mixes import MIXES, Mix
 from moesaic.data.training import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
-from moesaic.layers.base import same
 from moesaic.methods.budget import layer_sizes
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
 from moesaic.metrics.score import score
-from moesaic.nn import CarvedFFN
+from moesaic.modules import CarvedFFN
 from moesaic.pipeline import run_recipe
+from moesaic.plans.base import same
 from moesaic.recipe import Recipe, parse_recipe
 from moesaic.surgery import apply_plan, base_shape
 

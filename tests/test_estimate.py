@@ -21,14 +21,14 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Estimate, estimate, foreseen, weight_bytes
-from moesaic.foreign import give_back
-from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import TYPES, align
+from moesaic.io.dtypes import sizes_in, working_type
+from moesaic.io.headers_only import header_bytes
 from moesaic.io.source import resolve
-from moesaic.io.weightless import header_bytes
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
+from moesaic.types import give_back
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
     ("tiny-shared-moe", [("prune", {"keep": 9.5, "allocate": "layers", "score": "frequency"})]),

@@ -34,11 +34,11 @@ from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
 from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.native import decide, verify, write
-from moesaic.layers.dropped import DroppedLayer
-from moesaic.layers.fewer import FewerLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.skipping import SkippingLayer
-from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.plans.dropped import DroppedLayer
+from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.skipping import SkippingLayer
+from moesaic.plans.slimmed import SlimmedLayer
 
 CASES = {
     "llama": ("llama", EQUAL, {}, "granitemoeshared"),

@@ -15,9 +15,9 @@ from moesaic import MoesaicError, SkipConfig, TopKConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.cli import app
 from moesaic.hub import native_config
-from moesaic.layers.fewer import FewerLayer
 from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
+from moesaic.plans.fewer import FewerLayer
 from moesaic.recipe import step_config
 from moesaic.surgery import base_shape
 

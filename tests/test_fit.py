@@ -40,8 +40,8 @@ from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials
 from moesaic.io.source import Source, resolve
 from moesaic.ladder import Shape
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import words

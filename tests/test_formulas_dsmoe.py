@@ -11,7 +11,7 @@ from builders import configured
 
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.nn.routers import (
+from moesaic.modules.routers import (
     SoftmaxRouter,
     ThresholdRouter,
     norm_scale,

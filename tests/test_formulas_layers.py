@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RouterParts, RoutingFunction
 from moesaic.arch.use import LayerUse
-from moesaic.layers.carved import CarvedLayer
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.overlapping import OverlappingLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.recovery import LEAST, PATH, Balance, recovered, refitted_downs
-from moesaic.layers.regression import HELD_OUT, STRENGTHS, Blocks, Ridge, ridge_path
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
-from moesaic.nn.skipping_router import make_skipping, skip
+from moesaic.modules.skipping_router import make_skipping, skip
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.carved import CarvedLayer
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.overlapping import OverlappingLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.recovery import LEAST, PATH, Balance, recovered, refitted_downs
+from moesaic.plans.regression import HELD_OUT, STRENGTHS, Blocks, Ridge, ridge_path
+from moesaic.plans.slimmed import SlimmedLayer
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""

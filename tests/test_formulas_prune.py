@@ -17,8 +17,8 @@ import moesaic
 from moesaic import PruneConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens
-from moesaic.methods.naee import reconstruction
-from moesaic.methods.naee.criteria import BUILT_IN, CRITERIA, ScoredLayer
+from moesaic.methods.prune import reconstruction
+from moesaic.methods.prune.criteria import BUILT_IN, CRITERIA, ScoredLayer
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
 
@@ -139,7 +139,7 @@ def test_pairwise_is_what_the_experts_that_go_added(moe_type: str) -> None:
 
 
 def test_reconstruction_counts_as_everything_lost_what_the_layer_adds() -> None:
-    """Its losses are compared with the block restricted to each set in ``test_naee.py``."""
+    """Its losses are compared with the block cut to each set in ``test_prune_criteria.py``."""
     case, done, _ = observed("mixtral", 6)
     criterion = CRITERIA["reconstruction"]
     assert criterion.losses is not None

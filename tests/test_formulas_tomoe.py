@@ -27,7 +27,7 @@ from moesaic.methods.tomoe.masks import (
     straight_through,
     union,
 )
-from moesaic.nn.heads import HeadRouter
+from moesaic.modules.heads import HeadRouter
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (

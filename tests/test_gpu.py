@@ -15,8 +15,8 @@ from torch import Tensor
 
 import moesaic
 from moesaic.data.text import Tokens
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.machine import free_bytes
 from moesaic.observation.stream import Spill

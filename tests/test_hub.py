@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from moesaic import hub
 from moesaic.errors import REPOSITORY
-from moesaic.nn import CarvedFFN
+from moesaic.modules import CarvedFFN
 
 
 @pytest.fixture

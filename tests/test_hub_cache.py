@@ -17,9 +17,9 @@ from test_sharing import COMMIT, Hub, hub
 
 import moesaic
 from moesaic.errors import MoesaicError
+from moesaic.io.headers_only import headers_of_model
 from moesaic.io.source import resolve
-from moesaic.io.weightless import foretold
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
 
 assert hub is not None  # a fixture
 Command = Callable[..., tuple[int, str, str]]
@@ -196,7 +196,7 @@ def test_only_the_files_of_the_index_are_fetched(
     shards = {n for n in files if n.endswith(".safetensors")}
     wanted = {"model.safetensors"} if single else shards
     (tmp_path / "dry").mkdir()
-    dry = foretold("you/it", tmp_path / "dry")
+    dry = headers_of_model("you/it", tmp_path / "dry")
     assert sorted(dry.checkpoint.names()) == sorted(resolve(str(moe_folder)).checkpoint.names())
     assert not any(file.endswith(".safetensors") for file in asked)
     source = resolve("you/it")
@@ -211,7 +211,7 @@ def test_only_the_files_of_the_index_are_fetched(
     assert len(asked) == len({*asked})
     before = len(asked)
     (tmp_path / "again").mkdir()
-    assert foretold("you/it", tmp_path / "again").folder == source.folder
+    assert headers_of_model("you/it", tmp_path / "again").folder == source.folder
     assert resolve("you/it").folder == source.folder
     assert len(asked) == before
 

@@ -46,12 +46,12 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import fit
 from moesaic.io.source import Source, resolve
-from moesaic.layers.dropped import DroppedLayer
-from moesaic.layers.fewer import FewerLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.gguf_engine import split_otherwise
 from moesaic.plan import Plan
+from moesaic.plans.dropped import DroppedLayer
+from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape

@@ -243,7 +243,7 @@ def test_sunflower(tokens, config):
 
 
 def test_same_seed_same_plan(tokens):
-    from moesaic.layers.base import same
+    from moesaic.plans.base import same
 
     plans = []
     for _ in range(2):

@@ -11,9 +11,9 @@ from torch import nn
 
 from moesaic.arch.dense import FFNNames, dense_ffn
 from moesaic.arch.lookup import dense_arch
-from moesaic.layers.carved import CarvedLayer
-from moesaic.nn import CarvedFFN, Router
-from moesaic.nn.routers import top
+from moesaic.modules import CarvedFFN, Router
+from moesaic.modules.routers import top
+from moesaic.plans.carved import CarvedLayer
 from moesaic.surgery import apply_layer
 
 

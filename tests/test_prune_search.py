@@ -14,11 +14,12 @@ import moesaic
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.data.text import Tokens
-from moesaic.methods.naee.config import PruneConfig, SkipConfig
-from moesaic.methods.naee.criteria import CRITERIA
-from moesaic.methods.naee.reconstruction import Reconstruction
-from moesaic.methods.naee.rerouting import Law, law_of
-from moesaic.methods.naee.subsets import Neighbours, greedy, refined
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.prune.criteria import CRITERIA
+from moesaic.methods.prune.reconstruction import Reconstruction
+from moesaic.methods.prune.rerouting import Law, law_of
+from moesaic.methods.prune.subsets import Neighbours, greedy, refined
+from moesaic.methods.skip.config import SkipConfig
 from moesaic.observation.expert_stats import PARTS, ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream
 
@@ -121,7 +122,7 @@ def test_losses_of_neighbours_do_not_depend_on_blocks(monkeypatch: pytest.Monkey
     stats, routing = observed("qwen2_moe")
     here = torch.arange(12)
     whole = Reconstruction(stats, routing).without(every(12), here)
-    monkeypatch.setattr("moesaic.methods.naee.rerouting.ROWS", 7 * 12)
+    monkeypatch.setattr("moesaic.methods.prune.rerouting.ROWS", 7 * 12)
     assert torch.allclose(Reconstruction(stats, routing).without(every(12), here), whole)
 
 

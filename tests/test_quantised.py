@@ -23,11 +23,11 @@ from moesaic.errors import MoesaicError
 from moesaic.io.formats import BlockScaled, Compressed, Halved, Microscaled, e4m3, packed, unpacked
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.plan import Plan
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 

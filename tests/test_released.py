@@ -21,9 +21,9 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Machine, estimate, weight_bytes
 from moesaic.io.source import Source
-from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.more.config import MoREConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe
 

@@ -8,9 +8,10 @@ import pytest
 from test_report import Page, make, measured, printed, said, score, with_figures
 
 from moesaic import report
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.naee.config import PruneConfig, SkipConfig
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
+from moesaic.methods.skip.config import SkipConfig
 from moesaic.record import LayerRecord, Record, Step
 
 

@@ -41,7 +41,6 @@ from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
 from moesaic.io.source import Source, resolve
-from moesaic.layers.base import same
 from moesaic.log import Log
 from moesaic.methods import VERBS, methods_of
 from moesaic.methods.more.method import MoRE
@@ -50,6 +49,7 @@ from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing_counts import routers
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
+from moesaic.plans.base import same
 from moesaic.recipe import step_config
 from moesaic.report import frontier, words
 from moesaic.surgery import apply_plan

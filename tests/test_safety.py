@@ -37,8 +37,8 @@ from moesaic.io.outputs import (
     whole_folder,
 )
 from moesaic.io.source import resolve
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.plans.pruned import PrunedLayer
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent

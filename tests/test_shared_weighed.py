@@ -16,15 +16,15 @@ from moesaic.api import condense, observe, prune, slim, tune
 from moesaic.arch.dense import FFNNames
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens
-from moesaic.layers.neurons import of_stacked
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.expert_stats import gram_room, observed
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.neurons import of_stacked
+from moesaic.plans.pruned import PrunedLayer
 from moesaic.surgery import apply_layer, layer_uses
 
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))

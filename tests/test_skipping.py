@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, SkipConfig, SlimConfig
-from moesaic.methods.naee.dynamic_skipping import mean_calls, quantile, ratios
+from moesaic.methods.skip.dynamic import mean_calls, quantile, ratios
 from moesaic.metrics.routing_counts import counted
 from moesaic.metrics.size import model_size
-from moesaic.nn import skip, survivors
+from moesaic.modules import skip, survivors
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Calibration, Evaluation, Recipe
 

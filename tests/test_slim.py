@@ -28,10 +28,6 @@ import moesaic
 from moesaic import MoesaicError, SlimConfig, Tokens
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.layers import recovery
-from moesaic.layers.base import same
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
@@ -39,6 +35,10 @@ from moesaic.metrics.size import model_size
 from moesaic.observation.backward import backward
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
+from moesaic.plans import recovery
+from moesaic.plans.base import same
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 
 
 def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:
@@ -677,7 +677,7 @@ def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(tokens, m
     solved = recovery.refitted_downs
     left = (None, None, {"lost": 1.0, "recovered": 0.0})
     monkeypatch.setattr(
-        "moesaic.layers.slimmed.refitted_downs", lambda *a: solved(*a) if next(gains) else left
+        "moesaic.plans.slimmed.refitted_downs", lambda *a: solved(*a) if next(gains) else left
     )
     result = slimmed(tiny_moe("qwen2_moe"), tokens, keep=0.5, refit=True)
     assert [layer.weights for layer in result.plan.layers.values()] == ["own", "refitted"]

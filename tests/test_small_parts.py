@@ -23,18 +23,18 @@ from moesaic.cli.options import Option, option
 from moesaic.config import Calibration, Evaluation, ExportArgs, check_device
 from moesaic.fitting.config import FitConfig
 from moesaic.io import names, source
-from moesaic.io.caller import forward_replaced, leaves_untouched
 from moesaic.io.fingerprint import of_examples
+from moesaic.io.headers_only import headers_of_model
 from moesaic.io.outputs import check_inputs
+from moesaic.io.restore import forward_replaced, leaves_untouched
 from moesaic.io.trust import check_links, side_files
-from moesaic.io.weightless import foretold
 from moesaic.methods import VERBS
 from moesaic.observation import expert_stats, files
 from moesaic.observation import job as observing
 from moesaic.observation import processes as sharing
 from moesaic.observation.job import Job
-from moesaic.observation.layers import Observation
 from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
+from moesaic.observation.stats import Observation
 from moesaic.observation.stream import LayerStream
 
 # --- commands ------------------------------------------------------------------------------------
@@ -280,14 +280,14 @@ def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
 
 
 def test_a_folder_is_foretold_by_what_it_holds(moe_folder, tmp_path):
-    assert foretold(str(moe_folder), tmp_path).folder == moe_folder
+    assert headers_of_model(str(moe_folder), tmp_path).folder == moe_folder
     described, made = tmp_path / "described", tmp_path / "made"
     described.mkdir()
     made.mkdir()
     config = tiny_model("gemma2").config
     assert config.tie_word_embeddings
     config.save_pretrained(described)
-    found = foretold(str(described), made)
+    found = headers_of_model(str(described), made)
     assert found.folder == made
     names_there = set(found.checkpoint.names())
     assert "model.embed_tokens.weight" in names_there

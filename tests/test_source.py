@@ -13,7 +13,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import resolve
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
 
 
 def test_unreachable_hub_names_the_model_and_the_way_out():

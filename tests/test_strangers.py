@@ -19,7 +19,7 @@ import moesaic
 from moesaic.data.text import calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.observation.files import StatsFile, observe
 from moesaic.plan import Plan
 from moesaic.recipe import parse_recipe

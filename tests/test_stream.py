@@ -13,14 +13,14 @@ from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
 from moesaic.observation import stream as streaming
 from moesaic.observation.backward import _head_gradients
 from moesaic.observation.stream import LayerStream, Spill
+from moesaic.plans.slimmed import SlimmedLayer
 
 
 def dense_stream(model, tokens, layers=None, **options):

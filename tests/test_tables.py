@@ -21,12 +21,12 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replaced
 from moesaic.data.text import Tokens
 from moesaic.exports.gguf_limits import lacking
-from moesaic.layers.fewer import FewerLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods.fewer.config import TopKConfig
-from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.skip.config import TopKConfig
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.pruned import PrunedLayer
 from moesaic.surgery import apply_layer
 
 KEEP = 6

@@ -22,8 +22,6 @@ from moesaic import MoesaicError, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
 from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
-from moesaic.layers.base import same
-from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.tomoe.decision import (
     active_ratio,
     decide,
@@ -35,9 +33,11 @@ from moesaic.methods.tomoe.masked import Masked
 from moesaic.methods.tomoe.masks import MEDIAN, f_reg, load_balance, union
 from moesaic.methods.tomoe.student import Student, layer_shapes
 from moesaic.metrics.size import model_size
-from moesaic.nn import OverlappingFFN, set_form
+from moesaic.modules import OverlappingFFN, set_form
 from moesaic.objectives import checkpointing
 from moesaic.plan import Plan
+from moesaic.plans.base import same
+from moesaic.plans.overlapping import OverlappingLayer
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train import last_checkpoint

@@ -16,12 +16,12 @@ import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.training import training_examples
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.sft.factors import factors, outside
-from moesaic.nn.phase import set_mode
+from moesaic.modules.phase import set_mode
 from moesaic.objectives import Schedule, collate, distillation_loss
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.recipe import parse_recipe
 from moesaic.train import _arguments, _learning
 

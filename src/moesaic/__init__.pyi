@@ -21,13 +21,13 @@ from .config import RunArgs as RunArgs
 from .data.text import Tokens as Tokens
 from .errors import MoesaicError as MoesaicError
 from .fitting.config import FitConfig as FitConfig
-from .methods.cdmoe.config import CondenseConfig as CondenseConfig
+from .methods.condense.config import CondenseConfig as CondenseConfig
 from .methods.dsmoe.config import DSMoEConfig as DSMoEConfig
-from .methods.fewer.config import TopKConfig as TopKConfig
 from .methods.more.config import MoREConfig as MoREConfig
-from .methods.naee.config import PruneConfig as PruneConfig
-from .methods.naee.config import SkipConfig as SkipConfig
+from .methods.prune.config import PruneConfig as PruneConfig
 from .methods.sft.config import TuneConfig as TuneConfig
+from .methods.skip.config import SkipConfig as SkipConfig
+from .methods.skip.config import TopKConfig as TopKConfig
 from .methods.slim.config import SlimConfig as SlimConfig
 from .methods.tomoe.config import ToMoEConfig as ToMoEConfig
 from .plan import Plan as Plan

@@ -18,7 +18,6 @@ from moesaic.config import MethodConfig, RunArgs, takes_options
 from moesaic.estimates import estimate
 from moesaic.exports import export
 from moesaic.fitting.run import fit
-from moesaic.foreign import Model
 from moesaic.methods import methods_of
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
@@ -29,6 +28,7 @@ from moesaic.pipeline import apply, convert, run_recipe
 from moesaic.recipe import step_config
 from moesaic.result import Result
 from moesaic.sharing import push
+from moesaic.types import Model
 
 __all__ = [
     "apply",

@@ -30,8 +30,8 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError, meant, shown
-from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, at_home, silent, suits
 from moesaic.ladder import Ladder, Shape
+from moesaic.types import JSON, Model, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch

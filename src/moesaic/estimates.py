@@ -1,7 +1,7 @@
 """Sizes of a result, told from headers before anything is computed.
 
 Headers of the original are converted by the code that converts its weights, so that a result's
-shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.weightless`).
+shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.headers_only`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import MethodConfig, RunArgs, parse_dtype
-from moesaic.foreign import JSON, Config, Model
-from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
-from moesaic.io.weightless import Outliner, Weightless, foretold
+from moesaic.io.dtypes import sizes_in, working_type
+from moesaic.io.headers_only import Outliner, Weightless, headers_of_model
 from moesaic.methods import implementation
 from moesaic.methods.base import Outline
 from moesaic.metrics.evaluate import ROOM
@@ -30,6 +29,7 @@ from moesaic.metrics.size import Size, model_size
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
+from moesaic.types import JSON, Config, Model
 
 SPILL = 4 << 30
 """Bytes of hidden states that are in memory at most; the rest is on disk."""
@@ -133,7 +133,7 @@ def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
     with TemporaryDirectory(prefix="moesaic-") as work:
         first = Path(work) / "original"
         first.mkdir()
-        source = foretold(recipe.model, first)
+        source = headers_of_model(recipe.model, first)
         steps: list[Step] = []
         for number, config in enumerate(recipe.steps):
             folder = Path(work) / f"step-{number}"
@@ -157,7 +157,7 @@ def outlined(
     calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
     args = RunArgs(model=source, calibration=calibration, device=recipe.device, dtype=dtype)
     job: Job[Arch] = Job(args, method.find, config.window, shape)
-    for _ in method.settle(job):
+    for _ in method.resolve_defaults(job):
         pass  # said by the run itself
     return job, method.outline(job)
 

@@ -30,23 +30,23 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from moesaic import by_layer
+from moesaic import per_layer_config
 from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM, DeepseekModel
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
-from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.checkpoint import align, extend, shape_of
 from moesaic.io.language import HEADLESS, predicts_tokens
+from moesaic.io.mtp import leave_out
 from moesaic.io.naming import conversions
-from moesaic.io.prediction import leave_out
 from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.source import check_loaded, language_model
 from moesaic.io.trust import pretrained
-from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
+from moesaic.plans.base import KINDS
 from moesaic.surgery import headers_of, install, shaped, sizes
+from moesaic.types import JSON, Config, Model, Tokenizer
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
@@ -114,11 +114,11 @@ def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
 
 def _define_config(base: str, base_config: type[Config]) -> type[Config]:
     """A class of configs in which some numbers may be lists, one for each layer."""
-    aliases, listed = base_config.attribute_map, by_layer.listed(base_config)
+    aliases, listed = base_config.attribute_map, per_layer_config.listed(base_config)
 
     def __post_init__(self: Config, **options: object) -> None:
         super(config_class, self).__post_init__(**options)
-        by_layer.check(self)
+        per_layer_config.check(self)
 
     def __getattribute__(self: Config, name: str) -> object:
         """A list may be read beside ``per_layer_config``, by which one number would be refused."""
@@ -161,7 +161,7 @@ def _define_model(
 
     @functools.wraps(model.__init__)  # vLLM compares what it gives with the annotations
     def __init__(self: Model, config: Config) -> None:
-        with by_layer.as_base(config):
+        with per_layer_config.as_base(config):
             model.__init__(self, config)
             arch = base_arch(config)
             path = arch.layers_path.removeprefix(f"{prefix}.")
@@ -384,7 +384,7 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
         auto.__name__: f"{module}.{kind.__name__}"
         for auto, kind in zip((AutoConfig, *MODELS), (config_class, *models), strict=False)
     }
-    by_layer.tell(config, arch)
+    per_layer_config.write_per_layer_config(config, arch)
     _tell_others(config, before)
     return None
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from moesaic.foreign import JSON, Track, silent
+from moesaic.types import JSON, Track, silent
 
 T = TypeVar("T")
-OF_SPEED = ("moesaic.nn", "moesaic.io.arithmetic", "moesaic.metrics.speed")
+OF_SPEED = ("moesaic.modules", "moesaic.io.dtypes", "moesaic.metrics.speed")
 """Loggers whose warnings explain how fast models are: another floating-point type."""
 
 

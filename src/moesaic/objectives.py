@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moesaic.config import MethodConfig
 from moesaic.data.text import IGNORED
 from moesaic.data.training import Example
-from moesaic.foreign import Config, Model, logits_alone
+from moesaic.types import Config, Model, logits_alone
 
 CHUNK, ACCELERATED = 1 << 20, 1 << 26
 """Log-probabilities that :func:`in_chunks` makes at a time on a CPU, 4 MB, and elsewhere."""

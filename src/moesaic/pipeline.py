@@ -16,8 +16,6 @@ from moesaic.config import MethodConfig, RunArgs, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Track, Values, at_home, silent
-from moesaic.io.caller import untouched
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import (
     CARD,
@@ -27,15 +25,16 @@ from moesaic.io.layout import (
     our_folder,
 )
 from moesaic.io.outputs import (
-    alone,
     check_out,
     discard,
     marked,
+    output_lock,
     resumable,
     unfinished,
     whole_file,
     whole_folder,
 )
+from moesaic.io.restore import untouched
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods import implementation
@@ -49,6 +48,7 @@ from moesaic.recipe import Recipe, check_anew, check_run, check_step
 from moesaic.record import Record
 from moesaic.result import Result, save_applied
 from moesaic.surgery import routing_in
+from moesaic.types import JSON, Track, Values, at_home, silent
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     check_step(config, args.calibration, args.compare)
     method = implementation(config)
     job = Job(args, method.find, config.window)
-    for sentence in method.settle(job):
+    for sentence in method.resolve_defaults(job):
         logger.warning(sentence)
     with untouched(args.model, args.teacher):
         return Result(method, job, method.run(job))
@@ -140,7 +140,7 @@ def run_recipe(
     check_run(recipe, overwrite=overwrite, resume=resume)
     wait_for_all()  # all have found the place free before the first one takes it
     log, first, work = log or Log(track), process()[0] == 0, unfinished(recipe.out)
-    place = alone(Path(recipe.out)) if first else nullcontext()
+    place = output_lock(Path(recipe.out)) if first else nullcontext()
     with place, log.listening(), _cleared(recipe.out):
         measurement = None
         if (settings := recipe.evaluation) is not None:  # what is wrong is said before any work

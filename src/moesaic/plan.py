@@ -20,13 +20,13 @@ from torch import Tensor
 
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
 from moesaic.io.headers import check_fields, header_of, mapping_of, parsed, reading
 from moesaic.io.layout import PLAN, PLAN_TENSORS, placed
 from moesaic.io.outputs import discard, let_read, whole_file
 from moesaic.io.trust import check_file, check_links
-from moesaic.layers.base import LayerPlan, loaded
+from moesaic.plans.base import LayerPlan, loaded
+from moesaic.types import JSON, Values
 
 FORMAT = 3
 

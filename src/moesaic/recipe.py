@@ -31,11 +31,11 @@ from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text_source import read_by, spelled
 from moesaic.errors import MoesaicError, meant, shown
-from moesaic.foreign import JSON, at_home
 from moesaic.io.headers import DIGITS
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
+from moesaic.types import JSON, at_home
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

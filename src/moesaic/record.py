@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from moesaic.errors import shown
-from moesaic.foreign import JSON, Values, suits
+from moesaic.types import JSON, Values, suits
 
 FORMAT = 3
 T = TypeVar("T")

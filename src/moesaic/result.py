@@ -22,15 +22,14 @@ from moesaic.config import Evaluation, MethodConfig
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.data.text_source import read_by
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Values
-from moesaic.io.caller import untouched
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import our_folder
+from moesaic.io.mtp import NEXT, is_mtp, leave_out
 from moesaic.io.naming import language
 from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
-from moesaic.io.prediction import NEXT, leave_out, predicts
-from moesaic.io.quantised import settle
+from moesaic.io.quantised import describe_format
+from moesaic.io.restore import untouched
 from moesaic.io.source import Source
 from moesaic.io.trust import settle_tokenizer
 from moesaic.methods.base import Decision, Method
@@ -44,12 +43,13 @@ from moesaic.surgery import (
     LanguageAlone,
     apply_plan,
     check_base,
-    followers,
     kept,
-    outgrown,
-    predicting_blocks,
+    mtp_blocks,
+    mtp_misfits_config,
+    mtp_plans,
     rewrite,
 )
+from moesaic.types import JSON, Model, Values
 
 ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
 
@@ -196,14 +196,14 @@ class Result:
     def _carried(self) -> Mapping[str, Tensor]:
         """Layers that predict further tokens, as the original has them, of a model that was only
         trained."""
-        if self.plan is not None or not self.job.on_disk or not self.job.predicting:
+        if self.plan is not None or not self.job.on_disk or not self.job.mtp_layers:
             return {}
         checkpoint, type_of = self.job.original.checkpoint, narrowed(self.model)
         last = self.model.config.num_hidden_layers
         return {
             language(disk): cast(checkpoint.tensor(disk), type_of(name))
             for disk, name in self.job.naming.in_memory.items()
-            if predicts(name, last)
+            if is_mtp(name, last)
         }
 
     @property
@@ -373,11 +373,11 @@ class Result:
         config, decision, plan = self.method.config, self.decision, self.plan
         effective = self.method.effective(plan)
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
-        words = self.method.tell(layers, decision, active)
+        words = self.method.title_and_text(layers, decision, active)
         summary, text = dict(decision.summary), words.text
-        if self.job.predicting:
+        if self.job.mtp_layers:
             fate, fate_words = self._predicting
-            summary[fate] = {NEXT: self.job.predicting}
+            summary[fate] = {NEXT: self.job.mtp_layers}
             text += f" Layers that predict further tokens, for speculative decoding, {fate_words}."
         changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
         return Step(
@@ -406,9 +406,9 @@ class Result:
         if plan is None or self.decision.trained is not None or not job.on_disk:
             return "left_out", "are left out"
         changed = hub.convert_config(copy.deepcopy(job.original.config), self.arch, plan)
-        if outgrown(job.naming, self.arch, plan, changed):
+        if mtp_misfits_config(job.naming, self.arch, plan, changed):
             return "left_out", "are left out"
-        if followers(job.naming, self.arch, plan):
+        if mtp_plans(job.naming, self.arch, plan):
             return "along", "are reduced as the last layer is"
         return "kept", "stay as they are"
 
@@ -522,8 +522,8 @@ def save_applied(
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     changed = hub.convert_config(config, arch, plan)
-    along = not outgrown(naming, arch, plan, changed)
-    if not (along and predicting_blocks(naming, arch, plan.base)):
+    along = not mtp_misfits_config(naming, arch, plan, changed)
+    if not (along and mtp_blocks(naming, arch, plan.base)):
         leave_out(config)  # they go, or are in the config alone
     whole = changed is not None or not source.beside
     if not whole:
@@ -533,7 +533,7 @@ def save_applied(
     rewrite(naming, arch, plan, to if whole else LanguageAlone(to), stays, **types)
     if dtype is not None:
         config.dtype = dtype
-    settle(config, source.checkpoint, kept=dtype is None)
+    describe_format(config, source.checkpoint, kept=dtype is None)
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
     source.checkpoint.copy_side_files(folder)

@@ -20,15 +20,15 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Writer, cast
 from moesaic.io.headers import reading
+from moesaic.io.mtp import is_mtp
 from moesaic.io.naming import Naming, language
-from moesaic.io.prediction import predicts
-from moesaic.layers.base import KINDS, Header, LayerPlan, Sizes
-from moesaic.layers.state import DiskState, LiveState
-from moesaic.nn.phase import set_mode
+from moesaic.modules.phase import set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan
+from moesaic.plans.base import KINDS, Header, LayerPlan, Sizes
+from moesaic.plans.state import DiskState, LiveState
+from moesaic.types import JSON, Config, Model
 
 # --- bases ---------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def followers(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
+def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
     """What becomes of the routed layers that predict further tokens: the last layer's decision.
 
     Returns:
@@ -235,14 +235,14 @@ def followers(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
         out, and stay as they are.
     """
     last = max(plan.base.routed, default=-1)
-    along = plan.layers[last].along() if last in plan.layers else None
+    along = plan.layers[last].mtp_plan() if last in plan.layers else None
     if along is None:
         return {}
-    blocks = predicting_blocks(naming, arch, plan.base)
+    blocks = mtp_blocks(naming, arch, plan.base)
     return {start: along for start, n in blocks.items() if n == plan.base.experts_of(last)}
 
 
-def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
+def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
     """The decoder layers among the tensors that predict further tokens.
 
     Returns:
@@ -251,7 +251,7 @@ def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, 
     block = f".{arch.inside}"
     blocks: dict[str, int] = {}
     for name in naming.in_memory.values():
-        if predicts(name, len(base.widths)) and block in name:
+        if is_mtp(name, len(base.widths)) and block in name:
             start, _, inside = name.partition(block)
             blocks.setdefault(f"{start}.", 0)
             if isinstance(arch, MoEArch) and inside == arch.parts.weight:
@@ -260,7 +260,7 @@ def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, 
     return blocks
 
 
-def outgrown(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
+def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
     """Whether layers that predict further tokens would not be as a result's config says.
 
     Args:
@@ -272,8 +272,8 @@ def outgrown(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bo
     """
     if not changed:
         return False
-    following = followers(naming, arch, plan)
-    blocks = predicting_blocks(naming, arch, plan.base)
+    following = mtp_plans(naming, arch, plan)
+    blocks = mtp_blocks(naming, arch, plan.base)
     dense = arch.ties_widths or not plan.base.routed
     return any(
         (changed.keys() & arch.with_experts(0).keys() and start not in following)
@@ -294,7 +294,7 @@ def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
     names, count = {*model.state_dict()}, model.config.num_hidden_layers
 
     def stays(name: str) -> bool:
-        return along if predicts(name, count) else beside or name in names
+        return along if is_mtp(name, count) else beside or name in names
 
     return stays
 
@@ -333,7 +333,7 @@ def rewrite(
     """
     checkpoint = naming.checkpoint
     plans = {arch.layer_prefix(i): layer for i, layer in plan.layers.items()}
-    plans |= {start: p for start, p in followers(naming, arch, plan).items() if keep(start)}
+    plans |= {start: p for start, p in mtp_plans(naming, arch, plan).items() if keep(start)}
     starts = {
         prefix: tuple(prefix + start for start in layer.sources(arch))
         for prefix, layer in plans.items()

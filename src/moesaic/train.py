@@ -41,8 +41,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moesaic.data.training import Example
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Figures, Model, Track, Values, silent
-from moesaic.io.arithmetic import has_products
+from moesaic.io.dtypes import has_products
 from moesaic.io.fingerprint import of_examples
 from moesaic.io.headers import mapping_of
 from moesaic.objectives import (
@@ -54,6 +53,7 @@ from moesaic.objectives import (
     predicting,
 )
 from moesaic.plan import Progress
+from moesaic.types import Figures, Model, Track, Values, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 _NOT_KEPT = ("epoch", "grad_norm")

@@ -28,12 +28,12 @@ from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import architectures, base_arch, dense_arch, moe_arch
 from moesaic.hub import _said_outright
 from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.mtp import NEXT
 from moesaic.io.naming import Naming
-from moesaic.io.prediction import NEXT
 from moesaic.io.source import Source
-from moesaic.layers.pruned import PrunedLayer
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
+from moesaic.plans.pruned import PrunedLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 

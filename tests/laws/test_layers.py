@@ -33,20 +33,20 @@ import moesaic
 from moesaic import MoesaicError
 from moesaic.arch.lookup import base_arch
 from moesaic.io.source import resolve
-from moesaic.layers.base import KINDS, LayerPlan, same
-from moesaic.layers.condensed import NO_FFN
-from moesaic.layers.dropped import DroppedLayer
-from moesaic.layers.fewer import FewerLayer
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.neurons import filled_up
-from moesaic.layers.overlapping import OverlappingLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.skipping import SkippingLayer
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
+from moesaic.plans.base import KINDS, LayerPlan, same
+from moesaic.plans.condensed import NO_FFN
+from moesaic.plans.dropped import DroppedLayer
+from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.neurons import filled_up
+from moesaic.plans.overlapping import OverlappingLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.skipping import SkippingLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.record import WEIGHTS
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape, headers_of

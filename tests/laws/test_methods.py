@@ -27,12 +27,12 @@ import moesaic
 from moesaic.config import MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.estimates import estimate, weight_bytes
-from moesaic.layers.base import same
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.size import model_size
 from moesaic.observation.files import StatsFile
 from moesaic.plan import Plan
+from moesaic.plans.base import same
 from moesaic.recipe import Recipe, step_config
 
 MODES = ("memory", "disk")

@@ -30,19 +30,19 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import estimate, weight_bytes
 from moesaic.io.source import Source
-from moesaic.layers.condensed import CondensedLayer
-from moesaic.layers.dropped import DroppedLayer, cache_leaders
-from moesaic.layers.fewer import FewerLayer
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.skipping import SkippingLayer
-from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.fewer.config import TopKConfig
-from moesaic.methods.naee.config import PruneConfig, SkipConfig
-from moesaic.methods.naee.criteria import CRITERIA
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.prune.criteria import CRITERIA
+from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.metrics.size import model_size
+from moesaic.plans.condensed import CondensedLayer
+from moesaic.plans.dropped import DroppedLayer, cache_leaders
+from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.skipping import SkippingLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.recipe import Recipe
 
 SOME = (

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.arch.routing import FixedOutput, unbound
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config
+from moesaic.types import JSON, Config
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from moesaic.arch.dense import Arch, AttentionNames, CustomAct, FFNNames
 from moesaic.arch.mixture import ROUTED, MoEArch
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, place, set_top_k, unbound
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import shape_of
+from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 GATES = ("gate", "w1", "wi_0", "c_fc_0")

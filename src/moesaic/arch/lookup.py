@@ -9,10 +9,10 @@ from moesaic.arch.discovery import discovered
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config
 from moesaic.io.language import predicts_tokens
 from moesaic.io.quantised import format_of, quantization_of
 from moesaic.registry import Registry
+from moesaic.types import Config
 
 EXCEPTIONS: dict[str, Arch] = {
     "deepseek": MoEArch(

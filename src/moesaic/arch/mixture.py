@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, act_of, dense_ffn, linear_size
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.foreign import JSON, Config
+from moesaic.types import JSON, Config
 
 PLAIN = FFNNames()
 ROUTER = RouterParts()

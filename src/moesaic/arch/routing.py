@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 M = TypeVar("M", bound=nn.Module)
 

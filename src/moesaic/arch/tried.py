@@ -6,7 +6,7 @@ import json
 from functools import cache
 from importlib.resources import files
 
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 FILE = "assets/architectures.json"
 

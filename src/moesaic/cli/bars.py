@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from moesaic.errors import printable
-from moesaic.foreign import Figures
+from moesaic.types import Figures
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError, bounded, meant
-from moesaic.foreign import JSON, Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
 from moesaic.io.outputs import resumable, searched, unfinished
 from moesaic.recipe import Recipe, check_run
+from moesaic.types import JSON, Values
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -300,7 +300,7 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
         interrupted(recipe.out)
 
 
-def tell(line: str) -> None:
+def print_notice(line: str) -> None:
     """Print a line on stderr."""
     from moesaic.cli.bars import err_console
 

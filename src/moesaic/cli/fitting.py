@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from moesaic.cli.commands import emit, pushed, register, tell
+from moesaic.cli.commands import emit, print_notice, pushed, register
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
@@ -24,10 +24,10 @@ from moesaic.cli.options import (
 )
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
-from moesaic.foreign import JSON
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import check_repository
 from moesaic.recipe import Recipe, check_run, checked
+from moesaic.types import JSON
 
 
 def fit(
@@ -51,7 +51,7 @@ def fit(
     from moesaic.cli.bars import bars, err_console
     from moesaic.fitting.run import fit
 
-    record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=tell)
+    record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=print_notice)
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:

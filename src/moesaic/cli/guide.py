@@ -18,10 +18,10 @@ from moesaic.cli.commands import (
     app,
     emit,
     fail,
+    print_notice,
     pushed,
     register,
     show_page,
-    tell,
 )
 from moesaic.cli.fitting import search_options, search_recipe
 from moesaic.cli.options import (
@@ -35,11 +35,11 @@ from moesaic.cli.options import (
 from moesaic.config import ROUNDED, Calibration, MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
-from moesaic.foreign import JSON
 from moesaic.io.layout import FOLDER, PAGE
-from moesaic.io.outputs import alone, discard
+from moesaic.io.outputs import discard, output_lock
 from moesaic.methods import methods_of
 from moesaic.recipe import Recipe, check_anew, check_run, checked
+from moesaic.types import JSON
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,9 +117,14 @@ def guide(
         err_console.print(line, markup=False, highlight=False)
     goal = _goal(situation, config, native, ask)
     asks_again = partial(_goal, situation, None, native, ask) if ask and config is None else None
-    with alone(folder):
+    with output_lock(folder):
         search = opened(
-            recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
+            recipe,
+            goal.budgets[0],
+            overwrite=overwrite,
+            resume=resume,
+            track=bars,
+            tell=print_notice,
         )
         goal, points = explored(search, goal, asks_again)
         rounding = search.trials.baselines() if goal.size == "memory" else []
@@ -432,7 +437,7 @@ class Session:
             self.points,
             overwrite=self.overwrite,
             resume=self.resume,
-            tell=tell,
+            tell=print_notice,
             rounding=[*self.rounding],
         )
         assert record is not None

@@ -18,9 +18,9 @@ from moesaic.config import (
 )
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
 from moesaic.io.names import check_name
 from moesaic.recipe import Recipe
+from moesaic.types import JSON
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -23,8 +23,8 @@ import yaml
 
 from moesaic.config import About, about, choices, types_of
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
 from moesaic.recipe import Recipe
+from moesaic.types import JSON
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -27,7 +27,6 @@ from moesaic.cli.options import (
 )
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, at_home
 from moesaic.io.headers import ODD, mapping_of
 from moesaic.io.layout import RECORD, placed
 from moesaic.io.names import check_name
@@ -39,6 +38,7 @@ from moesaic.io.outputs import (
     write_drawing,
 )
 from moesaic.recipe import load_recipe, plain_values
+from moesaic.types import JSON, at_home
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from moesaic.data.rows import Row
 from moesaic.data.text_source import DOMAINS, SHIPPED, TextSource
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.foreign import JSON, Values
+from moesaic.types import JSON, Values
 
 if TYPE_CHECKING:
     from datasets import DatasetInfo, IterableDataset

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import JSON, Tokenizer, Values
+from moesaic.types import JSON, Tokenizer, Values
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

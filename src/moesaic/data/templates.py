@@ -22,7 +22,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Tokenizer, Values
+from moesaic.types import Tokenizer, Values
 
 SECONDS = 20.0
 """Time that one rendering may take."""

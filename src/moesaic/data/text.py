@@ -16,7 +16,7 @@ from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
 from moesaic.data.rows import DOMAIN, Row, text_of, usable
 from moesaic.data.text_source import SHIPPED, TextSource, text_sources
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Tokenizer
+from moesaic.types import JSON, Config, Tokenizer
 
 POOL = 20_000_000
 """Characters of a larger source that windows are drawn from, in a random order of its rows."""

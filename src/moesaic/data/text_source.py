@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moesaic.config import about
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import at_home
+from moesaic.types import at_home
 
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""

@@ -30,7 +30,7 @@ from moesaic.data.rows import PromptAnswer, Row, Unusable, asked, text_of, usabl
 from moesaic.data.text import IGNORED, Tokens, beginning, check_length, token_file, windows
 from moesaic.data.text_source import SHIPPED
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Tokenizer
+from moesaic.types import Config, Tokenizer
 
 Example = dict[str, list[int]]
 """input_ids and labels of one text."""

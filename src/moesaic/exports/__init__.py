@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from moesaic.config import ExportArgs
-from moesaic.foreign import JSON, Track, at_home, silent
+from moesaic.types import JSON, Track, at_home, silent
 
 FORMS = {
     "native": "moesaic.exports.native:export_native",

@@ -23,9 +23,9 @@ from moesaic.exports.targets import (
     filled,
     smallest,
 )
-from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint, Writer, skeleton
 from moesaic.io.source import Source
+from moesaic.types import JSON, Config, Values
 
 _SHARED_SETTINGS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",

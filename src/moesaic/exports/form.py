@@ -12,11 +12,11 @@ from pathlib import Path
 
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic import by_layer
+from moesaic import per_layer_config
 from moesaic.arch.dense import Arch
-from moesaic.foreign import Config, Values
 from moesaic.io.checkpoint import Writer
-from moesaic.io.prediction import leave_out
+from moesaic.io.mtp import leave_out
+from moesaic.types import Config, Values
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Export:
 def base_config(config: Config, arch: Arch) -> Config:
     """A converted config as its base's own."""
     plain = copy.deepcopy(config)
-    by_layer.take_back(plain)
+    per_layer_config.take_back(plain)
     config_class = CONFIG_MAPPING[arch.model_type]
     plain.__class__ = config_class
     plain.model_type = arch.model_type

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moesaic.exports.targets import head_dim_of
-from moesaic.foreign import Config
 from moesaic.io.quantised import quantization_of
+from moesaic.types import Config
 
 TANH = "gelu_pytorch_tanh"
 OTHERS = {"nemotron_h": "relu2", "gemma4": TANH, "gemma4_text": TANH}

@@ -18,10 +18,10 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
-from moesaic.foreign import Track, silent
 from moesaic.io.source import Source
 from moesaic.observation.stream import LayerStream
 from moesaic.observation.tap import Event, Squares, tapped
+from moesaic.types import Track, silent
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """llama.cpp's names of the routed experts' stacked matrices."""

@@ -32,13 +32,13 @@ from moesaic.exports.mixed import (
     tensor_types,
 )
 from moesaic.exports.quantiser import Held, held_rows, values_of
-from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.score import qualities
 from moesaic.observation.branches import Change, divergences
 from moesaic.observation.stream import LayerStream
+from moesaic.types import Model, Track, silent
 
 Types = Mapping[str, str]
 """Of tensors, by group."""

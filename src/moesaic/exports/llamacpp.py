@@ -18,7 +18,6 @@ from moesaic import __version__
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import PLAIN, base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.by_layer import LAYERS
 from moesaic.config import ExportArgs
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, positions
@@ -34,16 +33,17 @@ from moesaic.exports.mixed import (
 )
 from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
-from moesaic.foreign import JSON, Config, Track, silent
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.headers import mapping_of
+from moesaic.io.mtp import is_mtp
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
-from moesaic.io.prediction import predicts
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import library, split_otherwise
+from moesaic.per_layer_config import LAYERS
 from moesaic.surgery import routing_in
+from moesaic.types import JSON, Config, Track, silent
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
@@ -255,7 +255,7 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
     """
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
-    predicting = any(predicts(name, layers) for name in source.checkpoint.names())
+    predicting = any(is_mtp(name, layers) for name in source.checkpoint.names())
     settings = puzzle_settings(source.config)
     request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, settings])
     trouble = run_script("convert.py", request)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from moesaic.config import in_unit
 from moesaic.errors import MoesaicError
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 WINDOWS = 8
 """Of the text by which groups are measured."""

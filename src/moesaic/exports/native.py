@@ -19,15 +19,15 @@ from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.form import Export, run_script
 from moesaic.exports.reduced import reduced
 from moesaic.exports.targets import TARGETS
-from moesaic.foreign import JSON
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.io.trust import settle_tokenizer
-from moesaic.layers.base import KINDS
+from moesaic.plans.base import KINDS
 from moesaic.surgery import headers_of
+from moesaic.types import JSON
 
 TOLERANCE = 1e-4
 """The largest difference of logits that rounding explains, relative to the largest logit."""

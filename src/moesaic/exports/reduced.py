@@ -14,15 +14,15 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import Header, aligned
-from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Writer, shape_of
 from moesaic.io.source import Source
-from moesaic.layers import neurons
-from moesaic.layers.base import KINDS
-from moesaic.layers.pruned import PrunedLayer
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
+from moesaic.plans import neurons
+from moesaic.plans.base import KINDS
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes, spread
+from moesaic.types import JSON, Config, Values
 
 ALIGNED = aligned(1)
 

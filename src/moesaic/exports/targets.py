@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.foreign import JSON, Config, Values
+from moesaic.types import JSON, Config, Values
 
 SMALL = 2.0**-6
 """No logit of a router that chooses several petals is beyond it; most are far below."""

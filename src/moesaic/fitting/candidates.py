@@ -10,9 +10,9 @@ import torch
 
 from moesaic.config import ExportArgs, MethodConfig
 from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
-from moesaic.foreign import JSON
-from moesaic.layers.regression import behind
 from moesaic.metrics.score import Score
+from moesaic.plans.regression import significantly_worse
+from moesaic.types import JSON
 
 BY_WINDOW = "kl_N"
 """The key of ``kl`` by window."""
@@ -73,12 +73,11 @@ class Candidate:
 
 
 def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The plainest candidate that loses no more for good than the best one; None of none.
+    """Return the simplest of all candidates that are not significantly worse than the best.
 
-    Plainer is what ordinary checkpoints hold, then what takes fewer steps, then one type for all,
-    then what loses less. The difference of two is paired by window: see
-    :func:`moesaic.observation.branches.behind`. Of a single window no error is known: there the
-    best one is it.
+    Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a lower KL.
+    Two are compared by :func:`moesaic.plans.regression.significantly_worse`, paired by window; with
+    a single window the best one is returned. None if the list is empty.
     """
 
     def order(candidate: Candidate) -> tuple[bool, int, bool, float]:
@@ -90,7 +89,7 @@ def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
     if best is None or len(best.kl_N) < 2:
         return best
     best_N = torch.tensor(best.kl_N)
-    return next(c for c in ordered if not behind(torch.tensor(c.kl_N), best_N))
+    return next(c for c in ordered if not significantly_worse(torch.tensor(c.kl_N), best_N))
 
 
 def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:

@@ -15,9 +15,9 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.sizes import Steps, Weight
 from moesaic.io.source import Source
 from moesaic.ladder import Ladder, Shape
-from moesaic.layers.dropped import cache_leaders
 from moesaic.methods import METHODS
 from moesaic.methods.mixtures import least_experts
+from moesaic.plans.dropped import cache_leaders
 
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""

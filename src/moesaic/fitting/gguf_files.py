@@ -23,9 +23,9 @@ from moesaic.exports.live import Live
 from moesaic.exports.llamacpp import Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
-from moesaic.foreign import JSON, Track, silent
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
+from moesaic.types import JSON, Track, silent
 
 Sizes = tuple[int, int, int]
 """Experts of a layer, their width, and that of what all tokens run."""

@@ -15,9 +15,8 @@ from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.search import Search
-from moesaic.foreign import JSON, Track, silent
 from moesaic.io.layout import RECORD, our_folder
-from moesaic.io.outputs import alone, discard, searched, whole_folder
+from moesaic.io.outputs import discard, output_lock, searched, whole_folder
 from moesaic.io.source import Source
 from moesaic.log import Log
 from moesaic.metrics.machine import environment
@@ -25,6 +24,7 @@ from moesaic.pipeline import run_recipe
 from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_anew, check_run
 from moesaic.record import Record
+from moesaic.types import JSON, Track, silent
 
 
 def fit(
@@ -56,7 +56,7 @@ def fit(
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
     check_run(recipe, overwrite=overwrite, resume=resume)
     check_anew(recipe, overwrite=overwrite, resume=resume)
-    with alone(Path(recipe.out)):
+    with output_lock(Path(recipe.out)):
         log = Log(track)
         again = {"overwrite": overwrite, "resume": resume}
         search = opened(recipe, config, **again, track=log.track, tell=tell)

@@ -25,9 +25,9 @@ from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
-from moesaic.foreign import Track, silent
 from moesaic.io.source import resolve
 from moesaic.recipe import Recipe
+from moesaic.types import Track, silent
 
 SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the original's bytes that are tried where only a loss is given."""

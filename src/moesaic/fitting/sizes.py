@@ -15,10 +15,10 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Step, carried_out, outlined
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config
-from moesaic.io.weightless import Weightless, foretold
+from moesaic.io.headers_only import Weightless, headers_of_model
 from moesaic.recipe import Recipe
+from moesaic.types import JSON, Model
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]
@@ -64,7 +64,7 @@ class Costs:
         self._steps: dict[str, Step | str] = {}
         self._costs: dict[str, _Cost | str] = {}
         self._shapes: dict[Path, Model] = {}
-        self._source = foretold(recipe.model, folder / "original")
+        self._source = headers_of_model(recipe.model, folder / "original")
         self._original = Built(self._source.config, parse_dtype(recipe.dtype))
 
     def weight(self, steps: Steps) -> Weight | None:

@@ -23,7 +23,6 @@ from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
-from moesaic.foreign import JSON, Track, give_back
 from moesaic.io.headers import mapping_of, reading
 from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.names import cache_folder
@@ -39,6 +38,7 @@ from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
 from moesaic.surgery import routing_in
+from moesaic.types import JSON, Track, give_back
 
 STATS = "observed.stats"
 WINDOWS = 16

@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import JSON, Config, Model, Values
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import let_read
@@ -36,6 +35,7 @@ from moesaic.io.trust import (
     check_file,
     side_files,
 )
+from moesaic.types import JSON, Config, Model, Values
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

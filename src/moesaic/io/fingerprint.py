@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moesaic.foreign import Model, Values
 from moesaic.io.headers import header_of
+from moesaic.types import Model, Values
 
 PIECE = 4096
 """Bytes that are read at one place."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 Parts = Mapping[str, Tensor]
 """A weight's stored tensors by what their names end with."""

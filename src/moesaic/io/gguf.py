@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
 from moesaic.io.fingerprint import Stored
 from moesaic.io.gguf_header import check_header
 from moesaic.io.headers import check_counts
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
-from moesaic.io.outputs import alone, whole_folder
+from moesaic.io.outputs import output_lock, whole_folder
 from moesaic.io.trust import pretrained
+from moesaic.types import JSON, Config, Model
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -148,7 +148,7 @@ def folder_of(file: Path) -> Path:
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():
         return folder
-    with alone(folder, wait=True):
+    with output_lock(folder, wait=True):
         return _unfolded(file, folder)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import JSON, Values, suits
+from moesaic.types import JSON, Values, suits
 
 LARGEST = 100_000_000
 """Bytes of a header or of a JSON file at most, as in safetensors itself."""

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from moesaic.foreign import Config, Model
 from moesaic.io.naming import conversions, register_conversions
+from moesaic.types import Config, Model
 
 TEXT = "_text"
 ALONE = ("mistral4",)

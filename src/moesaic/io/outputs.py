@@ -279,7 +279,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 @contextmanager
-def alone(out: Path, wait: bool = False) -> Iterator[None]:
+def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
     """Inside, no other run, of this process or of another, writes an output.
 
     It is said if there is something in its place: whoever comes here has checked that it may go.
@@ -449,7 +449,7 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     Raises:
         MoesaicError: another run does.
     """
-    with alone(out):
+    with output_lock(out):
         work = _beside(out)
         work.mkdir()
         try:

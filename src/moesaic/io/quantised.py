@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.formats import (
     BlockScaled,
@@ -29,6 +28,7 @@ from moesaic.io.formats import (
 )
 from moesaic.io.headers import check_fields, mapping_of, reading
 from moesaic.io.naming import expert_number
+from moesaic.types import JSON, Config, Values
 
 FORMATS: dict[str, type[Format]] = {
     kind.method: kind for kind in (BlockScaled, Microscaled, Compressed)
@@ -435,7 +435,7 @@ def _plain_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def settle(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
+def describe_format(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
     """Say in a result's config what its weights are stored as, in place.
 
     Args:

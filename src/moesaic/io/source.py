@@ -25,7 +25,6 @@ from transformers.utils.logging import (
 )
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -40,10 +39,10 @@ from moesaic.io.gguf import folder_of
 from moesaic.io.headers import check_counts, mapping_of
 from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
+from moesaic.io.mtp import is_mtp
 from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
 from moesaic.io.naming import Naming, language, read_as
 from moesaic.io.packaged import packaged_file
-from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, quantization_of
 from moesaic.io.trust import (
     NEEDS_CODE,
@@ -54,6 +53,7 @@ from moesaic.io.trust import (
     check_links,
     pretrained,
 )
+from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Files of a repository of the hub that are read beside its weights."""
@@ -306,7 +306,7 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
     Raises:
         MoesaicError: names some of the weights.
     """
-    unplaced = [key for key in info["unexpected_keys"] if not predicts(str(key), layers)]
+    unplaced = [key for key in info["unexpected_keys"] if not is_mtp(str(key), layers)]
     info = {**info, "unexpected_keys": unplaced}
     kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape than config.json says"}
     if whole:

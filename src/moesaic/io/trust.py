@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Values
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
+from moesaic.types import Config, Values
 
 NEVER_READ = (*READ, "LICENSE*", "NOTICE*", "README*", "*.md", ".*")
 """Names at the top of a model's folder that nobody opens; weights of these names are checked when

@@ -12,11 +12,11 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
 from moesaic.data.text import check_length, needs_tokenizer, positions
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Model, Values
 from moesaic.methods import figures
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord, strongest
+from moesaic.types import Config, Model, Values
 
 C = TypeVar("C", bound=MethodConfig)
 A = TypeVar("A", bound=Arch)
@@ -96,7 +96,7 @@ class Method(ABC, Generic[C, A]):
             MoesaicError: the method cannot take such a model; says what would work.
         """
 
-    def settle(self, job: Job[A]) -> Iterator[str]:
+    def resolve_defaults(self, job: Job[A]) -> Iterator[str]:
         """Decide the options that were left open, by the model: :attr:`config` has none after.
 
         Layers are refitted by default, but for decisions from statistics. Windows are no longer
@@ -151,7 +151,9 @@ class Method(ABC, Generic[C, A]):
         return config if solved else replace(config, refit=False)
 
     @abstractmethod
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
         """What came of it, in words. Says what was done and nothing else.
 
         Args:

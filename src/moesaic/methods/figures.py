@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moesaic.foreign import Values
 from moesaic.record import Bars, Column, Figure, Heat, LayerRecord, Lines, Row, Series
+from moesaic.types import Values
 
 MOST = 400
 """Points of a line."""

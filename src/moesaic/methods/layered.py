@@ -19,23 +19,23 @@ import torch
 from torch import nn
 
 from moesaic.arch.dense import FFN
-from moesaic.foreign import JSON
-from moesaic.layers.base import LayerPlan
-from moesaic.layers.regression import behind
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
 from moesaic.observation.branches import divergences
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.layers import (
+from moesaic.observation.processes import each_layer
+from moesaic.observation.stats import (
     LayerStats,
     Observation,
     Observed,
     bytes_of,
     shows_tokens,
 )
-from moesaic.observation.processes import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.regression import significantly_worse
+from moesaic.types import JSON
 
 S = TypeVar("S")
 """What a layer may become, such as a number of experts."""
@@ -83,7 +83,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     @property
     @abstractmethod
     def needs(self) -> Collection[str]:
-        """The statistics that :meth:`decide` reads, of :data:`moesaic.observation.layers.NEEDS`."""
+        """The statistics that :meth:`decide` reads, of :data:`moesaic.observation.stats.NEEDS`."""
 
     @property
     def gram_bytes(self) -> int:
@@ -111,9 +111,11 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         return {i: next(iter(of_layer)) for i, of_layer in losses.items()}
 
     def rivals(self) -> Mapping[str, LayerMethod[C, A, S]]:
-        """Plainer ways to spend the same budget, by name. The result is its own only where all of
-        them are :func:`~moesaic.observation.branches.behind` it at the model's output, on windows
-        that nothing was decided on; else the one of them that moves the output least."""
+        """Simpler alternatives with the same budget, by name.
+
+        All are compared by KL on held-out windows. This method's result is used only if every
+        alternative is :func:`~moesaic.plans.regression.significantly_worse`; otherwise the best
+        alternative is."""
         return {}
 
     def tag(self, size: S) -> str:
@@ -190,7 +192,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             stream = job.stream(list(sizes[RESULT]), job.arch.view, held_out)
             kl_CN = divergences(stream, [plans[name].layers for name in names], job.track)
             kls = dict(zip(names, kl_CN.mean(1).tolist(), strict=True))
-            if not all(behind(rival_N, kl_CN[0]) for rival_N in kl_CN[1:]):
+            if not all(significantly_worse(rival_N, kl_CN[0]) for rival_N in kl_CN[1:]):
                 best = min(rivals, key=lambda name: kls[name])
                 self.config = methods[best].config
             compared = {"compared": kls, "kept": best}

@@ -14,9 +14,9 @@ from moesaic.config import MethodConfig
 from moesaic.data.rows import Row
 from moesaic.data.text import Tokens
 from moesaic.data.training import Examples, training_text
-from moesaic.foreign import Values
 from moesaic.objectives import Objective, Schedule
 from moesaic.observation.job import Job
+from moesaic.types import Values
 
 
 def examples_of(

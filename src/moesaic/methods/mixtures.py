@@ -8,10 +8,10 @@ from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config
-from moesaic.layers.skipping import SkippingLayer
 from moesaic.observation.job import Job
+from moesaic.plans.skipping import SkippingLayer
 from moesaic.surgery import headers_of
+from moesaic.types import Config
 
 
 def original(config: Config, instead: str) -> MoEArch:

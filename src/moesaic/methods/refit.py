@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 
 from moesaic.arch.dense import FFN, Arch
-from moesaic.foreign import JSON
-from moesaic.layers.base import LayerPlan
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.processes import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
+from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied
+from moesaic.types import JSON
 
 
 @torch.no_grad()

@@ -10,13 +10,13 @@ import torch
 from moesaic.config import Bench
 from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Track, silent
-from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
+from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, against, compare_speed, peak_memory
+from moesaic.types import JSON, Model, Track, silent
 
 
 def bench(

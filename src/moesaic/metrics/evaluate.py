@@ -15,12 +15,11 @@ from moesaic.data.reader import RowRange
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, silent
-from moesaic.io.arithmetic import sizes_in, working_type
-from moesaic.io.caller import leaves_untouched, source_or_model
 from moesaic.io.checkpoint import shape_of
+from moesaic.io.dtypes import sizes_in, working_type
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import RECORD, placed
+from moesaic.io.restore import leaves_untouched, source_or_model
 from moesaic.io.source import Source
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -30,6 +29,7 @@ from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
 from moesaic.observation.files import StatsFile
 from moesaic.record import Record
+from moesaic.types import JSON, Model, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
 """Memory that models take when they run, over that of their weights."""

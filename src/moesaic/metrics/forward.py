@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
-from moesaic.foreign import Model, Track, logits_alone, silent
-from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import skeleton
+from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
-from moesaic.nn.phase import set_mode
+from moesaic.modules.phase import set_mode
 from moesaic.observation.stream import LayerStream, Spill
+from moesaic.types import Model, Track, logits_alone, silent
 
 T = TypeVar("T")
 BATCH = 1024
@@ -122,7 +122,7 @@ class Layerwise:
         source: the checkpoint.
         device: where a layer computes.
         dtype: floating-point type; None for the checkpoint's own, or what stands in for it
-            (:func:`~moesaic.io.arithmetic.working_type`).
+            (:func:`~moesaic.io.dtypes.working_type`).
         keep: keep the last layer's outputs, so that the same batches pass the layers only once.
 
     Raises:

@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 
 from moesaic.data.templates import rendered
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
-from moesaic.io.caller import leaves_untouched
+from moesaic.io.restore import leaves_untouched
+from moesaic.types import JSON, Model, Tokenizer, Track, silent
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs one last time and",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Tokenizer
+from moesaic.types import Tokenizer
 
 F32 = 0  # ggml's number of the type
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 
 def main(request: str) -> None:

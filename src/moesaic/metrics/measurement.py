@@ -16,8 +16,7 @@ from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text import Tokens, positions
 from moesaic.distributed import own_device
-from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
-from moesaic.io.arithmetic import working_type
+from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_tasks
 from moesaic.metrics.forward import Layerwise, Whole
@@ -27,6 +26,7 @@ from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratios
 from moesaic.metrics.tasks import measure_tasks
+from moesaic.types import JSON, Model, Tokenizer, Track, silent
 
 logger = logging.getLogger(__name__)
 

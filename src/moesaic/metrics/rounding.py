@@ -15,11 +15,11 @@ from torch import Tensor
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
-from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import named
 from moesaic.metrics.forward import Runner, Whole
 from moesaic.metrics.score import Score, scores
+from moesaic.types import Model, Track, silent
 
 BLOCK = 32
 """Weights of a row that are rounded together."""

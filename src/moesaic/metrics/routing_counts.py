@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model
 from moesaic.surgery import routed_modules
+from moesaic.types import JSON, Model
 
 
 @dataclass

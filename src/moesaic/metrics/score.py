@@ -16,7 +16,6 @@ from torch import Tensor
 
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, silent
 from moesaic.metrics.forward import (
     BATCH,
     Layerwise,
@@ -29,6 +28,7 @@ from moesaic.metrics.forward import (
 from moesaic.metrics.routing_counts import Routing
 from moesaic.metrics.size import model_size
 from moesaic.objectives import divergence, in_chunks
+from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is told: JSON has no infinity."""

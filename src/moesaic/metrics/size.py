@@ -9,13 +9,13 @@ from tempfile import TemporaryDirectory
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
-from moesaic.foreign import JSON, Model
-from moesaic.io.arithmetic import sizes_in
 from moesaic.io.checkpoint import check_whole, shape_of
+from moesaic.io.dtypes import sizes_in
+from moesaic.io.headers_only import headers_of_model
 from moesaic.io.source import resolve
-from moesaic.io.weightless import foretold
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
+from moesaic.types import JSON, Model
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def inspect(model: str) -> JSON:
     """
     with TemporaryDirectory(prefix="moesaic-") as folder:
         local = Path(model).expanduser().is_dir()
-        source = resolve(model) if local else foretold(model, Path(folder))
+        source = resolve(model) if local else headers_of_model(model, Path(folder))
         size = model_size(shape_of(source.config))
         check_whole(source.folder)
     of_layer = ("kind", "experts", "top_k", "width", "active_width")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Track, Values, logits_alone, silent
+from moesaic.types import JSON, Model, Track, Values, logits_alone, silent
 
 
 @dataclass(frozen=True)

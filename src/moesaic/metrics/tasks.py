@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from moesaic.data.questions import HEADLINE, PRESETS, Task
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer, Values
-from moesaic.nn.phase import set_mode
+from moesaic.modules.phase import set_mode
+from moesaic.types import JSON, Model, Tokenizer, Values
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -13,9 +13,9 @@ from itertools import tee
 import torch
 from torch import Tensor
 
-from moesaic.foreign import Track
 from moesaic.objectives import next_token_loss
 from moesaic.observation.stream import Block, LayerStream, Spill
+from moesaic.types import Track
 
 LIMIT = 1 << 30
 """Bytes of what enters the layers that are kept in memory."""

@@ -15,11 +15,11 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
-from moesaic.foreign import Track, silent
-from moesaic.layers.base import LayerPlan
 from moesaic.objectives import divergence, in_chunks
 from moesaic.observation.stream import LayerStream, Spill
+from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied
+from moesaic.types import Track, silent
 
 StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Makes of a layer what stands in its place while the context lasts."""

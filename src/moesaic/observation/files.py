@@ -22,23 +22,23 @@ from moesaic.config import RunArgs, takes_options
 from moesaic.data.text_source import read_by
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, shown
-from moesaic.foreign import JSON, Model, Values
-from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_stored, stored_in
 from moesaic.io.headers import check_fields, header_of, parsed, reading
 from moesaic.io.outputs import (
     STATISTICS,
-    alone,
     check_file,
     discard,
+    output_lock,
     unfinished,
     whole_file,
 )
+from moesaic.io.restore import leaves_untouched
 from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
 from moesaic.observation.stream import Site
 from moesaic.plan import BaseShape, differing
+from moesaic.types import JSON, Model, Values
 
 FORMAT = 4
 """Version of statistics files; others are refused."""
@@ -78,7 +78,7 @@ def observe(
     out, args = Path(out).expanduser(), RunArgs.of(model, **options)
     names = [model] if isinstance(model, str | Path) else []
     check_file(out, STATISTICS, overwrite, [*names, *read_by(args.calibration)])
-    with alone(out) if process()[0] == 0 else nullcontext():
+    with output_lock(out) if process()[0] == 0 else nullcontext():
         return _observe(args, out, gram_mb, overwrite, resume)
 
 

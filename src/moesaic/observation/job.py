@@ -28,20 +28,20 @@ from moesaic.data.text import (
 )
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.io.arithmetic import working_type
-from moesaic.io.caller import source_or_model
 from moesaic.io.checkpoint import shape_of
+from moesaic.io.dtypes import working_type
 from moesaic.io.fingerprint import of_model
 from moesaic.io.formats import Format
+from moesaic.io.mtp import mtp_layers
 from moesaic.io.naming import Naming
-from moesaic.io.prediction import predicting_layers
 from moesaic.io.quantised import QuantisedCheckpoint
+from moesaic.io.restore import source_or_model
 from moesaic.io.source import Source
-from moesaic.layers.base import LayerPlan
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
-from moesaic.surgery import base_shape, predicting_blocks
+from moesaic.plans.base import LayerPlan
+from moesaic.surgery import base_shape, mtp_blocks
+from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
 logger = logging.getLogger(__name__)
 A_co = TypeVar("A_co", bound=Arch, covariant=True)
@@ -239,14 +239,14 @@ class Job(Generic[A_co]):
         return checkpoint.format if isinstance(checkpoint, QuantisedCheckpoint) else None
 
     @cached_property
-    def predicting(self) -> int:
+    def mtp_layers(self) -> int:
         """Layers that predict further tokens.
 
         Of a loaded model as many as its config says, for it has none any more.
         """
         if not self.on_disk:
-            return predicting_layers(self.original.config)
-        return len(predicting_blocks(self.naming, self.arch, self.base))
+            return mtp_layers(self.original.config)
+        return len(mtp_blocks(self.naming, self.arch, self.base))
 
     @cached_property
     def base(self) -> BaseShape:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, DenseFFN, hands_on
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model, give_back, logits_alone
-from moesaic.io.arithmetic import working_type
-from moesaic.io.caller import forward_replaced
 from moesaic.io.checkpoint import Checkpoint, narrowed, path_of, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
+from moesaic.io.dtypes import working_type
 from moesaic.io.naming import Naming
+from moesaic.io.restore import forward_replaced
+from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 
 class Spill:
@@ -324,7 +324,7 @@ class LayerStream(Generic[V_co]):
 
         Args:
             dtype: floating-point type; None for the checkpoint's own, or what stands in for it
-                (:func:`~moesaic.io.arithmetic.working_type`).
+                (:func:`~moesaic.io.dtypes.working_type`).
             model: the skeleton to fill; by default a new one. The others are those of the class.
         """
         if model is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.io.caller import forward_replaced
+from moesaic.io.restore import forward_replaced
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from moesaic.errors import MoesaicError, printable
-from moesaic.foreign import Values
 from moesaic.record import (
     Figure,
     Heat,
@@ -20,6 +19,7 @@ from moesaic.record import (
 from moesaic.report import draw, numbers, read, tables, words
 from moesaic.report.frontier import SHAPES, frontiers, tried
 from moesaic.report.read import figure, part
+from moesaic.types import Values
 
 View = dict[str, object]
 """Values for the template, by the names that it uses."""

@@ -64,7 +64,7 @@ def frontier_picture(records: Sequence[Record]) -> str:
     kinds = list(dict.fromkeys(kind for plot in plots for kind in plot.kinds))
     rows += [f"Comparisons: {', '.join(kinds)}."] if kinds else []
     body += [draw.text(edge, top + 18 * n, row, "quiet") for n, row in enumerate(rows)]
-    return alone(width, top + 18 * len(rows) - 10, title, body)
+    return standalone_svg(width, top + 18 * len(rows) - 10, title, body)
 
 
 def picture(record: Record) -> str:
@@ -90,10 +90,10 @@ def picture(record: Record) -> str:
             draw.text(x + 6, 92, f"Tokens by layer and {routes.column}, %", "head"),
             draw.moved(x, 106, heat),
         ]
-    return alone(width, height, title, body)
+    return standalone_svg(width, height, title, body)
 
 
-def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
+def standalone_svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
     """A drawing as a file of its own, on its own ground."""
     return printable(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

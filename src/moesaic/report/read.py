@@ -7,8 +7,8 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from moesaic.config import ROUNDED
-from moesaic.foreign import Values
 from moesaic.record import Heat, LayerRecord, Record, Row, Step
+from moesaic.types import Values
 
 V = TypeVar("V")
 

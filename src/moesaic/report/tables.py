@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from moesaic.data.questions import HEADLINE
-from moesaic.foreign import Values
 from moesaic.record import LayerRecord, Record
 from moesaic.report import numbers, read
 from moesaic.report.read import figure, part
+from moesaic.types import Values
 
 Format = Callable[[float | None], str]
 tenths = partial(numbers.percent, digits=1)

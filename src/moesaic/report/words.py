@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moesaic.foreign import Values
 from moesaic.record import WEIGHTS, Record
 from moesaic.report import numbers, read
 from moesaic.report.read import figure, part
 from moesaic.report.tables import UNCLEAR, pace, ratio_cell
+from moesaic.types import Values
 
 AS_WELL = 0.01
 """Perplexities that differ by less than this share are called equally good."""

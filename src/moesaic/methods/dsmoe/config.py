@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 Variant = Literal["full", "no-straight-through", "no-piecewise", "top-k"]
 

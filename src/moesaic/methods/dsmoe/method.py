@@ -11,18 +11,18 @@ import torch
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model
-from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
 from moesaic.methods.learning import examples_of, learn
-from moesaic.methods.phrases import carved, number, some
+from moesaic.methods.sentences import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
+from moesaic.plans.carved import CarvedLayer
 from moesaic.record import LayerRecord
 from moesaic.surgery import apply_plan, routed_modules
+from moesaic.types import JSON, Model
 
 CURVES = {
     "language": "language-model loss",
@@ -100,7 +100,9 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             trained=count,
         )
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
         """Says how FFNs were split, how blocks are chosen, and how long that was trained."""
         assert decision.plan is not None
         where = some(len(decision.plan.layers), len(layers))

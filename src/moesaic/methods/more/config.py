@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
+from moesaic.types import JSON
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
 Router = Literal["cosine", "ridge"]

@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.layers.regression import Ridge
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.observation.stream import Site
+from moesaic.plans.regression import Ridge
 
 COVERAGE = (0.1, 0.01, 0.001, 0.0005)
 """Shares of the channels for which Table 4's never-activated ratio is reported, where a share is at

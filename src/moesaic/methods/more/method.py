@@ -10,9 +10,6 @@ from torch import Tensor
 
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.config import chosen_layers
-from moesaic.foreign import JSON
-from moesaic.layers.base import LayerPlan
-from moesaic.layers.carved import CarvedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
 from moesaic.methods.budget import (
@@ -39,12 +36,15 @@ from moesaic.methods.more.formulas import (
     petals_of,
     prototypes,
 )
-from moesaic.methods.phrases import carved, number, some
+from moesaic.methods.sentences import carved, number, some
 from moesaic.methods.slim.choice import narrowest
-from moesaic.nn.carved_ffn import NARROW
+from moesaic.modules.carved_ffn import NARROW
 from moesaic.observation.job import Job
 from moesaic.observation.stream import Site
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.carved import CarvedLayer
 from moesaic.record import Figure, LayerRecord, Row
+from moesaic.types import JSON
 
 
 class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
@@ -91,7 +91,9 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*super().figures(layers, decision), *_activated(layers)]
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
         """Says how the FFNs were divided, or what they were cut down to."""
         nominal = decision.summary.get("active", self.config.active)
         title = carved(self.config, nominal if active is None else active)

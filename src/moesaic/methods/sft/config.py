@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 TRAINED = {
     "condensed": "the condensed layers",

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.mixture import MoEArch
-from moesaic.foreign import Config, Model
-from moesaic.layers.condensed import CondensedLayer
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
+from moesaic.plans.condensed import CondensedLayer
+from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.types import Config, Model
 
 
 def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:

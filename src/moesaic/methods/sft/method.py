@@ -11,8 +11,7 @@ from torch import Tensor
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
-from moesaic.io.arithmetic import working_type
+from moesaic.io.dtypes import working_type
 from moesaic.io.fingerprint import of_model
 from moesaic.io.language import HEADLESS
 from moesaic.io.layout import PLAN, placed
@@ -26,6 +25,7 @@ from moesaic.objectives import Distillation
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
+from moesaic.types import JSON, Config, Model
 
 KL = "KL divergence from the teacher"
 
@@ -113,7 +113,9 @@ class Tuning(Method[TuneConfig, Arch]):
             count = sum(p.numel() for p in chosen.values())
         return Outline(Plan(config.name, job.base, {}, asdict(config)), trained=count)
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
         """Says what was trained, for how long, and towards what."""
         what, training = TRAINED[self.config.what], decision.summary["training"]
         text = f"{what[0].upper()}{what[1:]} were trained for {len(training['losses']):,} steps"

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.dense import FFN
-from moesaic.layers.base import PADDING
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.neurons import filled_up
-from moesaic.methods.naee.subsets import best_scores
+from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.scores import Neurons
-from moesaic.observation.layers import LayerStats
+from moesaic.observation.stats import LayerStats
 from moesaic.observation.stream import Site
+from moesaic.plans.base import PADDING
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.neurons import filled_up
 
 
 def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
@@ -63,7 +63,7 @@ def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLay
     Args:
         score_M: of its neurons.
         width: neurons that stay.
-        counted: see :class:`~moesaic.layers.narrowed.NarrowedLayer`.
+        counted: see :class:`~moesaic.plans.narrowed.NarrowedLayer`.
 
     >>> narrowest(torch.tensor([1.0, 3.0, 2.0]), 2).order_W.tolist()
     [1, 2]

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Values
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
 from moesaic.methods.slim.scores import SCORES, Score
 from moesaic.registry import InWords
+from moesaic.types import JSON, Values
 
 BEST = "surgeon"
 """The score that loses least."""
@@ -83,7 +83,7 @@ class SlimConfig(MethodConfig):
 
     @classmethod
     def ladders(cls, model: Shape) -> Iterator[Ladder[SlimConfig]]:
-        from moesaic.observation.layers import neuron_pairs  # torch is here by now
+        from moesaic.observation.stats import neuron_pairs  # torch is here by now
 
         pairs = model.experts and neuron_pairs(model.experts, model.width) <= PAIRS_BYTES
         score = BEST if pairs else "energy"

@@ -30,16 +30,11 @@ from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Values
-from moesaic.layers.base import LayerPlan
-from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.neurons import filled_up, in_groups
-from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import RESULT, Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
-from moesaic.methods.naee.subsets import allocate
+from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.choice import (
     Shape,
     candidates,
@@ -56,11 +51,16 @@ from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
-from moesaic.observation.layers import LayerStats, neuron_pairs
 from moesaic.observation.neuron_stats import no_stats
+from moesaic.observation.stats import LayerStats, neuron_pairs
 from moesaic.plan import Plan
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.neurons import filled_up, in_groups
+from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
+from moesaic.types import JSON, Config, Values
 
 WIDTHS = 12
 """The most widths of a layer that are tried."""
@@ -111,12 +111,12 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             )
         return arch
 
-    def settle(self, job: Job[Arch]) -> Iterator[str]:
+    def resolve_defaults(self, job: Job[Arch]) -> Iterator[str]:
         if self.config.score is None:
             score, why_not = self._score(job)
             self.config = replace(self.config, score=score)
             yield from filter(None, [why_not])
-        yield from super().settle(job)
+        yield from super().resolve_defaults(job)
 
     def _score(self, job: Job[Arch]) -> tuple[str, str]:
         """The best score that can be afforded, and a sentence where it is not the best of all."""
@@ -455,7 +455,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             return config
         return replace(config, experts="all")
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
         assert decision.plan is not None
         config = self.effective(decision.plan)
         changed = [layer for layer in layers if layer.index in decision.plan.layers]

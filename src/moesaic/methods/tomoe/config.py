@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
-from moesaic.foreign import JSON
+from moesaic.types import JSON
 
 PUBLISHED: JSON = {"published": True, "steps": 10_000, "length": 2048, "lr": 1e-3}
 """The paper's objective, start, masks, result and schedule (App. C; a process trains on one text at

@@ -9,13 +9,12 @@ import torch
 
 from moesaic.arch.dense import Arch
 from moesaic.errors import MoesaicError
-from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.budget import layer_sizes
 from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.more.config import MoREConfig, Variant
 from moesaic.methods.more.method import MoRE
-from moesaic.methods.phrases import carved, number, some
+from moesaic.methods.sentences import carved, number, some
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.decision import (
     Learned,
@@ -30,6 +29,7 @@ from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
+from moesaic.plans.overlapping import OverlappingLayer
 from moesaic.record import Figure, LayerRecord
 
 CURVES = {
@@ -150,7 +150,9 @@ class ToMoE(DenseMethod[ToMoEConfig]):
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*drawn(layers), *super().figures(layers, decision)]
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
         """Says how FFNs and attention were divided, and how long that was trained."""
         assert decision.plan is not None
         config, training = self.config, decision.summary["training"]

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import process
-from moesaic.foreign import Config, Model
 from moesaic.methods.budget import layer_sizes
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.masked import Masked
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.objectives import Objective, checkpointing, distillation_loss, predicting
+from moesaic.types import Config, Model
 
 _KEPT_TOKENS = 8192
 """Calibration tokens, at most, of which logits are kept."""

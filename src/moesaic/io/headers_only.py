@@ -1,0 +1,149 @@
+"""Checkpoints without weights: headers alone, to say beforehand what will be written.
+
+A file's header names every tensor, its type and its shape. Converted by the code that converts
+tensors with values, on the meta device, it is the header of the result: its bytes are known.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    TYPES,
+    Checkpoint,
+    ShardWriter,
+    header_bytes,
+    shape_of,
+)
+from moesaic.io.names import NAMES, check_name, without_slash
+from moesaic.io.quantised import opened
+from moesaic.io.source import Source, resolve, small_files, unreachable
+from moesaic.io.trust import check_links, side_files
+
+LARGEST = 1 << 44
+"""Bytes of a model at most, 17.6 TB: some file systems hold no larger file, be it empty."""
+
+
+class Weightless(Source):
+    """A checkpoint of which headers and small files are read, and no weight."""
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its tensors, on the meta device."""
+        check_links(self.folder)
+        checkpoint = opened(self.folder)
+        checkpoint.weightless = True
+        return checkpoint
+
+    @property
+    def fingerprint(self) -> str:
+        """Empty: it says nothing of weights."""
+        return ""
+
+
+class Outliner(ShardWriter):
+    """Writes the headers of shards; the files are as long as real ones and take no room on disk."""
+
+    def _save(self, path: Path) -> None:
+        _write_outline(path, self._pending)
+
+
+def _write_outline(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file's header; what follows it is as long as values would be."""
+    header = header_bytes(tensors)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
+
+
+def headers_of_model(name: str, folder: Path) -> Weightless:
+    """Find a model without its weights.
+
+    Of a hub id only small files and headers are fetched. A folder that has a config and no weights
+    is taken for the model that the config describes.
+
+    Args:
+        name: as for :func:`moesaic.io.source.resolve`.
+        folder: an existing one, for what has to be made up.
+
+    Raises:
+        MoesaicError: there is no such model, or the hub cannot be reached.
+    """
+    check_name(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
+        if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
+            return _of_config(name, path, folder)
+        return Weightless(name, path)
+    if without_slash(name) in NAMES or path.suffix == ".gguf":
+        return Weightless(name, resolve(name).folder)
+    return _of_hub(name, folder)
+
+
+def _of_config(name: str, path: Path, folder: Path) -> Weightless:
+    """The checkpoint that a config describes, its tensors named as in memory."""
+    check_links(path)
+    _copy_small(path, folder)
+    config = Source(name, folder).config
+    model = shape_of(config, config.dtype or torch.float32)
+    tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
+    _written({n: t.detach().to("meta") for n, t in first.items()}, folder)
+    return Weightless(name, folder)
+
+
+def _of_hub(name: str, folder: Path) -> Weightless:
+    """A model in the hub's cache if its weights are there, else its small files and their headers.
+
+    The headers are fetched from the hub, eight files at a time.
+    """
+    from huggingface_hub import HfApi
+
+    place, weights = small_files(name)
+    if all((place / file).exists() for file in weights):
+        return Weightless(name, place)
+    read = partial(HfApi().parse_safetensors_file_metadata, name, revision=place.name)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            headers = [*pool.map(read, weights)]
+    except Exception as error:
+        raise unreachable(name, error) from error
+    _copy_small(place, folder)
+    for shard, header in zip(weights, headers, strict=True):
+        tensors = {
+            tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
+            for tensor, info in header.tensors.items()
+        }
+        _write_outline(folder / shard, tensors)
+    return Weightless(name, folder)
+
+
+def _copy_small(source: Path, folder: Path) -> None:
+    for file in {*source.glob("*.json"), *side_files(source)}:
+        to = folder / file.relative_to(source)
+        to.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, to)
+
+
+def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size > LARGEST:
+        raise MoesaicError(
+            f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
+            "of the sizes in it must be wrong."
+        )
+    writer = Outliner(folder)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()

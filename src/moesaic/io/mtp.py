@@ -1,0 +1,45 @@
+"""Layers that predict further tokens beside a model's own (multi-token prediction), by name.
+
+They are published as layers behind the last (``num_nextn_predict_layers``: DeepSeek-V3, GLM-4.5) or
+under a name of their own (``mtp.``: Qwen3-Next, Nemotron-H). transformers loads no model with them;
+it and engines use them for speculative decoding.
+"""
+
+from __future__ import annotations
+
+import re
+
+from moesaic.types import Config
+
+NEXT = "num_nextn_predict_layers"
+COUNTS = (NEXT, "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+"""Attributes of configs that count them."""
+_NUMBER = re.compile(r"^(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
+_MTP = re.compile(r"(?:^|\.)mtp[._]")
+
+
+def mtp_layers(config: Config) -> int:
+    """As many as a config says."""
+    return max((int(getattr(config, name, None) or 0) for name in COUNTS), default=0)
+
+
+def leave_out(config: Config) -> None:
+    """Say in a config that there are no such layers, in place."""
+    for name in COUNTS:
+        if getattr(config, name, None):
+            setattr(config, name, 0)
+
+
+def is_mtp(name: str, count: int) -> bool:
+    """Whether a tensor belongs to a layer that predicts further tokens.
+
+    Args:
+        name: its own, on disk or in memory.
+        count: the model's decoder layers.
+
+    >>> names = "model.layers.3.mlp.up", "model.layers.4.eh_proj", "mtp.fc", "model.mtp_block.0.up"
+    >>> [is_mtp(name, 4) for name in names]
+    [False, True, True, True]
+    """
+    number = _NUMBER.search(name)
+    return bool(_MTP.search(name)) or (number is not None and int(number.group(1)) >= count)

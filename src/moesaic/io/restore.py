@@ -1,0 +1,96 @@
+"""A caller's model: taken as it comes, and left as it was."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moesaic.errors import MoesaicError
+from moesaic.io.source import Source, resolve
+from moesaic.types import Model
+
+
+def source_or_model(model: object) -> Source | Model:
+    """What a verb was given as a model: a loaded one itself, or the one of that name.
+
+    Raises:
+        MoesaicError: it is neither, or there is no such model.
+    """
+    if isinstance(model, str | Path):
+        return resolve(str(model))
+    if isinstance(model, PreTrainedModel | Source):
+        return model
+    raise MoesaicError(
+        "A model is a loaded PreTrainedModel of transformers, or a name; "
+        f"got {type(model).__name__}."
+    )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def untouched(*models: object) -> Iterator[None]:
+    """Inside, loaded models are in evaluation mode; then all is as it was, whatever happened.
+
+    That is each module's mode, which parameters learn, and the state of random numbers. Weights,
+    hooks and forwards are put back by whoever changes them.
+
+    Args:
+        models: what verbs take as models; names and None are passed over.
+    """
+    loaded = [model for model in models if isinstance(model, nn.Module)]
+    # weakly: a model that is converted in place gives up its old modules meanwhile
+    modes = [(weakref.ref(m), m.training) for model in loaded for m in model.modules()]
+    learning = [(weakref.ref(p), p.requires_grad) for model in loaded for p in model.parameters()]
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    for model in loaded:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            if (live := module()) is not None:
+                live.training = training
+        for parameter, learns in learning:
+            if (weight := parameter()) is not None:
+                weight.requires_grad_(learns)
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
+    """The same function, after which the loaded models among its arguments are as they were."""
+
+    @wraps(verb)
+    def called(*args: P.args, **options: P.kwargs) -> T:
+        with untouched(*args, *options.values()):
+            return verb(*args, **options)
+
+    return called
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+    """Inside, a module's forward is another; then the one that it had, a hook's own included."""
+    before = vars(module).get("forward")  # device_map's hooks stand here
+    module.forward = forward  # shadows the class's
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

@@ -1,0 +1,186 @@
+"""The options of condensing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from moesaic.config import MethodConfig, option, seed_option
+from moesaic.errors import MoesaicError
+from moesaic.ladder import Ladder, Rung, Shape
+from moesaic.types import JSON, Values
+
+CD_MOE = (
+    "Cao et al., \"Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer "
+    'Pruning" (TMLR 2025)'
+)
+DROP = (
+    'He et al., "Demystifying the Compression of Mixture-of-Experts Through a Unified Framework" '
+    "(2024)"
+)
+KEEPS = {
+    "shared": ("CD-MoE-S", CD_MOE),
+    "shared+routed": ("CD-MoE-SR", CD_MOE),
+    "attention": ("Layer Drop", DROP),
+    "nothing": ("Block Drop", DROP),
+}
+"""By what stays of a layer: the name of that, and the paper."""
+WITHOUT_FFN = ("attention", "nothing")
+"""Of them what leaves no FFN, and so nothing to refit."""
+SEARCHED = 8
+"""Layers of which `fit` tries each in every round; of more it looks in one pass over the text."""
+
+
+@dataclass(frozen=True)
+class CondenseConfig(MethodConfig):
+    """Options of condensing. The defaults are the paper's but for the refit; see ``bundles``.
+
+    One of ``count``, ``memory`` and ``active`` says when to stop; one layer where none does.
+    """
+
+    verb = "condense"
+    name = "cd-moe"
+    title = "CD-MoE"
+    paper = CD_MOE
+    implementation = "moesaic.methods.condense.method:Condenser"
+    bundles: ClassVar[Mapping[str, Values]] = {
+        "best": {},
+        "paper": {
+            "metric": "js",
+            "expert_search": "greedy",
+            "layer_search": "greedy",
+            "refit": False,
+        },
+    }
+    window = 512
+
+    count: int | None = option(
+        None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
+    )
+    memory: int | None = option(
+        None, "Condense until the weights fit, as in 12GB.", minimum=0, parse="bytes"
+    )
+    active: int | None = option(
+        None,
+        "Condense until a token uses at most this many parameters, embeddings and head included.",
+        minimum=0,
+    )
+    keep: Literal["shared", "shared+routed", "attention", "nothing"] = option(
+        "shared", "What stays of a layer; attention is Layer Drop, nothing is Block Drop."
+    )
+    experts: int | None = option(
+        None,
+        "Routed experts that stay with shared+routed. Default: as many as a token runs.",
+        minimum=0,
+    )
+    metric: Literal["js", "kl", "ppl"] = option(
+        "js",
+        "The measure of change; ppl is for the choice of layers, experts then go by js.",
+        seldom=True,
+    )
+    expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
+        "greedy",
+        "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
+        seldom=True,
+    )
+    layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine"] = option(
+        "racing",
+        "How layers are chosen; greedy is the paper's Alg. 2, which racing follows, "
+        "each round on as much text as it takes; cosine is of He et al.",
+        seldom=True,
+    )
+    candidates: tuple[int, ...] = option(
+        (),
+        "Decoder layers to choose from, such as 1,2,3. Default: all that route.",
+        seldom=True,
+    )
+    shared_gate: Literal["token", "mean"] = option(
+        "token",
+        "A gate on the shared path: token keeps it, mean fixes it at its mean.",
+        seldom=True,
+    )
+    refit: bool | None = option(
+        None,
+        "Solve for the dense layers' down projections anew. Default: where it can be done.",
+        flag="--refit/--no-refit",
+        beyond="refitted down projections",
+    )
+    seed: int = seed_option("Seed of random choices.", seldom=True)
+
+    def __post_init__(self) -> None:
+        if self.count is None and self.memory is None and self.active is None:
+            object.__setattr__(self, "count", 1)
+        if self.refit is None and self.keep in WITHOUT_FFN:
+            object.__setattr__(self, "refit", False)
+        super().__post_init__()
+
+    def check(self) -> None:
+        if sum(target is not None for target in (self.count, self.memory, self.active)) != 1:
+            raise MoesaicError("count, memory and active say when to stop: give one of them.")
+        if self.refit and self.keep in WITHOUT_FFN:
+            raise MoesaicError(f"keep={self.keep} leaves nothing of the FFN: leave refit out.")
+        if self.experts is not None and self.keep != "shared+routed":
+            raise MoesaicError(
+                "experts says how many routed ones stay: it needs keep=shared+routed."
+            )
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[CondenseConfig]]:
+        if not model.experts or not model.replaceable:
+            return
+        kinds = ["shared"] if model.shared else []
+        kinds += [] if model.native else [*WITHOUT_FFN]
+        parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
+        for kind in kinds:
+            most = model.layers - (model.leaders if kind == "nothing" else 0)
+            options: JSON = {"keep": kind}
+            if model.layers > SEARCHED:
+                options["layer_search"] = "rank" if kind == "shared" else "cosine"
+            if model.native:  # such a result has no gate token by token
+                options["shared_gate"] = "mean"
+            quick = partial(cls, **options, refit=False)
+            careful = partial(cls, **options, refit=kind == "shared")
+
+            def of_share(share: float, make: Callable[..., CondenseConfig]) -> CondenseConfig:
+                return make(count=round((1 - share) * model.layers))
+
+            yield Ladder(
+                f"condense to {kind}",
+                tuple(1 - n / model.layers for n in range(most, 0, -1)),
+                partial(of_share, make=quick),
+                partial(of_share, make=careful) if kind == "shared" else None,
+                [
+                    Rung(f"condense {n} to {kind}", quick(count=n), careful(count=n))
+                    for n in sorted(parts - {model.layers})
+                    if n <= most
+                ],
+            )
+
+    @property
+    def credit(self) -> str:
+        return KEEPS[self.keep][1]
+
+    @property
+    def base_label(self) -> str:
+        return KEEPS[self.keep][0]
+
+    @staticmethod
+    def check_compared(name: str, condensed: int) -> None:
+        """Refuse a comparison of more layers than are condensed.
+
+        Raises:
+            MoesaicError: names both.
+        """
+        if int(name) > condensed:
+            raise MoesaicError(
+                f"compare {name!r}: give a number of layers, at most the {condensed} condensed."
+            )
+
+    def compared(self, name: str) -> str:
+        if not name.isdecimal():
+            raise MoesaicError(f"compare {name!r}: give a number of layers.")
+        if self.count is not None:
+            self.check_compared(name, self.count)
+        return f"{name} of the layers condensed, the first chosen"

@@ -1,0 +1,417 @@
+"""CD-MoE over a whole model: mixture layers made into small dense layers, nothing trained.
+
+Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer Pruning"
+(TMLR 2025). Each layer's experts (Alg. 1: :mod:`moesaic.methods.condense.experts`), then the layers
+(Alg. 2: :mod:`moesaic.methods.condense.layer_search`), until the request is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from moesaic.arch.dense import hands_on
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.errors import MoesaicError
+from moesaic.io.naming import read_as
+from moesaic.methods import figures
+from moesaic.methods.base import Decision, Method, Outline, Summary
+from moesaic.methods.condense.config import KEEPS, CondenseConfig
+from moesaic.methods.condense.footprint import Footprint
+from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, Replaced, legs
+from moesaic.methods.mixtures import listed, original, routed_layers, span
+from moesaic.methods.refit import recover
+from moesaic.methods.sentences import credited
+from moesaic.observation.job import Finished, Job
+from moesaic.observation.stream import LayerStream
+from moesaic.plan import BaseShape, Plan
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.condensed import NO_FFN, NONE_K, CondensedLayer
+from moesaic.plans.dropped import DroppedLayer, cache_leaders
+from moesaic.record import Figure, LayerRecord, Row
+from moesaic.types import JSON, Config
+
+
+class Target:
+    """When a request is met, and what a plan of those that are condensed then holds.
+
+    Raises:
+        MoesaicError: not even all layers condensed meet it.
+    """
+
+    def __init__(
+        self, job: Job[MoEArch], config: CondenseConfig, plans: Mapping[int, Replaced]
+    ) -> None:
+        self.job, self.config, self.plans = job, config, plans
+        self.size = Footprint(job)
+        if not self.met([*plans]):
+            memory, active = self.size.applied(self.finish([*plans]))
+            raise MoesaicError(
+                f"The target is out of reach: with all {len(plans)} layers condensed the "
+                f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
+            )
+
+    def finish(self, chosen: Sequence[int]) -> dict[int, LayerPlan]:
+        """The layers of a plan, of the numbers of those that are condensed."""
+        some = {i: self.plans[i] for i in sorted(chosen)}
+        if self.config.keep != "nothing":
+            condensed, job = cast("dict[int, CondensedLayer]", some), self.job
+            return {**padded(condensed, job.base, job.arch, job.original.config)}
+        return {**some}
+
+    def met(self, chosen: Sequence[int]) -> bool:
+        """Whether the layers chosen so far are enough."""
+        config = self.config
+        if config.count is not None:
+            return len(chosen) >= config.count
+        memory, active = self.size.applied(self.finish(chosen))
+        if config.memory is not None:
+            return memory <= config.memory
+        return config.active is not None and active <= config.active
+
+
+class Condenser(Method[CondenseConfig, MoEArch]):
+    """Turns some of a mixture's layers into small dense layers."""
+
+    ratio = "stored"
+
+    def find(self, config: Config) -> MoEArch:
+        return original(config, "condense the original")
+
+    def outline(self, job: Job[MoEArch]) -> Outline:
+        """The first layers that may be chosen, each with its first experts."""
+        config = self.config
+        candidates = _candidates(job, config)
+        plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
+        target = Target(job, config, plans)
+        count = next(n for n in range(len(candidates) + 1) if target.met(candidates[:n]))
+        first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
+        others = {target.size.applied(target.finish([*first, i])) for i in rest} if count else set()
+        return Outline(
+            Plan(config.name, job.base, target.finish(candidates[:count]), asdict(config)),
+            exact=len(others) <= 1,
+        )
+
+    def run(self, job: Job[MoEArch]) -> Decision:
+        config, options = self.config, asdict(self.config)
+        candidates = _candidates(job, config)
+        fingerprint = job.tokens.fingerprint
+        finished = job.finished({"config": options, "calibration": fingerprint})
+        stream = job.stream(candidates, job.arch.mixture, job.share[0])
+        self._search_experts(job, stream, candidates, finished)
+        plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
+        target = Target(job, config, plans)
+        chosen: list[int] = []
+        steps: list[JSON] = []
+        order = self._in_order(job, stream, plans, finished)
+        while not target.met(chosen):
+            i, losses = next(order)
+            chosen.append(i)
+            steps.append({"layer": i, "losses": {str(j): x for j, x in losses.items()}})
+        order.close()
+        for name in job.args.compare:
+            config.check_compared(name, len(chosen))
+        layers = target.finish(chosen)
+        analyses: dict[int, JSON] = {i: dict(finished["experts", i][1]) for i in candidates}
+        for place, i in enumerate(chosen):
+            analyses[i]["order"] = place
+        size = target.size
+        memory, active = size.applied(layers)
+        summary = {
+            "layers": chosen,
+            "experts": {str(i): plans[i].describe(0).shape.get("chosen", []) for i in chosen},
+            "search": steps,
+            "memory_bytes": {"original": size.bytes, "result": memory},
+            "active_parameters": {"original": size.active, "result": active},
+        }
+
+        def plan(some: dict[int, LayerPlan]) -> Plan:
+            return Plan(config.name, job.base, some, options, fingerprint)
+
+        results = {name: plan(target.finish(chosen[: int(name)])) for name in job.args.compare}
+        results["result"] = plan(layers)
+        if config.refit:
+            results, refits = recover(job, results, finished)
+            for i, refit in refits["result"].items():
+                if refit:
+                    analyses[i] = {**analyses.get(i, {}), "refit": refit}
+        return Decision(results.pop("result"), analyses, results, summary)
+
+    # --- searches --------------------------------------------------------------------------------
+
+    def _search_experts(
+        self,
+        job: Job[MoEArch],
+        stream: LayerStream[MoEFFN],
+        candidates: Sequence[int],
+        finished: Finished,
+    ) -> None:
+        """Decide on every candidate's experts that is not finished, in one pass over the layers."""
+        missing = [i for i in candidates if ("experts", i) not in finished]
+        if not missing:
+            return
+        with torch.no_grad():
+            for turn in job.track(stream.turns(missing), "Choosing experts", len(missing)):
+                search = ExpertSearch(self.config, stream, job.arch, turn.block, turn.states)
+                finished.add("experts", turn.block.index, *search.decide())
+
+    def _in_order(
+        self,
+        job: Job[MoEArch],
+        stream: LayerStream[MoEFFN],
+        plans: Mapping[int, Replaced],
+        finished: Finished,
+    ) -> Generator[tuple[int, dict[int, float]], None, None]:
+        """Layers in the order of choice, those of an unfinished run first."""
+        config = self.config
+        rounds = sorted((name, i) for name, i in finished.store if name.startswith("round"))
+        done = [
+            (i, {int(j): loss for j, loss in finished[name, i][1]["losses"].items()})
+            for name, i in rounds
+        ]
+        yield from done
+        streams = [stream]
+        if config.layer_search == "racing":
+            parts = legs(job.share[0])
+            streams = [job.stream(list(plans), job.arch.mixture, part) for part in parts]
+        search = LayerSearch(streams, plans, config.metric)
+        scores = self._scores(plans, finished)
+        order = search.order(config.layer_search, scores, [i for i, _ in done])
+        total = len(plans) if config.count is None else config.count
+        try:
+            for n, (i, losses) in enumerate(job.track(order, "Choosing layers", total), len(done)):
+                analysis = {"losses": {str(j): x for j, x in losses.items()}}
+                finished.add(f"round-{n:04d}", i, plans[i], analysis)
+                yield i, losses
+        finally:
+            search.close()
+
+    def _scores(self, plans: Mapping[int, Replaced], finished: Finished) -> dict[int, float]:
+        """The ranks of layers, where no search looks at the whole model."""
+        config = self.config
+        analyses = {i: finished["experts", i][1] for i in plans}
+        if config.layer_search == "cosine":
+            key = "nothing" if config.keep == "nothing" else "attention"
+            return {i: analysis["cosine"][key] for i, analysis in analyses.items()}
+        return {i: analysis["divergence"][config.keep] for i, analysis in analyses.items()}
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
+        assert decision.plan is not None
+        config, every = self.effective(decision.plan), len(decision.plan.base.routed)
+        chosen: list[int] = decision.summary["layers"]
+        shapes = [layers[i].shape for i in chosen]
+        stays = ["the shared path"] if any(shape.get("shared") for shape in shapes) else []
+        if config.keep == "shared+routed":
+            count = span({len(shape["chosen"]) for shape in shapes})
+            stays.append(f"{count} routed expert{'' if count == '1' else 's'} at fixed weights")
+        done = {"attention": "feed-forward blocks dropped", "nothing": "layers dropped"}
+        what = done.get(config.keep, "layers condensed")
+        title = f"{len(chosen)} of {every} {what}{credited(config, 'with')}"
+        text = {
+            "attention": "Without feed-forward block",
+            "nothing": "Dropped, attention included",
+        }.get(config.keep, "Turned from mixtures of experts into small dense layers")
+        text += f": {listed(sorted(chosen))}"
+        text += f", keeping {' and '.join(stays)}" if stays else ""
+        text += "."
+        if config.refit and chosen:
+            text += " Their down projections were then refitted."
+        output = {"layers": chosen, "experts": decision.summary["experts"]}
+        return Summary(title, text, output)
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        order, section = decision.summary["layers"], "Which layers were condensed"
+        divergence = {x.index: x.analysis.get("divergence") or {} for x in layers}
+        return [
+            *_taken(layers, order, section),
+            *_search(decision.summary.get("search") or (), section),
+            *figures.lines(
+                section,
+                "What a layer loses.",
+                [
+                    figures.series(
+                        name, [(i, values.get(name)) for i, values in divergence.items()]
+                    )
+                    for name in dict.fromkeys(
+                        name for values in divergence.values() for name in values
+                    )
+                ],
+                f"{self.config.metric} divergence",
+                strong=self.config.keep,
+                caption="Of a layer’s output from what it was, were that layer alone replaced, by "
+                "what of it would be kept. Thick: what was kept.",
+            ),
+            *super().figures(layers, decision),
+        ]
+
+
+def _taken(layers: list[LayerRecord], order: Sequence[int], section: str) -> list[Figure]:
+    """Which layers were taken, and what of their experts stays."""
+    routed = [layer for layer in layers if layer.experts_before or layer.experts]
+    rows = []
+    for layer in routed:
+        count, taken = layer.experts_before or layer.experts, layer.index in order
+        stays = tuple(layer.shape.get("chosen") or ()) if taken else ()
+        rows.append(
+            Row(
+                str(layer.index),
+                figures.calls(layer, count),
+                gone=tuple(sorted({*range(count)} - {*stays})) if taken else None,
+                outlined=stays,
+                note=f"chosen {_ordinal(order.index(layer.index) + 1)}" if taken else "routes",
+            )
+        )
+    caption = "Outlined experts stay with fixed weights, crossed ones are gone."
+    if len(order) > 1:
+        caption += f" Layers in this order: {', '.join(map(str, order))}."
+    caption, side = f"{caption} {figures.SHADES}", "what became of it"
+    return figures.heat(section, "Experts by layer.", caption, rows, side=side, of="of calls")
+
+
+def _ordinal(n: int) -> str:
+    """A place in an order.
+
+    >>> [_ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21)]
+    ['1st', '2nd', '3rd', '4th', '11th', '12th', '21st']
+    """
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
+
+
+def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
+    """A search over layers: a row a round, a column a layer, the layer taken in each outlined.
+
+    Args:
+        rounds: of each the ``layer`` taken, and the ``losses`` by layer.
+        section: the heading.
+    """
+    losses = [{int(j): figures.finite(v) for j, v in step["losses"].items()} for step in rounds]
+    columns = sorted({j for step in losses for j in step} | {step["layer"] for step in rounds})
+    rows = []
+    for n, (step, loss) in enumerate(zip(rounds, losses, strict=True), 1):
+        values = tuple(loss.get(j) for j in columns)
+        taken = loss.get(step["layer"])
+        note = "" if taken is None else f"{taken:.4g}"
+        finite = [v for v in values if v is not None]
+        outlined = (columns.index(step["layer"]),)
+        rows.append(Row(str(n), values, max(finite, default=0.0), outlined=outlined, note=note))
+    return figures.heat(
+        section,
+        "The order of choice.",
+        "A row a round, a column a layer: the lighter, the less the search counts it a loss to "
+        "take this layer next. The layer taken is outlined.",
+        rows,
+        [*map(str, columns)],
+        row="round",
+        column="layer",
+        side="loss of the layer taken",
+        form=".4g",
+    )
+
+
+def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:
+    """A layer with its first experts at equal weights, as large as the one that is decided on."""
+    if config.keep == "nothing":
+        return DroppedLayer()
+    if config.keep == "attention":
+        return NO_FFN
+    gate = view.arch.shared_gate is not None and config.shared_gate == "token"
+    width, routed = view.shared_width, NONE_K
+    if config.keep == "shared+routed":
+        count = view.top_k if config.experts is None else config.experts
+        routed = torch.arange(count)
+    if not width and not len(routed):
+        return NO_FFN
+    return CondensedLayer(
+        routed,
+        torch.full((len(routed),), 1 / max(1, len(routed))),
+        width + len(routed) * view.width,
+        shared=width > 0,
+        gated=width if gate else 0,
+    )
+
+
+def padded(
+    plans: Mapping[int, CondensedLayer], base: BaseShape, arch: MoEArch, config: Config
+) -> Mapping[int, CondensedLayer]:
+    """Equal widths for all dense layers, if the architecture itself can then hold the result."""
+    dense = {i for i, count in enumerate(base.experts) if not count}
+    width = max((plan.width for plan in plans.values()), default=0)
+    fits = not any(plan.gated for plan in plans.values())
+    if not fits or not width or arch.dense_at(config, dense | plans.keys()) is None:
+        return plans
+    width = max([width, *(base.widths[i] for i in dense)])
+    wider = {i for i in dense if base.widths[i] < width}
+    return {
+        **{i: replace(plan, width=width) for i, plan in plans.items()},
+        **{i: CondensedLayer(NONE_K, torch.empty(0), width) for i in wider},
+    }
+
+
+# --- what was asked for --------------------------------------------------------------------------
+
+
+def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
+    """The layers to choose from.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    arch = job.arch
+    routed = routed_layers(job)
+    unknown = set(config.candidates) - set(routed)
+    if unknown:
+        raise MoesaicError(
+            f"candidates {', '.join(map(str, sorted(unknown)))}: not layers that route; "
+            f"those are {', '.join(map(str, routed))}."
+        )
+    candidates = [i for i in routed if i in (config.candidates or routed)]
+    if config.keep == "nothing":
+        leaders = cache_leaders(job.original.config)
+        candidates = [i for i in candidates if i not in leaders]
+    for i in candidates:
+        view = arch.mixture(job.layers[i])
+        why = obstacle(view, job.layers[i], config.keep)
+        if why:
+            others = [keep for keep in KEEPS if not obstacle(view, job.layers[i], keep)]
+            works = f" keep={' or '.join(others)} works." if others else ""
+            raise MoesaicError(
+                f"keep={config.keep} is impossible for {arch.model_type}: {why}.{works}"
+            )
+        if config.experts is not None and config.experts > view.count:
+            raise MoesaicError(f"experts {config.experts}: layer {i} has {view.count}.")
+    if config.count is not None and config.count > len(candidates):
+        raise MoesaicError(
+            f"count {config.count} is out of reach: {len(candidates)} layers can be condensed."
+        )
+    return candidates
+
+
+def obstacle(view: MoEFFN, layer: nn.Module, keep: str) -> str:
+    """What keeps a layer from being condensed so, in words; "" where nothing does.
+
+    Args:
+        view: of the layer.
+        layer: itself.
+        keep: what is to stay of it.
+    """
+    if view.arch.entry is not None:
+        return "its experts stand in the decoder layer itself"
+    gate = f"{view.arch.ffn_prefix(0)}gate_proj.weight"
+    if read_as(view.arch.model_type, gate) != gate:
+        return "transformers makes one projection of an MLP's gates and ups when it reads them"
+    if keep == "nothing" and hands_on(type(layer).forward):
+        return "its layers hand on to the next one more than hidden states"
+    if keep not in ("shared", "shared+routed"):
+        return ""
+    if keep == "shared" and not view.shared_width:
+        return "it has no shared experts, so that nothing of a layer would stay"
+    return view.apart(routed=keep == "shared+routed")

@@ -1,1 +1,0 @@
-"""Fewer experts a token: one number for all layers."""

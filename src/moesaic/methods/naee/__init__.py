@@ -1,1 +1,0 @@
-"""NAEE: expert pruning and skipping (Lu et al., 2024), and the criteria it is compared with."""

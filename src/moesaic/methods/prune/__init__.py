@@ -1,0 +1,1 @@
+"""NAEE: expert pruning (Lu et al., 2024), and the criteria it is compared with."""

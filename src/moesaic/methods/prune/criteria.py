@@ -1,0 +1,236 @@
+"""Criteria: how it is decided which experts of a layer stay. One entry each; torch-free to import.
+
+A criterion either scores one expert at a time, and the lowest scores go, or gives the loss of a
+whole set of experts, and the best set is searched for (:mod:`moesaic.methods.prune.subsets`).
+
+==========  ==========================
+T_j         tokens routed to expert j
+g_j, f_j    its combine weight, its output
+==========  ==========================
+
+Another package adds a criterion by an entry point in the group ``moesaic.criteria`` that names a
+:class:`Criterion`: ``mine = "my_package:MINE"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moesaic.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moesaic.arch.routing import RoutingFunction
+    from moesaic.methods.prune.subsets import Losses
+    from moesaic.observation.expert_stats import ExpertStats
+
+
+@dataclass(frozen=True)
+class ScoredLayer:
+    """One layer of which experts are to go: everything that a criterion may look at."""
+
+    stats: ExpertStats
+    """What was observed of the layer."""
+    routing: RoutingFunction
+    """The layer's routing function."""
+    index: int
+    """Its number."""
+    seed: int = 0
+    """Of random choices."""
+    sum_batch_norms: bool = False
+    """Losses are sums of norms over batches, as in the authors' code (:class:`PruneConfig`)."""
+    device: str = "cpu"
+    """Where to search."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to decide which experts stay. It has ``score`` or ``losses``, one of them."""
+
+    name: str
+    """What ``score`` calls it."""
+    title: str
+    """As titles write it: ``pruned by REAP``."""
+    help: str
+    """What it measures, in a few words."""
+    paper: str = ""
+    """Authors, title and place; empty where it is of no paper that we know."""
+    score: Callable[[ScoredLayer], Tensor] | None = None
+    """Each expert's score (E,); the highest stay."""
+    losses: Callable[[ScoredLayer], tuple[Losses, float]] | None = None
+    """The loss of sets of experts, and the loss that counts as everything lost."""
+    squared: bool = False
+    """``losses`` gives squares; records get their roots."""
+    observes: bool = True
+    """It looks at tokens; without, no loss is known by which layers could be compared."""
+    needs: tuple[str, ...] = ("outputs",)
+    """The statistics that it reads beside those of the router, of
+    :data:`moesaic.observation.expert_stats.PARTS`; others are not observed."""
+
+    @property
+    def gram(self) -> bool:
+        """It needs the inner products of all experts' outputs, token by token."""
+        return "gram" in self.needs
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def mean_over(sum_E: Tensor, calls_E: Tensor) -> Tensor:
+    """Mean over T_j (E,); 0 for an expert that no token was routed to.
+
+    >>> import torch
+    >>> mean_over(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]))
+    tensor([2., 0.])
+    """
+    return sum_E / calls_E.clamp(min=1)
+
+
+def random_scores(experts: int, layer: int, seed: int) -> Tensor:
+    """Scores that say nothing (E,), the same for the same seed and layer."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed * 10_007 + layer)
+    return torch.rand(experts, dtype=torch.float64, generator=generator)
+
+
+# --- losses of sets ------------------------------------------------------------------------------
+
+
+def _pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
+    """The loss of dropping a set S if no token is rerouted: 1_S^T Q 1_S; sets (C, E) to (C,).
+
+    Q_ij = sum over tokens of g_i g_j <f_i, f_j>.
+
+    >>> import torch
+    >>> loss = _pairwise_losses(torch.tensor([[1.0, -1.0], [-1.0, 2.0]]))
+    >>> loss(torch.tensor([[False, True], [False, False]]))
+    tensor([1., 1.])
+    """
+
+    def losses(kept_CE: Tensor) -> Tensor:
+        gone_CE = (~kept_CE).to(pair_EE.dtype)
+        return ((gone_CE @ pair_EE) * gone_CE).sum(-1)
+
+    return losses
+
+
+def _pairwise(layer: ScoredLayer) -> tuple[Losses, float]:
+    return _pairwise_losses(layer.stats.pair_EE), layer.stats.pair_EE.sum().item() ** 0.5
+
+
+def _reconstruction(layer: ScoredLayer) -> tuple[Losses, float]:
+    from moesaic.methods.prune.reconstruction import Reconstruction, output_norm
+
+    device = "cpu" if layer.device.startswith("mps") else layer.device  # which has no float64
+    losses = Reconstruction(layer.stats, layer.routing, layer.sum_batch_norms, device)
+    return losses, output_norm(layer.stats, layer.routing)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+NAEE = (
+    'Lu et al., "Not All Experts are Equal: Efficient Expert Pruning and Skipping for '
+    'Mixture-of-Experts Large Language Models" (ACL 2024)'
+)
+
+SCORING = (
+    'Liu et al., "How to Score Experts for One-Shot MoE Expert Pruning: A Unified Formulation and '
+    'Selection Principle" (2026)'
+)
+
+BUILT_IN = (
+    Criterion(
+        "reconstruction",
+        "NAEE",
+        "change of the routed output, Eq. 3",
+        NAEE,
+        losses=_reconstruction,
+        needs=("gram",),
+    ),
+    Criterion(
+        "pairwise",
+        "pairwise reconstruction",
+        "change of the routed output, were no token rerouted",
+        losses=_pairwise,
+        needs=("pairs",),
+        squared=True,
+    ),
+    Criterion(
+        "random",
+        "random choice",
+        "a seeded draw",
+        NAEE,
+        score=lambda layer: random_scores(layer.routing.count, layer.index, layer.seed),
+        needs=(),
+        observes=False,
+    ),
+    Criterion(
+        "frequency",
+        "frequency",
+        "tokens routed to the expert: |T_j|",
+        NAEE,
+        score=lambda layer: layer.stats.calls_E.double(),
+        needs=(),
+    ),
+    Criterion(
+        "gate",
+        "gate weight",
+        "sum of its combine weights g_j",
+        score=lambda layer: layer.stats.gate_E,
+        needs=(),
+    ),
+    Criterion(
+        "ean",
+        "EAN",
+        "expert activation norm: sum of |f_j| over T_j",
+        'Jaiswal et al., "Finding Fantastic Experts in MoEs: A Unified Study for Expert Dropping '
+        'Strategies and Observations" (2025)',
+        score=lambda layer: layer.stats.norm_E,
+    ),
+    Criterion(
+        "weighted-ean",
+        "weighted EAN",
+        "sum of g_j |f_j| over T_j, weighted_ean_sum in REAP's released code",
+        score=lambda layer: layer.stats.gated_E,
+    ),
+    Criterion(
+        "man",
+        "MAN",
+        "mean of |f_j| over T_j",
+        SCORING,
+        score=lambda layer: mean_over(layer.stats.norm_E, layer.stats.calls_E),
+    ),
+    Criterion(
+        "msan",
+        "MSAN",
+        "mean of |f_j|^2 over T_j",
+        SCORING,
+        score=lambda layer: mean_over(layer.stats.square_E, layer.stats.calls_E),
+    ),
+    Criterion(
+        "reap",
+        "REAP",
+        "router-weighted expert activation pruning: mean of g_j |f_j| over T_j",
+        'Lasby et al., "REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression" '
+        "(2025)",
+        score=lambda layer: mean_over(layer.stats.gated_E, layer.stats.calls_E),
+    ),
+    Criterion(
+        "aimer",
+        "AIMER",
+        "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
+        'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
+        score=lambda layer: -layer.stats.spread_E,
+        needs=("weights",),
+        observes=False,
+    ),
+)
+"""Ours, in the order in which they are listed. A new one is an entry here."""
+
+
+CRITERIA = Registry("moesaic.criteria", {}, {c.name: c for c in BUILT_IN})
+"""The criteria by name."""

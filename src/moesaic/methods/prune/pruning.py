@@ -1,0 +1,272 @@
+"""Expert pruning: fewer experts in every layer, nothing trained.
+
+Lu et al., "Not All Experts are Equal: Efficient Expert Pruning and Skipping for Mixture-of-Experts
+Large Language Models" (ACL 2024): the set of experts that stays is the one that changes the
+layer's output least (:mod:`moesaic.methods.prune.reconstruction`). Other criteria, of other papers,
+stand in :mod:`moesaic.methods.prune.criteria`.
+
+Where we depart from the paper or its code, and how to have theirs:
+
+- One squared error over all tokens, the root once. The released code sums the norms of batches,
+  so that its answer depends on the batch size: ``sum_batch_norms``.
+- Equal losses: the lexicographically first set of dropped experts.
+- Sets are enumerated while sets times tokens stay within ``exhaustive_limit``; beyond it, greedy
+  removal and swaps on the same exact loss. Where both run (n <= 16) the gap is reported.
+- w' is what will be deployed: the architecture's own router over the experts that stay. Where it
+  does not normalise, the softmax over fewer experts inflates the weights, and that counts.
+- A set that differs in one expert from a known one is scored by the tokens that it moves
+  (:mod:`moesaic.methods.prune.rerouting`), to the same loss.
+- Gram matrices are kept for as many tokens, evenly spread, as fit ``gram_mb`` a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import FFN
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.errors import MoesaicError
+from moesaic.methods import figures
+from moesaic.methods.base import Decision, Summary
+from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.mixtures import least_experts, original, routed_layers, span
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.prune.criteria import ScoredLayer
+from moesaic.methods.prune.subsets import (
+    Losses,
+    SearchResult,
+    allocate,
+    best_scores,
+    exhaustive,
+    greedy,
+    refined,
+    subsets,
+)
+from moesaic.methods.sentences import credited
+from moesaic.observation.expert_stats import ExpertStats, routing_of
+from moesaic.observation.job import Job
+from moesaic.observation.stream import Site
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.pruned import PrunedLayer
+from moesaic.record import Figure, LayerRecord
+from moesaic.types import JSON, Config
+
+
+class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
+    """Takes experts out of every layer that routes; sizes are numbers of experts."""
+
+    ratio = "stored"
+    varies = "score"
+    words = "Pruning layers"
+
+    def find(self, config: Config) -> MoEArch:
+        return original(config, "prune the original, then skip")
+
+    @property
+    def needs(self) -> set[str]:
+        chosen = self.config.chosen
+        return {*chosen.needs, *(["router"] if chosen.observes else [])}
+
+    @property
+    def gram_bytes(self) -> int:
+        return self.config.gram_mb << 20 if self.config.chosen.gram else 0
+
+    def sizes(self, job: Job[MoEArch]) -> dict[int, list[int]]:
+        config, args = self.config, job.args
+        if config.progressive and args.calibration.stats:
+            raise MoesaicError("progressive must see the model: it cannot decide from stats.")
+        if config.progressive and args.compare:
+            raise MoesaicError(
+                "progressive follows one criterion: nothing can be decided beside it."
+            )
+        arch, model_config = job.arch, job.shape.config
+        groups = arch.group_count(model_config)
+        if config.padding and arch.never is None:
+            raise MoesaicError(
+                "padding needs a router with a bias that can keep an expert from being chosen; "
+                f"{arch.model_type} has none. Without padding the result is moesaic_"
+                f"{arch.model_type}."
+            )
+        sizes: dict[int, list[int]] = {}
+        for i in routed_layers(job):
+            view = arch.mixture(job.layers[i])
+            least = least_experts(arch, view.top_k, model_config)
+            keep = config.experts_of(view.count, groups)
+            if not least <= keep <= view.count:
+                raise MoesaicError(
+                    f"keep {config.keep:g} is out of reach: layer {i} has {view.count} experts and "
+                    f"needs at least {least} (a token runs {view.top_k}"
+                    + (f", {groups} router groups)." if groups > 1 else ").")
+                )
+            if config.uniform and keep % groups:
+                raise MoesaicError(
+                    f"keep {config.keep:g} is not a multiple of the {groups} router groups, which "
+                    f"must lose equally many; {int(keep // groups) * groups} is."
+                )
+            every = range(least, view.count + 1, groups)
+            sizes[i] = [int(keep)] if config.uniform else list(every)
+        return sizes
+
+    # --- one layer -------------------------------------------------------------------------------
+
+    def decide(
+        self, case: Case[MoEArch], sizes: Sequence[int]
+    ) -> dict[int, tuple[LayerPlan, JSON]]:
+        groups = case.job.arch.group_count(case.job.shape.config)
+        stats = None if case.stats is None else case.stats.experts
+        if stats is None and self.needs:
+            alike_E = torch.zeros(case.view.count)
+            return {
+                r: (
+                    _layer(best_scores(alike_E, r, groups)),
+                    {"relative_loss": 1 - r / len(alike_E)},
+                )
+                for r in sizes
+            }
+        stats = stats or ExpertStats.none(case.view.count)
+        routing = routing_of(case.job, case.index, stats)
+        layer = ScoredLayer(
+            stats,
+            routing,
+            case.index,
+            seed=self.config.seed,
+            sum_batch_norms=self.config.sum_batch_norms,
+            device=case.job.device,
+        )
+        return {**self.choose(layer, sizes, groups)}
+
+    def choose(
+        self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1
+    ) -> dict[int, tuple[PrunedLayer, JSON]]:
+        """The experts that stay in a layer, for each size.
+
+        Args:
+            layer: its statistics.
+            sizes: how many experts may stay.
+            groups: router groups, which lose equally many.
+
+        Returns:
+            by size the layer's plan, and what it costs; of criteria that look at tokens ``calls``,
+            ``loss`` and ``relative_loss``.
+        """
+        criterion, stats = self.config.chosen, layer.stats
+        if criterion.score is not None:
+            score_E = criterion.score(layer)
+            return {r: self._scored(score_E, stats, r, groups) for r in sizes}
+        assert criterion.losses is not None, f"{criterion.name} neither scores nor searches"
+        losses, scale = criterion.losses(layer)
+        decided: dict[int, tuple[PrunedLayer, JSON]] = {}
+        path_E = torch.ones(stats.experts, dtype=torch.bool)
+        for r in sorted(sizes, reverse=True):
+            path = greedy(losses, path_E, r, groups)
+            path_E = path.kept_E
+            tokens = int(stats.sampled_T.sum()) or stats.tokens
+            best, gap = self._search(losses, path, r, groups, tokens)
+            loss = max(best.loss, 0) ** 0.5 if criterion.squared else best.loss
+            analysis = {
+                "loss": loss,
+                "relative_loss": loss / scale if scale else 0.0,
+                "search": best.search,
+                "sets": best.evaluated,
+                **gap,
+                "calls": stats.calls_E.tolist(),
+                "tokens": tokens,
+            }
+            decided[r] = (_layer(best.kept_E), analysis)
+        return decided
+
+    def _search(
+        self, losses: Losses, path: SearchResult, r: int, groups: int, tokens: int
+    ) -> tuple[SearchResult, dict[str, float]]:
+        n = len(path.kept_E)
+        if r == n:
+            return path, {}
+        if not self._tries_all(n, r, groups, tokens):
+            return refined(losses, path, groups), {}
+        best = exhaustive(losses, n, r, groups)
+        if n > 16:
+            return best, {}
+        swapped = refined(losses, path, groups)
+        return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
+
+    def _tries_all(self, experts: int, keep: int, groups: int, tokens: int) -> bool:
+        """Whether all sets are scored; each is, by every token."""
+        return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
+
+    def _scored(
+        self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
+    ) -> tuple[PrunedLayer, JSON]:
+        if len(score_E) != stats.experts:
+            raise ValueError(
+                f"criterion {self.config.score!r} gives {len(score_E)} scores for "
+                f"{stats.experts} experts; does its needs name what it reads?"
+            )
+        kept_E = best_scores(score_E, r, groups)
+        if not self.config.chosen.observes:
+            return _layer(kept_E), {"scores": score_E.tolist()}
+        gone = score_E[~kept_E].sum().item()
+        return _layer(kept_E), {
+            "scores": score_E.tolist(),
+            "calls": stats.calls_E.tolist(),
+            "loss": gone,
+            "relative_loss": gone / max(score_E.sum().item(), 1e-300),
+        }
+
+    # --- a model ---------------------------------------------------------------------------------
+
+    def allocate(self, losses: Mapping[int, Mapping[int, float]]) -> Mapping[int, int]:
+        if self.config.uniform:
+            return super().allocate(losses)
+        counts = (max(of_layer) for of_layer in losses.values())  # all of them may stay
+        return allocate(losses, sum(map(self.config.experts_of, counts)))
+
+    def finish(self, job: Job[MoEArch], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
+        """Filled up to one number of experts where that was asked for."""
+        if not self.config.padding:
+            return layers
+        pruned = cast("Mapping[int, PrunedLayer]", layers)
+        most = max(layer.kept_E.numel() for layer in pruned.values())
+        groups = job.arch.group_count(job.shape.config)
+        return {i: layer.padded(most, groups) for i, layer in pruned.items()}
+
+    def passing_on(
+        self, site: Site[FFN], layer: LayerPlan
+    ) -> AbstractContextManager[nn.Module | None]:
+        view = cast(MoEFFN, site.view)
+        allowed_E = torch.zeros(view.count, dtype=torch.bool)
+        allowed_E[cast(PrunedLayer, layer).experts] = True
+        return view.restricted(allowed_E)
+
+    @property
+    def final(self) -> bool:
+        return not self.config.padding
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
+        config = self.effective(decision.plan)
+        changed = [layer for layer in layers if layer.index in decision.analyses]
+        stay = span([len(layer.shape["kept"]) for layer in changed])
+        before = span([layer.shape["before"] for layer in changed])
+        comma = "," if config.beyond else ""
+        title = f"pruned{credited(config, 'by')}{comma} to {stay} of {before} experts"
+        chosen = config.chosen
+        by = chosen.title + (" on calibration text" if chosen.observes else "")
+        text = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
+        if config.refit:
+            text += " The down projections of the experts that stay were then refitted."
+        return Summary(title, text)
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        return [*figures.kept(layers), *super().figures(layers, decision)]
+
+
+def _layer(kept_E: Tensor) -> PrunedLayer:
+    return PrunedLayer(kept_E.nonzero().flatten())

@@ -1,0 +1,161 @@
+"""Eq. 3 of NAEE: the exact error of a layer's routed output for any set of experts that stays.
+
+Equation numbers are the paper's (Lu et al., 2024).
+
+==================  ==========================================================
+C                   the experts that stay
+w, w'               combine weights of a token, with all experts and with C (T, A)
+f_i(x)              output of expert i
+F(x), F'(x, C)      output of the experts, with all and with C
+G_t                 <f_i(x_t), f_j(x_t)>: the Gram matrix of a token (A, A)
+==================  ==========================================================
+
+Experts are the E that are routed and, behind them, shared ones if the router weighs these too: all
+A whose weights may change.
+
+Eq. 3: C minimises ||F'(x, C) - F(x)||_F. With every expert's output known once,
+
+    ||F'(x, C) - F(x)||^2 = sum_t (w'_t - w_t)^T G_t (w'_t - w_t),
+
+so a set costs its routing and a small quadratic form: exact, and no layer is run again.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.routing import RoutingFunction
+from moesaic.errors import MoesaicError
+from moesaic.methods.prune.rerouting import Rerouting, law_of
+from moesaic.methods.prune.subsets import Neighbours
+from moesaic.observation.expert_stats import ExpertStats, unpacked
+
+ELEMENTS = 1 << 22
+"""Numbers in one block of candidate sets times tokens times experts."""
+RELEASED_BATCH = 16_384
+"""Tokens of a batch in the released code: 8 sequences of 2,048."""
+
+
+def squared_errors(diff_SCA: Tensor, gram_SAA: Tensor) -> Tensor:
+    """||F'(x_t, C) - F(x_t)||^2 = (w' - w)^T G_t (w' - w) for every token and set (S, C).
+
+    >>> diff = torch.tensor([[[1.0, -1.0]]])
+    >>> gram = torch.tensor([[[2.0, 0.5], [0.5, 1.0]]])
+    >>> squared_errors(diff, gram)
+    tensor([[2.]])
+    """
+    return ((diff_SCA @ gram_SAA) * diff_SCA).sum(-1)
+
+
+class Reconstruction(Neighbours):
+    """||F'(x, C) - F(x)||_F of Eq. 3 for sets of experts, (C, E) to (C,), float64.
+
+    Tokens go through in blocks, so that memory is bounded whatever their number. Of sets that
+    differ in one expert only the tokens that it moves are looked at, where the router allows it
+    (:mod:`moesaic.methods.prune.rerouting`). With cross terms (progressive pruning) the target is
+    the original model's output, F(x) + delta.
+
+    Args:
+        stats: the layer's statistics.
+        routing: its routing function.
+        sum_batch_norms: sum the norms of batches of :data:`RELEASED_BATCH` tokens, as the released
+            code does.
+        device: where to compute.
+
+    Raises:
+        MoesaicError: the statistics hold no Gram matrix.
+    """
+
+    def __init__(
+        self,
+        stats: ExpertStats,
+        routing: RoutingFunction,
+        sum_batch_norms: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if not stats.sampled_T.any():
+            raise MoesaicError(
+                "No token's Gram matrix was kept: reconstruction needs more gram_mb."
+            )
+        self.stats, self.routing = stats, routing
+        self.sum_batch_norms = sum_batch_norms
+        self.device = torch.device(device)
+        self.logits_SX = stats.logits_TX[stats.sampled_T].to(self.device)
+        self.w_SA = routing.every_weight(self.logits_SX).double()
+        batch_T = stats.batch_T
+        if sum_batch_norms:
+            batch_T = torch.arange(stats.tokens) // RELEASED_BATCH
+        batches, batch_S = batch_T[stats.sampled_T].unique(return_inverse=True)
+        self.batch_S, self.batches = batch_S.to(self.device), len(batches)
+
+    @cached_property
+    def rerouting(self) -> Rerouting | None:
+        """Neighbouring sets by the tokens that move; None where the router has no such law."""
+        law = law_of(self.routing, self.logits_SX)
+        if law is None:
+            return None
+        return Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
+
+    def __call__(self, kept_CE: Tensor) -> Tensor:
+        stats, kept_CE = self.stats, kept_CE.to(self.device)
+        squared_CB = torch.zeros(
+            len(kept_CE), self.batches, dtype=torch.float64, device=self.device
+        )
+        rows = max(1, ELEMENTS // stats.weighed**2)
+        for block in torch.arange(len(self.w_SA)).split(rows):
+            gram_SAA = unpacked(stats.gram_SP[block].to(self.device), stats.weighed)
+            sets = max(1, ELEMENTS // (len(block) * stats.weighed))
+            batch_S = self.batch_S[block.to(self.device)]
+            logits_SX, w_S1A = (
+                x[block.to(self.device)] for x in (self.logits_SX, self.w_SA[:, None])
+            )
+            for at in torch.arange(len(kept_CE), device=self.device).split(sets):
+                diff_SCA = _weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
+                error_SC = squared_errors(diff_SCA, gram_SAA)
+                if len(stats.delta_S):
+                    cross_SA, delta_S = (
+                        x[block].to(self.device) for x in (stats.cross_SA, stats.delta_S)
+                    )
+                    cross_SC = (diff_SCA @ cross_SA.unsqueeze(-1)).squeeze(-1)
+                    error_SC = error_SC - 2 * cross_SC + delta_S[:, None]
+                into = torch.zeros_like(squared_CB[at])
+                squared_CB[at] += into.index_add_(1, batch_S, error_SC.T.contiguous())
+        return self._roots(squared_CB)
+
+    def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        if self.rerouting is None:
+            return super().without(kept_E, candidates)
+        return self._roots(self.rerouting.without(kept_E, candidates))
+
+    def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        if self.rerouting is None:
+            return super().having(kept_E, candidates)
+        return self._roots(self.rerouting.having(kept_E, candidates))
+
+    def _roots(self, squared_CB: Tensor) -> Tensor:
+        squared_CB = squared_CB.clamp(min=0)
+        loss_C = squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
+        # of experts that a token has no score for, some routers make no number: they never win
+        return loss_C.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
+    """w', the combine weights with only a set of experts there (S, C, A), float64."""
+    tokens, sets = len(logits_SX), len(kept_CE)
+    every_NX = logits_SX.repeat_interleave(sets, 0)
+    w_NA = routing.every_weight(every_NX, kept_CE.repeat(tokens, 1))
+    return w_NA.double().view(tokens, sets, -1)
+
+
+def output_norm(stats: ExpertStats, routing: RoutingFunction) -> float:
+    """||F(x)||_F over the sampled tokens: what a loss is a share of."""
+    logits_SX = stats.logits_TX[stats.sampled_T]
+    total = 0.0
+    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.weighed**2)):
+        w_SA = routing.every_weight(logits_SX[block]).double()
+        gram_SAA = unpacked(stats.gram_SP[block], stats.weighed)
+        total += squared_errors(w_SA.unsqueeze(1), gram_SAA).sum().item()
+    return max(total, 0.0) ** 0.5

@@ -1,0 +1,209 @@
+"""Dynamic expert skipping: a token leaves out experts that weigh little for it.
+
+Lu et al. (ACL 2024), Sec. 3.3 and App. A.2.
+
+Top-2 (Sec. 3.3): the second expert is skipped when w_2 < beta w_1, where beta is the median of
+w_2 / w_1 over the calibration tokens of the layer. Top-k (App. A.2): the smallest i experts stay
+for which the sum of the other weights is at most beta times the sum of all k.
+
+Where we depart from the paper:
+
+- App. A.2 gives no beta; it is the median of w_k / sum w, which for k = 2 marks the same tokens.
+- Both rules compare strictly, so that at k = 2 they are one rule: beta = 0 never skips.
+- Survivors take over the weight of the skipped in proportion. A router whose weights sum to one
+  keeps that; others keep their own sum.
+- ``quantile`` moves beta: 0.5 is the median. ``calls`` asks for a mean number of experts a token
+  instead, which is what a lower num_experts_per_tok must be compared with. ``betas`` are taken as
+  they are; the calibration text then only tells how much they skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.mixture import MoEArch
+from moesaic.errors import MoesaicError
+from moesaic.methods import figures
+from moesaic.methods.base import Decision, Summary
+from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.mixtures import routed_layers, unskipped
+from moesaic.methods.sentences import percent
+from moesaic.methods.skip.config import SkipConfig
+from moesaic.modules import survivors
+from moesaic.observation.expert_stats import routing_of
+from moesaic.observation.job import Job
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.skipping import SkippingLayer
+from moesaic.record import Figure, LayerRecord
+from moesaic.types import JSON, Config
+
+
+def ratios(weights_TK: Tensor, rule: str) -> Tensor:
+    """Ratios of which beta is a quantile (T,): w_2 / w_1, or w_k / sum w.
+
+    Args:
+        weights_TK: combine weights in falling order.
+        rule: ``top2`` or ``tail``.
+
+    >>> ratios(torch.tensor([[0.6, 0.3]]), "top2"), ratios(torch.tensor([[0.6, 0.3]]), "tail")
+    (tensor([0.5000]), tensor([0.3333]))
+    """
+    if rule == "top2":
+        return weights_TK[:, 1] / weights_TK[:, 0]
+    return weights_TK[:, -1] / weights_TK.sum(-1)
+
+
+def mean_calls(weights_TK: Tensor, beta: float, rule: str) -> float:
+    """Experts a token runs at this beta, in the mean."""
+    return survivors(weights_TK, beta, rule).sum().item() / max(1, len(weights_TK))
+
+
+def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60) -> float:
+    """The beta at which a token runs ``calls`` experts in the mean, by bisection.
+
+    >>> w = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
+    >>> 1 / 9 < _beta_for_calls(w, 1.5, "top2") < 2 / 3
+    True
+    """
+    low, high = 0.0, 2.0  # above 1 only the first expert stays
+    for _ in range(steps):
+        middle = (low + high) / 2
+        if mean_calls(weights_TK, middle, rule) > calls:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def quantile(values_T: Tensor, q: float) -> float:
+    """The quantile, between neighbours in proportion; for any number of values.
+
+    >>> quantile(torch.tensor([3.0, 1.0, 2.0]), 0.5)
+    2.0
+    """
+    ranked_T = values_T.double().sort().values
+    place = q * (len(ranked_T) - 1)
+    low = int(place)
+    high = min(low + 1, len(ranked_T) - 1)
+    return torch.lerp(ranked_T[low], ranked_T[high], place - low).item()
+
+
+class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
+    """Lets the routers of a mixture of experts skip, token by token, experts that weigh little.
+
+    Beta is calibrated on the model that is given: prune first, then skip. Sizes are betas that were
+    asked for, or None for one that is calibrated.
+    """
+
+    ratio = "active"
+    words = "Calibrating layers"
+    needs = ("router",)
+
+    def find(self, config: Config) -> MoEArch:
+        return unskipped(config)
+
+    def sizes(self, job: Job[MoEArch]) -> dict[int, list[float | None]]:
+        layers = routed_layers(job)
+        betas = self.config.betas
+        if len(betas) == 1:
+            betas = betas * len(layers)
+        if betas and len(betas) != len(layers):
+            raise MoesaicError(
+                f"betas: {len(betas)} numbers for {len(layers)} layers that route; give one for "
+                "each, or one for all."
+            )
+        for i in layers:
+            self.rule(job.arch.mixture(job.layers[i]).top_k)
+        if job.arch.parts.inward:
+            raise MoesaicError(
+                f"A router of {job.arch.model_type} scales what experts are given: those that stay "
+                "cannot take over the weight of others. skip --top-k N works."
+            )
+        return {i: [beta] for i, beta in zip(layers, betas or [None] * len(layers), strict=True)}
+
+    def decide(
+        self, case: Case[MoEArch], sizes: Sequence[float | None]
+    ) -> dict[float | None, tuple[LayerPlan, JSON]]:
+        top_k = case.view.top_k
+        if case.stats is None or case.stats.experts is None:
+            return {beta: (SkippingLayer(0.5, self.rule(top_k)), {}) for beta in sizes}
+        stats = case.stats.experts
+        routing = routing_of(case.job, case.index, stats)
+        weights_TK = routing.weights(stats.logits_TX).topk(top_k, dim=-1).values.double()
+        return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
+
+    def calibrated(
+        self, weights_TK: Tensor, fixed: float | None = None
+    ) -> tuple[SkippingLayer, JSON]:
+        """A layer's beta, and how much it skips of the calibration tokens.
+
+        Args:
+            weights_TK: combine weights of the experts that tokens run, in falling order.
+            fixed: its beta, where that was asked for.
+
+        Returns:
+            the layer's plan, and ``calls_per_token`` and ``skipped``, the share of calls.
+        """
+        config, top_k = self.config, weights_TK.shape[1]
+        rule = self.rule(top_k)
+        if fixed is not None:
+            beta = fixed
+        elif config.calls is not None:
+            beta = _beta_for_calls(weights_TK, config.calls, rule)
+        else:
+            beta = quantile(ratios(weights_TK, rule), config.quantile)
+        calls = mean_calls(weights_TK, beta, rule)
+        return SkippingLayer(beta, rule), {"calls_per_token": calls, "skipped": 1 - calls / top_k}
+
+    def rule(self, top_k: int) -> str:
+        """The rule of a layer: ``top2`` or ``tail``.
+
+        Raises:
+            MoesaicError: the request cannot be met there.
+        """
+        config = self.config
+        if top_k < 2:
+            raise MoesaicError("A token runs one expert already: there is nothing to skip.")
+        kind = ("top2" if top_k == 2 else "tail") if config.rule == "auto" else config.rule
+        if kind == "top2" and top_k != 2:
+            raise MoesaicError(f"rule 'top2' is for two experts a token; here there are {top_k}.")
+        if config.calls is not None and config.calls > top_k:
+            raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
+        return kind
+
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
+        shares = [analysis["skipped"] for analysis in decision.analyses.values()]
+        skipped = _percents(min(shares), max(shares))
+        title = f"{skipped} of expert calls skipped with {self.config.label}"
+        text = (
+            "The routers leave out experts that weigh little, token by token, by the rule of "
+            f"{self.config.label}: {skipped} of expert calls on the calibration text."
+        )
+        return Summary(title, text, {"beta": [layer.shape.get("beta") for layer in layers]})
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        skip = [layer for layer in layers if "beta" in layer.shape]
+        columns = {
+            ("calls skipped", ".1%"): [layer.analysis.get("skipped") for layer in skip],
+            ("beta", ".3f"): [layer.shape["beta"] for layer in skip],
+            ("experts a token runs", ".2f"): [x.analysis.get("calls_per_token") for x in skip],
+        }
+        title, caption = "Skipping by layer.", "On the calibration text."
+        return figures.bars("What is skipped", title, caption, skip, columns)
+
+
+def _percents(least: float, most: float) -> str:
+    """A span of shares.
+
+    >>> _percents(0.2, 0.304)[:-2]
+    '20–30'
+    >>> _percents(0.2, 0.2)[:-2]
+    '20'
+    """
+    ends = [percent(share) for share in (least, most)]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]}–{ends[1]}"

@@ -1,0 +1,78 @@
+"""Fewer experts a token: one number for all layers, a field of the config. Looks at no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesaic.arch.mixture import MoEArch
+from moesaic.errors import MoesaicError
+from moesaic.methods import figures
+from moesaic.methods.base import Decision, Summary
+from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.mixtures import routed_layers, span, unskipped
+from moesaic.methods.skip.config import TopKConfig
+from moesaic.observation.job import Job
+from moesaic.plans.base import LayerPlan
+from moesaic.plans.fewer import FewerLayer
+from moesaic.record import Figure, LayerRecord
+from moesaic.types import JSON, Config
+
+
+class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
+    """Lets a token run fewer experts, as many in every layer.
+
+    Sizes are numbers of experts a token.
+    """
+
+    ratio = "active"
+    words = "Trying fewer experts"
+    needs = ()
+
+    def find(self, config: Config) -> MoEArch:
+        return unskipped(config)
+
+    def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
+        arch, target = job.arch, self.config.top_k
+        tops = {i: arch.mixture(job.layers[i]).top_k for i in routed_layers(job)}
+        if arch.chosen is None:
+            raise MoesaicError(
+                f"A router of {arch.model_type} runs {span(tops.values())} experts a token, "
+                "whatever its config says."
+            )
+        most = min(tops.values())
+        if target > most:
+            raise MoesaicError(
+                f"top_k {target} is out of reach: a token runs "
+                f"{span(tops.values())} experts now; from 1 to {most} works."
+            )
+        return {i: [target] for i in tops}
+
+    def decide(
+        self, case: Case[MoEArch], sizes: Sequence[int]
+    ) -> dict[int, tuple[LayerPlan, JSON]]:
+        before = case.view.top_k
+        return {
+            k: (FewerLayer(k, before), {"calls_per_token": k, "skipped": 1 - k / before})
+            for k in sizes
+        }
+
+    def title_and_text(
+        self, layers: list[LayerRecord], decision: Decision, active: float | None
+    ) -> Summary:
+        routed, before = decision.analyses.keys(), decision.plan.layers if decision.plan else {}
+        was = span([layer.before for layer in before.values() if isinstance(layer, FewerLayer)])
+        now = self.config.top_k
+        counts = [now if layer.index in routed else None for layer in layers]
+        return Summary(
+            f"{now} of {was} experts a token",
+            f"A token runs {now} experts instead of {was} in every layer that routes.",
+            {"experts_per_token": counts},
+        )
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        fewer = [layer for layer in layers if "experts_per_token" in layer.shape]
+        columns: dict[tuple[str, str], list[float | None]] = {
+            ("experts a token runs", ".0f"): [x.shape["experts_per_token"] for x in fewer]
+        }
+        section, title = "How many experts tokens run", "Experts a token, by layer."
+        return figures.bars(section, title, "", fewer, columns)

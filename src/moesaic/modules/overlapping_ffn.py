@@ -1,0 +1,59 @@
+"""An FFN of which each token runs one expert, experts being index lists into shared weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import DenseFFN, FFNNames
+from moesaic.modules.carved_ffn import CarvedFFN
+
+FORMS = ("moe", "pseudo")
+
+
+class OverlappingFFN(CarvedFFN):
+    """A carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
+
+    The weights are the base's own, in the base's order. ``form`` says how they are run, with the
+    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), which costs what the dense
+    block costs; ``moe`` gathers each expert's weights and runs it over its tokens, which pays
+    where those are thousands.
+    """
+
+    experts: Tensor
+    form = "pseudo"
+
+    def __init__(
+        self,
+        projections: Mapping[str, nn.Module],
+        act: Callable[[Tensor], Tensor],
+        names: FFNNames,
+        hidden_size: int,
+        experts: int,
+        width: int,
+        routing: str = "cosine",
+    ) -> None:
+        petals = (width,) * experts
+        super().__init__(projections, act, names, hidden_size, 0, petals, 1, routing)
+        self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
+
+    def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
+        return self.form == "moe" and not self._called()
+
+    def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
+        return map(ffn.chosen, self.experts)
+
+    def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
+        on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)
+        return on_TR @ on_RM.scatter_(1, self.experts, 1)
+
+
+def set_form(model: nn.Module, form: str) -> None:
+    """Run a model's overlapping experts one way or the other."""
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is not one of {FORMS}")
+    for module in model.modules():
+        if isinstance(module, OverlappingFFN):
+            module.form = form

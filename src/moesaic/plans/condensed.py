@@ -1,0 +1,258 @@
+"""A mixture turned into one dense MLP: shared path and chosen experts folded (CD-MoE, Eq. 3).
+
+Shape suffixes: E routed experts, K chosen ones, M neurons, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.arch.dense import FFN, Arch, FFNNames, hands_on, put
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import MoesaicError, shown
+from moesaic.modules.condensed_ffn import CondensedFFN, Nothing
+from moesaic.plans.base import Description, Header, LayerPlan, Site, Sizes, State, check_numbers
+from moesaic.plans.recovery import Balance
+from moesaic.plans.state import LiveState
+from moesaic.types import JSON
+
+Part = tuple[Tensor, Tensor, Tensor, float]
+"""gate (M, D), up (M, D), down (D, M), and the factor of its output."""
+
+
+@dataclass(frozen=True)
+class CondensedLayer(LayerPlan):
+    """One dense MLP in the place of a mixture.
+
+    Of a layer that is dense already, the MLP itself is the shared path.
+    """
+
+    kind: ClassVar[str] = "condensed"
+    held: ClassVar[Mapping[str, str]] = {
+        "experts": "experts_K",
+        "gates": "gates_K",
+        "down": "down_DM",
+    }
+
+    experts_K: Tensor
+    """int64: the routed experts that every token runs, in the order they were chosen."""
+    gates_K: Tensor
+    """float32: g_i, their fixed weights, the router's scaling included."""
+    width: int
+    """Neurons, zeros beyond the experts' own included."""
+    shared: bool = True
+    """The shared path stays."""
+    shared_scale: float | list[float] = 1.0
+    """A factor of the shared path, beside a gate of its own; of shared experts that the router
+    weighs, one for each."""
+    gated: int = 0
+    """Neurons of the shared path that keep the base's gate, which scales them token by token."""
+    down_DM: Tensor | None = None
+    """A down projection that takes the place of the folded one."""
+
+    def __post_init__(self) -> None:
+        if self.experts_K.numel() != self.gates_K.numel():
+            raise ValueError(f"{self.experts_K.numel()} experts, {self.gates_K.numel()} weights")
+        if self.experts_K.unique().numel() != self.experts_K.numel():
+            raise ValueError("an expert is chosen twice")
+
+    @property
+    def experts(self) -> list[int]:
+        """The routed experts in the order they were chosen."""
+        return self.experts_K.tolist()
+
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("experts", self.experts_K, sizes.experts)
+        for name, value in (("neurons", self.width), ("gated neurons", self.gated)):
+            if not 0 <= value <= sizes.most:
+                raise ValueError(f"{shown(value, 20)} {name} are more than such a layer has")
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return tuple(f"{path}." for path in arch.replaced_paths)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Gate, up and down of the MLP, and the shared path's own gate where it stays."""
+        assert isinstance(arch, MoEArch)
+        path = arch.ffn_path
+        experts = f"{path}.{arch.experts}."
+        is_dense = f"{experts}down_proj" not in state
+        parts: list[Part] = []
+        if self.shared and is_dense:
+            parts.append((*_projections(state, path, arch.ffn), 1.0))
+        elif self.shared and arch.shared_at is not None:
+            parts += self._shared(arch, arch.shared_at, state)
+        if self.experts:
+            both, down = (state[experts + name] for name in ("gate_up_proj", "down_proj"))
+            for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
+                gate_MD, up_MD = both[i].chunk(2)
+                parts.append((gate_MD, up_MD, down[i], scale))
+        empty_0D = nothing_read(arch, state)
+        like = parts[0][2] if parts else empty_0D
+        names = arch.ffn.apart
+        folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
+        if self.down_DM is not None:  # narrower where the layer was widened since
+            rest = self.width - self.down_DM.shape[1]
+            folded[names[-1]] = F.pad(self.down_DM.to(like.device), (0, rest))
+        if self.gated:
+            folded["shared_gate"] = state[f"{path}.{arch.shared_gate}.weight"]
+        for name, tensor in folded.items():
+            yield f"{path}.{name}.weight", tensor.to(like).contiguous()
+
+    def _shared(self, arch: MoEArch, at: str, state: State) -> Iterator[Part]:
+        """The shared path's projections and its weight; of several experts those of each."""
+        names, count, scales = arch.shared_names, arch.parts.always, self.shared_scale
+        if not count and isinstance(scales, float):
+            yield *_projections(state, at, names), scales
+            return
+        gate, up, down = (state[f"{at}.{name}"] for name in (names.gate, names.up, names.down))
+        scales = scales if isinstance(scales, list) else [scales] * count
+        yield from zip(gate, up, down, scales, strict=True)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        layer = layers[index]
+        new = _new_ffn(layer, arch, header["width"], header["gated"], "meta")
+        for path in arch.replaced_paths:  # some layers call what is beside without a look
+            put(layer, path, Nothing())
+        put(layer, arch.ffn_path, new.train(layer.training))
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        stays = ["the shared path"] if self.shared else []
+        if self.experts:
+            stays.append(f"{len(self.experts)} of {experts} experts with fixed weights")
+        text = " and ".join(stays) or "nothing of the feed-forward block"
+        shape: JSON = {
+            "before": experts,
+            "chosen": self.experts,
+            "gates": self.gates_K.tolist(),
+            "shared": self.shared,
+        }
+        return Description(f"one dense MLP: {text}" if stays else f"{text} stays", shape)
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        return replace(Arch.use(arch, layer), kind=cls.kind)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return None
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        if header["gated"]:
+            return (
+                "Its shared path keeps a gate token by token, which no dense layer has: "
+                "condense with shared_gate mean."
+            )
+        return None
+
+    def native(self) -> JSON | None:
+        return None if self.gated or not self.width else {"dense": self.width}
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def refit(self, site: Site[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
+        """A new down projection. Features are h~ of the shared path and the chosen experts.
+
+        A layer that was dense before, and one of which nothing is left, stay as they are.
+        """
+        view = site.view
+        if not isinstance(view, MoEFFN) or not self.width:
+            return self, {}
+        module = self.module(site.layer, view.arch)
+        _, _, down = module.projections
+        down_DM: Tensor = down.weight.detach()
+        balance = Balance(down_DM)
+        features: list[Tensor] = []
+        down.register_forward_pre_hook(lambda _, args: features.append(args[0]))
+        for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
+            y_TD = view.output(x_TD) if target_TD is None else target_TD
+            if view.arch.beside is not None and view.shared is not None:
+                y_TD = y_TD + view.shared(x_TD)
+            kept_TD = module.written(x_TD)
+            balance.add(features.pop(), kept_TD, y_TD)
+        new_DM, figures = balance.solve()
+        return replace(self, down_DM=new_DM), figures
+
+    def module(self, layer: nn.Module, arch: MoEArch) -> CondensedFFN:
+        """The MLP that takes the place of a live layer's block; the layer stays as it is."""
+        prefix = f"{arch.ffn_path}."
+        tensors = dict(self.convert(arch, LiveState(layer)))
+        new = _new_ffn(layer, arch, self.width, self.gated)
+        new.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()}, assign=True)
+        return new.train(layer.training)
+
+
+def _new_ffn(
+    layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
+) -> CondensedFFN:
+    """The module that takes the place of a live layer's FFN, where nothing else is said there."""
+    like_0D = arch.nothing_written(layer)
+    device = device or like_0D.device
+    act = arch.act_of(layer) if width else nn.Identity()
+    more = hands_on(type(arch.ffn_of(layer)).forward)
+    return CondensedFFN(
+        *(like_0D.shape[1], width, act, arch.ffn.apart, gated, more),
+        device=device,
+        dtype=like_0D.dtype,
+    )
+
+
+def nothing_read(arch: Arch, state: State) -> Tensor:
+    """An FFN's projection with no neurons (0, D), of the type of its experts or neurons.
+
+    Routers may be of a wider type.
+    """
+    reader = next(state[name] for name in arch.readers if name in state)
+    experts = f"{arch.inside}{arch.experts}." if isinstance(arch, MoEArch) else "\0"
+    stored = next((name for name, _ in state.stored(experts)), None)
+    like = reader if stored is None else state.read(stored)
+    return torch.empty(0, reader.shape[1], dtype=like.dtype, device=like.device)
+
+
+NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")
+"""No routed expert."""
+
+NO_FFN = CondensedLayer(NONE_K, torch.empty(0, device="cpu"), 0, shared=False)
+"""Nothing of the block stays: Layer Drop."""
+
+
+def _fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate (M, D), up (M, D) and down (D, M) of one MLP that is the weighted sum of its parts.
+
+    sum_i g_i down_i h_i = [g_1 down_1, g_2 down_2, ...] [h_1; h_2; ...]; neurons beyond the
+    parts' own are zero.
+
+    >>> one = torch.ones(1, 1)
+    >>> _fold([(one, one, one, 1.0), (one, one, one, 0.5)], 1, 3)[2]
+    tensor([[1.0000, 0.5000, 0.0000]])
+    """
+    like = parts[0][0] if parts else torch.empty(0, hidden_size)
+    gate_MD = torch.cat([gate for gate, _, _, _ in parts] or [like])
+    up_MD = torch.cat([up for _, up, _, _ in parts] or [like])
+    scaled = [(down.float() * scale).to(down.dtype) for _, _, down, scale in parts]
+    down_DM = torch.cat(scaled or [like.T], dim=1)
+    rest = width - gate_MD.shape[0]
+    pad = (0, 0, 0, rest)
+    return F.pad(gate_MD, pad), F.pad(up_MD, pad), F.pad(down_DM, (0, rest))
+
+
+def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor, Tensor]:
+    if names.gate is None or any(f"{at}.{name}.bias" in state for name in names.projections):
+        raise MoesaicError(f"{at} has biases or no gate; only MLPs like gate, up, down condense.")
+    up_MD, down_DM = (state[f"{at}.{name}.weight"] for name in (names.up, names.down))
+    if names.fused:
+        gate_MD, up_MD = up_MD.chunk(2)
+        return gate_MD, up_MD, down_DM
+    return state[f"{at}.{names.gate}.weight"], up_MD, down_DM

@@ -1,0 +1,79 @@
+"""A whole decoder layer that is gone, attention included (Block Drop)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.modules.condensed_ffn import PassThrough, shapes
+from moesaic.plans.base import Description, Header, LayerPlan, Site, Sizes, State
+from moesaic.plans.condensed import nothing_read
+from moesaic.types import JSON, Config
+
+
+def attributes(layer: nn.Module) -> JSON:
+    """The words and numbers that a layer, or its class, notes of itself."""
+    noted = {**vars(type(layer)), **vars(layer)}
+    return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
+
+
+def cache_leaders(config: Config) -> set[int]:
+    """The layers without which cached decoding goes wrong: the first one, and the first one of each
+    kind of attention, since transformers reads positions and the sizes of masks from their caches.
+    """
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return {0, *(kinds.index(kind) for kind in {*kinds} - {"moe", "mlp"})}
+
+
+@dataclass(frozen=True)
+class DroppedLayer(LayerPlan):
+    """Tokens pass as they are."""
+
+    kind: ClassVar[str] = "dropped"
+
+    def check(self, sizes: Sizes) -> None:
+        """Nothing is chosen."""
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ("",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Three projections without neurons, by which the rest of the package knows the block."""
+        empty_0D = nothing_read(arch, state)
+        for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
+            yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        hidden = arch.nothing_written(layers[index]).shape[1]
+        noted = attributes(layers[index])
+        layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
+        vars(layers[index]).update(noted)  # some models ask a layer of what type it is
+
+    def describe(self, experts: int) -> Description:
+        return Description("the whole layer is gone")
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return None
+
+    @classmethod
+    def removes(cls, header: Header) -> bool:
+        return True
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        return LayerUse(cls.kind, 0, 0, 0, 0)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return None
+
+    def refit(self, site: Site[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
+        """The layer as it is: nothing is left of it that could be fitted."""
+        return self, {}

@@ -1,0 +1,107 @@
+"""A dense FFN that kept some of its neurons: static width pruning.
+
+Shape suffixes: T tokens, W neurons that stay, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, DenseFFN
+from moesaic.arch.use import LayerUse
+from moesaic.plans.base import (
+    Description,
+    Header,
+    LayerPlan,
+    Site,
+    Sizes,
+    State,
+    check_numbers,
+)
+from moesaic.plans.neurons import narrow_mlp, of_ffn
+from moesaic.plans.recovery import refitted_down
+from moesaic.types import JSON
+
+
+@dataclass(frozen=True)
+class NarrowedLayer(LayerPlan):
+    """A dense FFN of which every token runs the same neurons, and the others are gone."""
+
+    kind: ClassVar[str] = "narrowed"
+    held: ClassVar[Mapping[str, str]] = {"order": "order_W", "down": "down_DW"}
+
+    order_W: Tensor
+    """int64: the original neuron at each new place."""
+    before: int
+    """Neurons that there were."""
+    down_DW: Tensor | None = None
+    """A down projection that takes the place of the base's own."""
+    counted: bool = False
+    """The model stays ``moesaic_<base>`` and remembers what it lost: its active ratio is of the
+    original's projections. Else it becomes of the base's own class, narrower."""
+
+    def __post_init__(self) -> None:
+        if self.order_W.unique().numel() != self.order_W.numel():
+            raise ValueError("a neuron is kept twice")
+
+    @property
+    def width(self) -> int:
+        """Neurons that stay."""
+        return self.order_W.numel()
+
+    def header(self) -> JSON:
+        counted = {"counted": True} if self.counted else {}
+        return {"kind": self.kind, "width": self.width, "before": self.before, **counted}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
+        counted = header.get("counted", False)
+        return cls(before=header["before"], counted=counted, **cls.fields_of(tensors))
+
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("neurons", self.order_W, sizes.width)
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return (f"{arch.ffn_path}.",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """The base's own values, neurons that go left out; what a refit brings, beside them."""
+        return of_ffn(arch, state, self.order_W, self.down_DW)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        narrow_mlp(arch.ffn_of(layers[index]), arch.ffn, header["width"])
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        text = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
+        return Description(text, {"neurons": self.width, "of": self.before}, (self.width,))
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        use = arch.use(layer)
+        neuron = (3 if arch.ffn.gate else 2) * arch.nothing_written(layer).shape[1]
+        return replace(use, kind=cls.kind, dropped=neuron * (header["before"] - use.width))
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return None
+
+    def native(self) -> JSON | None:
+        return None if self.counted else {"dense": self.width}
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
+        """A new down projection."""
+        order_W = self.order_W.to(site.view.device)
+        running = ((h_TM, h_TM[:, order_W]) for _, h_TM in site.activations())
+        down_DW, figures = refitted_down(site, order_W, running)
+        return replace(self, down_DW=down_DW), figures

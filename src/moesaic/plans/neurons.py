@@ -1,0 +1,240 @@
+"""Some neurons of an MLP: its tensors with the others left out, and its modules made narrower.
+
+Shape suffixes: E experts, M neurons before, W neurons that stay, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, FFNNames
+from moesaic.arch.mixture import MoEArch
+from moesaic.io.naming import expert_number
+from moesaic.plans.base import PADDING, State
+
+
+def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
+    """A tensor's rows or columns in another order, zero where the order says PADDING.
+
+    >>> taken(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
+    [[3.0, 0.0]]
+    """
+    padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
+    if not tensor.is_meta:  # blocks of quantised weights look at the order
+        order_W = order_W.to(tensor.device)
+    chosen = tensor.index_select(axis, order_W.clamp(min=0))
+    return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
+
+
+def filled_up(order_W: Tensor, room: int) -> Tensor:
+    """An order of neurons with places for zero ones behind it (room,).
+
+    >>> filled_up(torch.tensor([2, 0]), 4).tolist()
+    [2, 0, -1, -1]
+    """
+    return torch.cat([order_W, order_W.new_full((room - len(order_W),), PADDING)])
+
+
+def in_groups(order_W: Tensor, size: int) -> Tensor:
+    """The same neurons, those of an old group of columns in one new group as far as can be.
+
+    The old groups of which most stays have a new group each, which the neurons of the others fill
+    up. So most columns keep the company in which their scale was found.
+
+    Args:
+        order_W: the neurons; PADDING behind them.
+        size: columns of a group; where it does not divide the neurons, all stay where they are.
+
+    >>> in_groups(torch.tensor([0, 1, 3, 4, 5, 6]), 3).tolist()
+    [0, 1, 6, 3, 4, 5]
+    """
+    real_W = order_W[order_W != PADDING]
+    if not size or len(real_W) % size:
+        return order_W
+    old_W = real_W // size
+    counts = old_W.bincount()
+    most = counts.argsort(descending=True, stable=True)[: len(real_W) // size].sort().values
+    new_W = torch.searchsorted(most, old_W)
+    elsewhere_W = ~torch.isin(old_W, most)
+    room = size - counts[most]
+    new_W[elsewhere_W] = torch.arange(len(most), device=most.device).repeat_interleave(room)
+    return filled_up(real_W[new_W.argsort(stable=True)], len(order_W))
+
+
+def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
+    """The order of gates and ups in one tensor: all gates before all ups, or by turns (2 W,).
+
+    >>> order = torch.tensor([2, 0, PADDING])
+    >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
+    ([2, 0, -1, 5, 3, -1], [4, 5, 0, 1, -1, -1])
+    """
+    real = order_W != PADDING
+    if alternate:
+        both = torch.stack([2 * order_W, 2 * order_W + 1], -1)
+        return both.masked_fill(~real[:, None], PADDING).flatten()
+    return torch.cat([order_W, (order_W + width).masked_fill(~real, PADDING)])
+
+
+def of_mlp(
+    names: FFNNames,
+    name: str,
+    tensor: Tensor,
+    order_W: Tensor,
+    down_DW: Tensor | None = None,
+    width: int = 0,
+) -> Tensor:
+    """A tensor of an MLP with its neurons in another order.
+
+    Args:
+        names: the MLP's projections.
+        name: the tensor's, relative to the MLP.
+        tensor: its values.
+        order_W: int64: the neuron at each new place, or PADDING.
+        down_DW: takes the place of the down projection.
+        width: the neurons that there were, where gates and ups may be apart as stored though one
+            projection makes both.
+    """
+    projection, _, part = name.rpartition(".")
+    if projection == names.down:
+        if part != "weight":
+            return tensor
+        return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
+    if names.fused and tensor.shape[0] != width:
+        order_W = twice(order_W, tensor.shape[0] // 2)
+    return taken(tensor, 0, order_W)
+
+
+def of_ffn(
+    arch: Arch, state: State, order_W: Tensor, down_DW: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dense layer's FFN with its neurons in another order, by their stored names.
+
+    Args:
+        arch: the architecture.
+        state: the layer's tensors.
+        order_W: int64: the neuron at each new place.
+        down_DW: takes the place of the down projection.
+    """
+    block = f"{arch.ffn_path}."
+    for stored, name in state.stored(block):
+        leaf, tensor = name.removeprefix(block), state.read(stored)
+        yield stored, of_mlp(arch.ffn, leaf, tensor, order_W, down_DW)
+
+
+def of_stacked(
+    names: FFNNames, leaf: str, tensor: Tensor, order_S: Tensor, down_DS: Tensor | None = None
+) -> Tensor:
+    """A tensor of several MLPs of one width with their neurons in another order.
+
+    Args:
+        names: the projections of each.
+        leaf: the tensor's name.
+        tensor: (N, M, D), or (N, D, M) of down projections.
+        order_S: int64: N times as many neurons, each MLP's behind those of the one before.
+        down_DS: takes the place of the down projections.
+
+    Raises:
+        ValueError: an MLP gets another's neuron.
+    """
+    axis = 2 if leaf == names.down else 1
+    count, width = tensor.shape[0], tensor.shape[axis]
+    order_NW = order_S.view(count, -1)
+    first_N1 = width * torch.arange(count)[:, None]
+    if ((order_NW != PADDING) & (order_NW // width * width != first_N1)).any():
+        raise ValueError("a neuron of one shared expert would stand in another's place")
+    if axis == 2 and down_DS is not None:
+        return down_DS.unflatten(1, (count, -1)).transpose(0, 1).to(tensor).contiguous()
+    local_NW = torch.where(order_NW == PADDING, PADDING, order_NW - first_N1)
+    parts = zip(tensor, local_NW, strict=True)
+    return torch.stack([taken(part, axis - 1, order_W) for part, order_W in parts])
+
+
+def _neuron_axis(arch: MoEArch, leaf: str) -> int | None:
+    """The axis of a fused tensor of experts that counts neurons; None: it has none."""
+    if leaf == "down_proj":
+        return 1 if arch.transposed else 2
+    if leaf in ("gate_up_proj", "up_proj"):
+        return 2 if arch.transposed else 1
+    return 1 if leaf in ("gate_up_proj_bias", "up_proj_bias") else None
+
+
+def of_experts(
+    arch: MoEArch, leaf: str, stored: str, tensor: Tensor, neurons_EW: Tensor, width: int
+) -> Tensor:
+    """A tensor of routed experts with some of their neurons.
+
+    Args:
+        arch: the architecture.
+        leaf: the tensor's name in memory, relative to the experts' module.
+        stored: its name as stored, which may be one expert's.
+        tensor: its values.
+        neurons_EW: int64: each expert's neurons.
+        width: the neurons that an expert had.
+    """
+    axis, number = _neuron_axis(arch, leaf), expert_number(stored)
+    if axis is None:
+        return tensor
+    if number is not None:
+        return _of_one(arch, tensor, axis - 1, neurons_EW[number], width)
+    parts = zip(tensor, neurons_EW, strict=True)
+    return torch.stack([_of_one(arch, t, axis - 1, order_W, width) for t, order_W in parts])
+
+
+def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: int) -> Tensor:
+    if tensor.shape[axis] == 2 * width:
+        order_W = twice(order_W, width, arch.alternating)
+    return taken(tensor, axis, order_W)
+
+
+def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
+    """Give an MLP room for another number of neurons, in place: new parameters on meta."""
+    before = getattr(module, names.down).weight.shape[1]
+    for name in names.projections:
+        axis = 1 if name == names.down else 0
+        narrow_linear(getattr(module, name), axis, width * (2 if names.fused and not axis else 1))
+    _say_width([module], before, width)
+
+
+def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
+    """Give a linear module another number of outputs (axis 0) or inputs (1), as the above."""
+    _resize(linear, "weight", axis, size)
+    linear.out_features, linear.in_features = linear.weight.shape
+    if linear.bias is not None and axis == 0:
+        _resize(linear, "bias", 0, size)
+
+
+def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
+    """Give several MLPs of one width room for another number of neurons, as :func:`narrow_mlp`."""
+    before = getattr(module, names.down).shape[2]
+    for name in names.projections:
+        _resize(module, name, 2 if name == names.down else 1, width)
+    _say_width([module], before, width)
+
+
+def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> None:
+    """Give routed experts room for another number of neurons, in place: new ones on meta."""
+    experts = getattr(block, arch.experts)
+    for leaf, tensor in list(experts.named_parameters()):
+        axis = _neuron_axis(arch, leaf)
+        if axis is not None:
+            _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
+    _say_width([block, experts], before, width)
+
+
+def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
+    old = getattr(owner, leaf)
+    shape = list(old.shape)
+    shape[axis] = size
+    new = torch.empty(shape, dtype=old.dtype, device="meta")
+    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+def _say_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
+    """Let modules that note their intermediate size note the new one."""
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if "intermediate" in name and value == before and type(value) is int:
+                setattr(module, name, width)

@@ -1,0 +1,322 @@
+"""Recovery in closed form: the least squares that every layer kind's ``refit`` solves.
+
+Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ
+token by token. With h~ the input of the down projection of what a token still runs, idle neurons
+zero,
+
+    min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
+
+y the layer's output in the model as it was. The result stays near the weights W it starts from;
+lambda is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
+:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its
+experts side by side, see :func:`~moesaic.plans.regression.ridge_path`.
+
+Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W that
+stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.arch.dense import DenseFFN
+from moesaic.arch.mixture import MoEFFN
+from moesaic.plans.base import Site
+from moesaic.plans.regression import HELD_OUT, Block, Blocks, Ridge, ridge_path, significantly_worse
+from moesaic.types import JSON
+
+
+class Balance:
+    """A regression of what a layer's output misses, and how large that is.
+
+    Args:
+        down_DF: the down projection that what explains it is added to.
+    """
+
+    def __init__(self, down_DF: Tensor) -> None:
+        self.down_DF = down_DF
+        self.ridge = Ridge(down_DF.shape[1], down_DF.shape[0], down_DF.device)
+        self.square = 0.0
+
+    def add(self, h_TF: Tensor, kept_TD: Tensor, y_TD: Tensor) -> None:
+        """Take in a batch: features, the output that is left, and the original's output."""
+        self.ridge.add(h_TF.float(), (y_TD - kept_TD).float())
+        self.square += y_TD.double().square().sum().item()
+
+    def solve(self) -> tuple[Tensor, JSON]:
+        """The new down projection (D, F), on the CPU; ``lost``, ``recovered`` and ``strength``."""
+        fit = self.ridge.solve()
+        missing = self.ridge.fit.square + self.ridge.held.square
+        strength = fit.strength if math.isfinite(fit.strength) else None
+        errors = recovered(missing, fit.unexplained * missing, self.square)
+        new_DF = (self.down_DF.double() + fit.weight_FO.T).to(self.down_DF.dtype).cpu()
+        return new_DF, {**errors, "strength": strength}
+
+
+def recovered(before: float, after: float, square: float) -> JSON:
+    """Squared errors for the record.
+
+    Args:
+        before: of what is missing, before the refit.
+        after: the same after it.
+        square: of the output itself.
+
+    Returns:
+        ``lost``: the error before, relative to the output; ``recovered``: the share that went.
+    """
+    return {"lost": before / max(square, 1e-300), "recovered": 1 - after / max(before, 1e-300)}
+
+
+def refitted_down(
+    site: Site[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, JSON]:
+    """A new down projection of a dense FFN of which each token runs a part.
+
+    Args:
+        site: the layer as it was, and its tokens.
+        order_M: the neurons that stay, in their new order.
+        running: by batch the hidden activations as they were, and h~ (T, M) of the neurons that
+            stay, zero where a token does not run one.
+
+    Returns:
+        the down projection (D, M); ``lost``, ``recovered`` and ``strength`` for the record.
+    """
+    ffn = site.view
+    down_DM = ffn.down_DM[:, order_M]
+    balance = Balance(down_DM)
+    for (whole_TM, h_TM), target_TD in zip(running, site.targets(), strict=True):
+        y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
+        balance.add(h_TM, F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
+    return balance.solve()
+
+
+LEAST = 16
+"""Held-out tokens of an expert below which no gain is believed: neighbours in a text are alike."""
+PATH = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 1e-3)
+"""What lambda of a mixture's experts is chosen from, relative to the mean square of h~."""
+TRIAL_STEPS, LAST_STEPS = 2, 3
+"""Iterations of conjugate gradients for each of these, and of the solve from all tokens."""
+
+
+def helps(before_ND: Tensor, after_ND: Tensor) -> bool:
+    """True if the errors of held-out tokens are significantly less after a change than before."""
+    before_N, after_N = (r_ND.double().square().sum(1) for r_ND in (before_ND, after_ND))
+    return significantly_worse(before_N, after_N)
+
+
+SHARED = -1
+"""The shared path among the numbers of experts."""
+
+
+@dataclass
+class _Part:
+    """An expert, or the shared path, whose down projection is solved for."""
+
+    down_DM: Tensor
+    """As it was."""
+    order_W: Tensor
+    """The neurons that stay, int64."""
+    gone: Tensor = field(init=False)
+    """The others."""
+    change_WD: Tensor | None = None
+    """What is added to the down projection, transposed."""
+
+    def __post_init__(self) -> None:
+        self.order_W = self.order_W.to(self.down_DM.device)
+        self.gone = left_out(self.order_W, self.down_DM.shape[1])
+
+    def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
+        """The neurons that stay (T, W), and what the others wrote (T, D)."""
+        return h_TM[:, self.order_W], h_TM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
+
+    def fit_alone(self, site: Site[MoEFFN], expert: int) -> None:
+        """Fit it to its own output of all of the layer's tokens, as if it ran them."""
+        ridge = Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
+        for x_TD in site.inputs():
+            ridge.add(*self.split(site.view.hidden(expert, x_TD).float()))
+        self.change_WD = ridge.solve().weight_FO
+
+    def refitted(self) -> Tensor:
+        """The new down projection (D, W), float64."""
+        down_DW = self.down_DM[:, self.order_W].double()
+        return down_DW if self.change_WD is None else down_DW + self.change_WD.T
+
+
+def refitted_downs(
+    site: Site[MoEFFN],
+    kept: Sequence[int],
+    neurons_of: Callable[[int, int], Tensor],
+    shared_S: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, JSON]:
+    """New down projections of a mixture's experts that stay, all solved for together.
+
+    Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. An expert
+    stays as it is where its held-out tokens do not gain significantly by its change beside those of
+    the others. An expert that lost neurons and that no token runs is fitted to its own output of
+    all tokens. The figures are of tokens that no fit saw; the weights are then solved for from all.
+
+    Args:
+        site: the layer as it was, and its tokens.
+        kept: the original expert at each new place, below 0 where there is none.
+        neurons_of: returns the neurons, int64, that the expert at a place keeps of so many.
+        shared_S: the neurons of the shared path that stay, whose down projection is solved for
+            too; None to leave that path alone.
+
+    Returns:
+        down projections by place, as the experts' module holds them (E, D, W), None where none
+        changed; that of the shared path (D, S) or None; ``lost`` and ``recovered`` for the record.
+    """
+    view = site.view
+    parts = {
+        i: _Part(view.weights_of(i)[-1].detach(), neurons_of(place, view.width))
+        for place, i in enumerate(kept)
+        if i >= 0
+    }
+    ffn = view.shared_ffn
+    if shared_S is not None and ffn is not None:
+        parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
+    fitted, held, square = _missing(site, parts)
+    before = _square(held.y_TO)
+    lost = _square(fitted.y_TO) + before
+    enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
+    after = _square(_fit(parts, fitted.only(enough), held.only(enough)))
+    for i, part in parts.items():
+        if len(part.gone) and i not in held.features:
+            part.fit_alone(site, i)
+    figures = recovered(lost, after / max(before, 1e-300) * lost, square)
+    if all(part.change_WD is None for part in parts.values()):
+        return None, None, figures
+    shared_DS = None
+    if SHARED in parts:
+        shared = parts.pop(SHARED)
+        shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
+    return _placed(kept, view, parts), shared_DS, figures
+
+
+def _square(r_TD: Tensor) -> float:
+    return r_TD.double().square().sum().item()
+
+
+def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Blocks, float]:
+    """What the layer's output misses without what goes, and h~ of the parts that run.
+
+    Returns:
+        tokens to fit to; tokens that are held out; the square of the layer's output.
+    """
+    view = site.view
+    allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
+    allowed_E[[i for i in parts if i != SHARED]] = True
+    whole = bool(allowed_E.all())
+    residuals: tuple[list[Tensor], ...] = [], []
+    features: tuple[dict[int, list[Block]], ...] = {}, {}
+    square = 0.0
+    for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
+        with nullcontext() if whole else view.restricted(allowed_E):
+            kept_TD = view.output(x_TD)
+        y_TD = target_TD
+        if y_TD is None:
+            y_TD = kept_TD if whole else view.output(x_TD)
+        square += _square(y_TD)
+        residual_TD = (y_TD - kept_TD).float()
+        running = list(view.weighted(x_TD, allowed_E))
+        if SHARED in parts:
+            h_TS = view.shared_weighted(x_TD, allowed_E)
+            assert h_TS is not None
+            running.append((SHARED, torch.arange(len(x_TD), device=view.device), h_TS))
+        cut = len(x_TD) - len(x_TD) // HELD_OUT
+        starts = [sum(map(len, of_set)) for of_set in residuals]
+        for i, rows, h_NM in running:
+            h_NW, gone_ND = parts[i].split(h_NM)
+            residual_TD[rows] += gone_ND
+            at = int((rows < cut).sum())
+            features[0].setdefault(i, []).append((rows[:at] + starts[0], h_NW[:at]))
+            features[1].setdefault(i, []).append((rows[at:] - cut + starts[1], h_NW[at:]))
+        for of_set, r_TD in zip(residuals, residual_TD.tensor_split([cut]), strict=True):
+            of_set.append(r_TD)
+    fitted, held = (
+        Blocks(torch.cat(of_set), {i: _joined(batches) for i, batches in found.items()})
+        for of_set, found in zip(residuals, features, strict=True)
+    )
+    return fitted, held, square
+
+
+def _joined(batches: list[Block]) -> Block:
+    """Several batches as one; the list is emptied, so that both are held of one part at a time."""
+    rows, h_NW = (torch.cat(pieces) for pieces in zip(*batches, strict=True))
+    batches.clear()
+    return rows, h_NW
+
+
+def _fit(
+    parts: Mapping[int, _Part],
+    fitted: Blocks,
+    held: Blocks,
+    strengths: Sequence[float] = PATH,
+    start_FD: Tensor | None = None,
+) -> Tensor:
+    """Fit those parts to what is missing whose change makes held-out tokens gain significantly.
+
+    Args:
+        parts: by number.
+        fitted: tokens to fit to.
+        held: others, which choose strength and parts.
+        strengths: to choose from, falling.
+        start_FD: a change to start from.
+
+    Returns:
+        what the held-out tokens still miss (T, D) after the fit to the others.
+    """
+    if not held.features:
+        return held.y_TO
+    least = math.inf
+    for n, w_FD in enumerate(ridge_path([fitted], start_FD, strengths, TRIAL_STEPS)):
+        error_TD = held.y_TO - held.times(w_FD)
+        if _square(error_TD) >= least:
+            break
+        best, trial_FD, left_TD, least = n, w_FD, error_TD, _square(error_TD)
+    sure = {}
+    for i, change_WD in held.split(trial_FD).items():
+        rows, h_NW = held.features[i]
+        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
+            sure[i] = change_WD
+    if len(sure) < len(held.features):
+        start_FD = torch.cat([*sure.values(), trial_FD[:0]])
+        return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
+    if not helps(held.y_TO, left_TD):
+        return held.y_TO
+    last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
+    for i, change_WD in held.split(last_FD).items():
+        parts[i].change_WD = change_WD.double()
+    return left_TD
+
+
+def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
+    """The experts' down projections by place, zero where there is none (E, D, W)."""
+    fused, transposed = view.experts.down_proj, view.arch.transposed
+    room = max(len(part.order_W) for part in parts.values())
+    new_DW = []
+    for i in kept:
+        down_DW = fused.new_zeros(len(next(iter(parts.values())).down_DM), room)
+        if i in parts:
+            refitted_DW = parts[i].refitted().to(fused.dtype)
+            down_DW[:, : refitted_DW.shape[1]] = refitted_DW
+        new_DW.append(down_DW.T if transposed else down_DW)
+    return torch.stack(new_DW).contiguous().cpu()
+
+
+def left_out(order_W: Tensor, width: int) -> Tensor:
+    """The neurons of ``width`` that are not in an order.
+
+    >>> left_out(torch.tensor([0, 2]), 4).tolist()
+    [1, 3]
+    """
+    gone_M = torch.ones(width, dtype=torch.bool, device=order_W.device)
+    gone_M[order_W] = False
+    return gone_M.nonzero().flatten()

@@ -1,0 +1,164 @@
+"""The type that a checkpoint is computed in, on processors with and without products of its own."""
+
+import copy
+import json
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import VOCAB, pages, tiny_moe
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+import moesaic
+from moesaic import Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig, run_recipe
+from moesaic.config import Calibration
+from moesaic.estimates import estimate
+from moesaic.io import dtypes
+from moesaic.io.dtypes import has_products, working_type
+from moesaic.io.source import Source
+
+QUICK = {"source": pages("calibration"), "samples": 12, "length": 32}
+CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
+
+
+@pytest.fixture
+def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that has no products of bfloat16."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    dtypes._say.cache_clear()
+
+
+@pytest.fixture
+def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that has them."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+
+
+@pytest.fixture
+def folder(moe_folder: Path, tmp_path: Path) -> Path:
+    """A mixture in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(moe_folder).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "narrow")
+    for file in moe_folder.glob("token*"):
+        (tmp_path / "narrow" / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "narrow"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Source("x", folder).checkpoint
+    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+
+
+def test_float32_stands_in_only_where_nothing_was_asked(without_products: None) -> None:
+    narrow, wide = (PretrainedConfig(dtype=t) for t in (torch.bfloat16, torch.float32))
+    assert working_type(narrow) == torch.float32
+    assert working_type(narrow, torch.bfloat16) == torch.bfloat16
+    assert working_type(narrow, device="cuda") is None
+    assert working_type(wide) is None
+    assert has_products(torch.float32, "cpu")
+
+
+def test_the_own_type_is_kept_where_the_processor_has_it(with_products: None) -> None:
+    assert working_type(PretrainedConfig(dtype=torch.bfloat16)) is None
+
+
+def test_torch_without_onednn_has_none(
+    with_products: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not has_products(torch.bfloat16, "cpu")
+    assert has_products(torch.float32, "cpu")
+
+
+def test_a_result_is_that_of_float32_rounded(
+    folder: Path, tmp_path: Path, without_products: None
+) -> None:
+    ours = moesaic.slim(str(folder), CONFIG, **QUICK)
+    ours.save(tmp_path / "ours")
+    wide = moesaic.slim(str(folder), CONFIG, dtype=torch.float32, **QUICK)
+    wide.save(tmp_path / "wide")
+    got, want = weights(tmp_path / "ours"), weights(tmp_path / "wide")
+    assert {t.dtype for t in got.values()} == {torch.bfloat16}
+    assert {t.dtype for t in want.values()} == {torch.float32}
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name].to(torch.bfloat16)) for name in got)
+    moesaic.apply(str(folder), tmp_path / "ours", tmp_path / "again")
+    again = weights(tmp_path / "again")
+    assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+def test_it_is_measured_in_float32_and_said_once(
+    folder: Path,
+    tmp_path: Path,
+    without_products: None,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    text = Evaluation(pages("evaluation"), length=32, max_tokens=256, rounds=1, new_tokens=2)
+    asked = Recipe(
+        model=str(folder),
+        out=str(tmp_path / "out"),
+        steps=(SlimConfig(keep=0.5, multiple=1),),
+        calibration=Calibration(**QUICK),
+        evaluation=text,
+    )
+    record = run_recipe(asked)
+    (said,) = record.log["warnings"]
+    assert "no products of bfloat16" in said
+    assert record.log["of_speed"] == [said]
+    assert capsys.readouterr().err.count(said) == 1
+    kept = json.loads((tmp_path / "out" / "moesaic/result.json").read_text("utf-8"))
+    assert kept["evaluation"]["computed_in"] == "float32"
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "in windows of 32, computed in float32." in card
+    told = {"max_tokens": 256, "length": 32, "data": pages("evaluation")}
+    for name, model in (("original", folder), ("result", tmp_path / "out")):
+        score = moesaic.evaluate(str(model), dtype=torch.float32, **told)
+        assert kept["scores"][name]["perplexity"] == score.perplexity
+        narrow = moesaic.evaluate(str(model), dtype=torch.bfloat16, **told)
+        assert narrow.perplexity != score.perplexity
+
+
+def test_what_was_begun_in_one_type_is_not_continued_in_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine."""
+    asked = {"progress": tmp_path / "work", **QUICK}
+    supported = partial(monkeypatch.setattr, torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    supported(lambda: True)
+    moesaic.slim(str(folder), CONFIG, **asked)
+    supported(lambda: False)
+    with pytest.raises(MoesaicError, match="computed_in"):
+        moesaic.slim(str(folder), CONFIG, **asked)
+
+
+def test_training_is_that_of_float32(without_products: None) -> None:
+    """Two steps over the same values, which are rounded at the end."""
+    ids = torch.randint(1, VOCAB, (8, 20), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    narrow = tiny_moe("mixtral").to(torch.bfloat16)
+    wide = copy.deepcopy(narrow).float()
+    config = TuneConfig(what="routers", teacher="given", steps=2, lr=1e-2)
+    told = {"text": rows, "teacher": tiny_moe("mixtral")}
+    results = [moesaic.tune(model, config, **told) for model in (narrow, wide)]
+    ours, want = (result.summary["training"]["losses"] for result in results)
+    assert [step["loss"] for step in ours] == [step["loss"] for step in want]
+    got, exact = (result.model.state_dict() for result in results)
+    assert {tensor.dtype for tensor in got.values()} == {torch.bfloat16}
+    assert all(torch.equal(got[name], exact[name].to(torch.bfloat16)) for name in got)
+
+
+def test_what_stands_in_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Recipe(
+        model="tiny-moe", out="out", steps=(SlimConfig(keep=0.5),), evaluation=Evaluation()
+    )
+    told = []
+    for there in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", partial(bool, there))
+        told.append(estimate(asked))
+    assert told[0].output_bytes == told[1].output_bytes
+    assert told[0].peak_memory_bytes < told[1].peak_memory_bytes
