@@ -29,6 +29,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
+from moesaic.carve.carved_layer import CarvedLayer
 from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
@@ -39,7 +40,6 @@ from moesaic.io.source import Source, resolve
 from moesaic.modules.phase import set_mode
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.carved import CarvedLayer
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.surgery import apply_plan, base_shape
 
@@ -471,7 +471,7 @@ def processes(*arguments: Any, count: int = 2) -> subprocess.Popen[bytes]:
 
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train", "transformers.trainer"])
+SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train.loop", "transformers.trainer"])
 
 
 def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
@@ -551,7 +551,7 @@ WAYS = {
 def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.modules.carved_ffn.{name}", value)
+        monkeypatch.setattr(f"moesaic.carve.carved_ffn.{name}", value)
 
 
 def configured(cls: type[Any], **options: Any) -> Any:

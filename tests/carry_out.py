@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SHARED = ("cases", "moesaic.pipeline", "moesaic.train", "transformers.trainer", "accelerate")
+SHARED = ("cases", "moesaic.pipeline", "moesaic.train.loop", "transformers.trainer", "accelerate")
 KEPT = re.compile(r"layer-[^/]*|checkpoint-\d+")
 
 

@@ -19,6 +19,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.carve.carved_layer import CarvedLayer
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
@@ -29,7 +30,6 @@ from moesaic.methods.prune.subsets import Neighbours
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream, Site
 from moesaic.plan import Plan
-from moesaic.plans.carved import CarvedLayer
 from moesaic.plans.fewer import FewerLayer
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.plans.slimmed import SlimmedLayer

@@ -12,27 +12,27 @@ import moesaic
 from moesaic import CondenseConfig, MoREConfig, PruneConfig
 from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch, moe_arch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.exports.native import decide
-from moesaic.io.checkpoint import Checkpoint
-from moesaic.io.source import resolve
-from moesaic.methods.budget import (
+from moesaic.carve.budget import (
     LayerSize,
     active_ratio,
     solved_top_k,
     split_for_target,
 )
-from moesaic.methods.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
+from moesaic.carve.carved_ffn import CarvedFFN
+from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carve.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.exports.native import decide
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.source import resolve
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
-from moesaic.modules import CarvedFFN
 from moesaic.modules.phase import set_mode
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import same
-from moesaic.plans.carved import CarvedLayer
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.plans.regression import STRENGTHS, Ridge
@@ -205,7 +205,7 @@ def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
         counts[group[:, None], group] += 50
     planted = {frozenset(g.tolist()) for g in groups}
     for large in (1, 1 << 18):
-        monkeypatch.setattr("moesaic.methods.clustering.LARGE", large)
+        monkeypatch.setattr("moesaic.carve.clustering.LARGE", large)
         petals = petals_of(counts, torch.arange(240), 24, True, seed=1)
         assert {frozenset(p.tolist()) for p in petals} == planted
 

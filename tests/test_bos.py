@@ -30,13 +30,13 @@ from moesaic.data.text import (
     shared_out,
     windows,
 )
-from moesaic.data.training import PackedText, answered, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.bench import _prompt
 from moesaic.metrics.gguf_engine import Engine
 from moesaic.metrics.score import score
 from moesaic.metrics.tasks import encoded
 from moesaic.report.frontier import points
+from moesaic.train.text import PackedText, answered, training_text
 
 BOS = 0
 """The token ``<|endoftext|>`` of the tests' tokenizer."""

@@ -12,9 +12,9 @@ from builders import MOE, tiny_model, tiny_moe
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
+from moesaic.losses import predicting
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
-from moesaic.objectives import predicting
 from moesaic.observation.branches import branches, divergences
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.dropped import DroppedLayer

@@ -28,7 +28,6 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.method import obstacle
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.routing_counts import counted
@@ -38,6 +37,7 @@ from moesaic.plan import Plan
 from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
+from moesaic.train.tune.config import TuneConfig
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 TEXT = Tokens(TOKENS)

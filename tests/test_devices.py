@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import dense_arch, moe_arch
+from moesaic.carve.carved_ffn import CarvedFFN
+from moesaic.carve.overlapping_ffn import OverlappingFFN
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
@@ -28,13 +30,11 @@ from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measurement import Measurement
-from moesaic.modules import CarvedFFN
-from moesaic.modules.overlapping_ffn import OverlappingFFN
-from moesaic.objectives import Schedule
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream, Spill
-from moesaic.train import train
+from moesaic.train.loop import train
+from moesaic.train.objectives import Schedule
 
 # --- offloaded and hooked results ----------------------------------------------------------------
 
@@ -441,7 +441,7 @@ def test_one_process_trains_on_the_one_gpu_that_was_asked_for(
         self.asked = args
         raise Seen(args)
 
-    monkeypatch.setattr("moesaic.train._Loop.__init__", trainer)
+    monkeypatch.setattr("moesaic.train.loop._Loop.__init__", trainer)
     model = tiny_model("llama")
     schedule = Schedule(
         steps=1, batch=1, accumulate=1, lr=1e-3, warmup=0, weight_decay=0, seed=0, save_every=1

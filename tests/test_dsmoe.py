@@ -19,19 +19,19 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
+from moesaic.carve.budget import layer_sizes
+from moesaic.carve.carved_ffn import CarvedFFN
+from moesaic.carve.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.carve.dsmoe.method import DSMoE
 from moesaic.data.mixes import MIXES, Mix
-from moesaic.data.training import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
-from moesaic.methods.budget import layer_sizes
-from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.methods.dsmoe.method import DSMoE
 from moesaic.metrics.score import score
-from moesaic.modules import CarvedFFN
 from moesaic.pipeline import run_recipe
 from moesaic.plans.base import same
 from moesaic.recipe import Recipe, parse_recipe
 from moesaic.surgery import apply_plan, base_shape
+from moesaic.train.text import PackedText
 
 BLOCKS = 4
 

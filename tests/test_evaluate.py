@@ -18,13 +18,13 @@ from moesaic.data.questions import read_questions, wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import join_processes, process
 from moesaic.io.source import resolve
+from moesaic.losses import divergence
 from moesaic.metrics import evaluate as evaluating
 from moesaic.metrics import measurement as measuring
 from moesaic.metrics import tasks as tasking
 from moesaic.metrics.forward import BATCH, Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
 from moesaic.metrics.score import _part, score, scores
-from moesaic.objectives import divergence
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
 from moesaic.report import numbers, tables

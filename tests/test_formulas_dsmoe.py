@@ -9,9 +9,9 @@ import pytest
 import torch
 from builders import configured
 
-from moesaic.methods.dsmoe.config import DSMoEConfig
-from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.modules.routers import (
+from moesaic.carve.dsmoe.config import DSMoEConfig
+from moesaic.carve.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.carve.routers import (
     SoftmaxRouter,
     ThresholdRouter,
     norm_scale,

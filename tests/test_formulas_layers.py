@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RouterParts, RoutingFunction
 from moesaic.arch.use import LayerUse
+from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carve.overlapping_layer import OverlappingLayer
 from moesaic.metrics.size import model_size
 from moesaic.modules.skipping_router import make_skipping, skip
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.carved import CarvedLayer
 from moesaic.plans.narrowed import NarrowedLayer
-from moesaic.plans.overlapping import OverlappingLayer
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.plans.recovery import LEAST, PATH, Balance, recovered, refitted_downs
 from moesaic.plans.regression import HELD_OUT, STRENGTHS, Blocks, Ridge, ridge_path

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from moesaic import CondenseConfig, RunArgs, Tokens, condense
 from moesaic.arch.lookup import moe_arch
+from moesaic.carve.budget import LayerSize, split_for_share, split_for_target
+from moesaic.carve.clustering import affinity_degree, cluster, fill, spectral_embedding
+from moesaic.carve.more.formulas import petals_of, prototypes
 from moesaic.errors import MoesaicError
 from moesaic.methods import clustering
-from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
-from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.condense.divergence import cosine, js, kl
 from moesaic.methods.condense.experts import tail_exponent
-from moesaic.methods.more.formulas import petals_of, prototypes
 from moesaic.methods.prune.subsets import every_set, exhaustive
 from moesaic.methods.refit import recover
-from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job
@@ -32,6 +31,7 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.surgery import base_shape
+from moesaic.train.tune.factors import factors
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

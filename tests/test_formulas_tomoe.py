@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.arch.lookup import dense_arch
-from moesaic.methods.tomoe import masks
-from moesaic.methods.tomoe.config import ToMoEConfig
-from moesaic.methods.tomoe.decision import decide, learned
-from moesaic.methods.tomoe.masked import Masked
-from moesaic.methods.tomoe.masks import (
+from moesaic.carve.heads import HeadRouter
+from moesaic.carve.tomoe import masks
+from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carve.tomoe.decision import decide, learned
+from moesaic.carve.tomoe.masked import Masked
+from moesaic.carve.tomoe.masks import (
     LayerShape,
     MaskingModules,
     f_reg,
@@ -27,7 +28,6 @@ from moesaic.methods.tomoe.masks import (
     straight_through,
     union,
 )
-from moesaic.modules.heads import HeadRouter
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (

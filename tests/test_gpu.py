@@ -17,9 +17,9 @@ import moesaic
 from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.machine import free_bytes
 from moesaic.observation.stream import Spill
+from moesaic.train.tune.config import TuneConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from builders import carved_model
 from transformers import AutoModelForCausalLM
 
 from moesaic import hub
+from moesaic.carve.carved_ffn import CarvedFFN
 from moesaic.errors import REPOSITORY
-from moesaic.modules import CarvedFFN
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic.arch.lookup import base_arch, dense_arch
-from moesaic.config import chosen_layers
-from moesaic.errors import MoesaicError
-from moesaic.methods.budget import (
+from moesaic.carve.budget import (
     NEAR,
     LayerSize,
     Split,
@@ -22,9 +20,9 @@ from moesaic.methods.budget import (
     layer_sizes,
     split_for_target,
 )
-from moesaic.methods.clustering import fill, spectral_embedding
-from moesaic.methods.more.config import MoREConfig
-from moesaic.methods.more.formulas import (
+from moesaic.carve.clustering import fill, spectral_embedding
+from moesaic.carve.more.config import MoREConfig
+from moesaic.carve.more.formulas import (
     COVERAGE,
     activated,
     add_coactivation,
@@ -35,7 +33,9 @@ from moesaic.methods.more.formulas import (
     petals_of,
     prototypes,
 )
-from moesaic.methods.more.method import MoRE
+from moesaic.carve.more.method import MoRE
+from moesaic.config import chosen_layers
+from moesaic.errors import MoesaicError
 from moesaic.metrics.routing_counts import jsd
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import layer_uses

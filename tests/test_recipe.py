@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.carve.more.config import MoREConfig
+from moesaic.carve.tomoe.config import ToMoEConfig
 from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS
-from moesaic.methods.more.config import MoREConfig
-from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.recipe import load_recipe, parse_recipe, step_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))

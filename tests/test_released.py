@@ -17,12 +17,12 @@ from moesaic.api import evaluate, inspect
 from moesaic.api import verb as verb_of
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.carve.more.config import MoREConfig
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Machine, estimate, weight_bytes
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe

@@ -13,10 +13,10 @@ import yaml
 from rich.console import Console
 
 from moesaic import MoesaicError, report
+from moesaic.carve.more.config import MoREConfig
+from moesaic.carve.tomoe.config import ToMoEConfig
 from moesaic.methods import implementation
 from moesaic.methods.base import Decision
-from moesaic.methods.more.config import MoREConfig
-from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import tables, words
 from moesaic.report.draw import colours

@@ -10,9 +10,9 @@ from test_report import Page, make, measured, printed, said, score, with_figures
 from moesaic import report
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.skip.config import SkipConfig
 from moesaic.record import LayerRecord, Record, Step
+from moesaic.train.tune.config import TuneConfig
 
 
 def mixture(step, layers, result=(46.66, 0.54, 800), **parts):

@@ -12,8 +12,8 @@ import pytest
 
 from moesaic.data.rows import SCHEMAS, asked, text_of
 from moesaic.data.text import calibration_tokens, evaluation_tokens
-from moesaic.data.training import PackedText, training_text
 from moesaic.errors import MoesaicError
+from moesaic.train.text import PackedText, training_text
 
 WHOLE = {
     "instruction": "Say.", "output": "Yes, I say.", "response": "Yes, I say.", "query": "1 + 1?",

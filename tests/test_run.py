@@ -37,13 +37,13 @@ from moesaic import (
     run_recipe,
 )
 from moesaic.arch.lookup import base_arch
+from moesaic.carve.more.method import MoRE
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, methods_of
-from moesaic.methods.more.method import MoRE
 from moesaic.metrics import measurement as measuring
 from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing_counts import routers

@@ -13,7 +13,7 @@ from builders import launch, python, tiny_model, weights
 from torch import nn
 
 from moesaic.plan import Plan
-from moesaic.train import _Shape
+from moesaic.train.loop import _Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 FSDP = {
@@ -91,7 +91,7 @@ def test_a_model_gets_its_shape_back() -> None:
     shape.restore()
     assert model(x).equal(wanted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moesaic.train.DTensor", _Part)
+        patch.setattr("moesaic.train.loop.DTensor", _Part)
         split(model)
         shape.restore()
     calls.clear()

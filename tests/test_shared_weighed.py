@@ -18,14 +18,14 @@ from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.sft.config import TuneConfig
-from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.expert_stats import gram_room, observed
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.neurons import of_stacked
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.surgery import apply_layer, layer_uses
+from moesaic.train.tune.config import TuneConfig
+from moesaic.train.tune.factors import factors
 
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
 

@@ -38,13 +38,13 @@ from moesaic.data.text import (
     windows,
 )
 from moesaic.data.text_source import TextSource, text_sources
-from moesaic.data.training import PackedText, Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import score, scores
 from moesaic.recipe import check_run, load_recipe, parse_recipe
 from moesaic.surgery import apply_plan
+from moesaic.train.text import PackedText, Texts, training_examples, training_text
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

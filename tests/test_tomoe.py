@@ -20,27 +20,27 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import MoesaicError, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
-from moesaic.data.text import Tokens
-from moesaic.hub import convert_class
-from moesaic.methods.tomoe.decision import (
+from moesaic.carve.overlapping_ffn import OverlappingFFN, set_form
+from moesaic.carve.overlapping_layer import OverlappingLayer
+from moesaic.carve.tomoe.decision import (
     active_ratio,
     decide,
     learned,
     least_ratio,
     threshold_for,
 )
-from moesaic.methods.tomoe.masked import Masked
-from moesaic.methods.tomoe.masks import MEDIAN, f_reg, load_balance, union
-from moesaic.methods.tomoe.student import Student, layer_shapes
+from moesaic.carve.tomoe.masked import Masked
+from moesaic.carve.tomoe.masks import MEDIAN, f_reg, load_balance, union
+from moesaic.carve.tomoe.student import Student, layer_shapes
+from moesaic.data.text import Tokens
+from moesaic.hub import convert_class
 from moesaic.metrics.size import model_size
-from moesaic.modules import OverlappingFFN, set_form
-from moesaic.objectives import checkpointing
 from moesaic.plan import Plan
 from moesaic.plans.base import same
-from moesaic.plans.overlapping import OverlappingLayer
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
-from moesaic.train import last_checkpoint
+from moesaic.train.loop import last_checkpoint
+from moesaic.train.objectives import checkpointing
 
 SHORT: dict[str, Any] = {
     "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0
@@ -651,7 +651,7 @@ def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_ot
 def test_a_comparison_out_of_reach_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moesaic.methods.tomoe.method.learn", pytest.fail)
+    monkeypatch.setattr("moesaic.carve.tomoe.method.learn", pytest.fail)
     config = configured(ToMoEConfig, **{**SHORT, "active": 0.4})
     with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):
         moesaic.carve(tiny_model("llama"), config, calibration=ids(), compare=("more",))

@@ -15,15 +15,15 @@ from builders import VOCAB, tiny_model, tiny_moe
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.data.training import training_examples
-from moesaic.methods.sft.factors import factors, outside
 from moesaic.modules.phase import set_mode
-from moesaic.objectives import Schedule, collate, distillation_loss
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.recipe import parse_recipe
-from moesaic.train import _arguments, _learning
+from moesaic.train.loop import _arguments, _learning
+from moesaic.train.objectives import Schedule, collate, distillation_loss
+from moesaic.train.text import training_examples
+from moesaic.train.tune.factors import factors, outside
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours

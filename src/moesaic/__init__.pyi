@@ -15,6 +15,9 @@ from .api import run_recipe as run_recipe
 from .api import skip as skip
 from .api import slim as slim
 from .api import tune as tune
+from .carve.dsmoe.config import DSMoEConfig as DSMoEConfig
+from .carve.more.config import MoREConfig as MoREConfig
+from .carve.tomoe.config import ToMoEConfig as ToMoEConfig
 from .config import Calibration as Calibration
 from .config import Evaluation as Evaluation
 from .config import RunArgs as RunArgs
@@ -22,18 +25,15 @@ from .data.text import Tokens as Tokens
 from .errors import MoesaicError as MoesaicError
 from .fitting.config import FitConfig as FitConfig
 from .methods.condense.config import CondenseConfig as CondenseConfig
-from .methods.dsmoe.config import DSMoEConfig as DSMoEConfig
-from .methods.more.config import MoREConfig as MoREConfig
 from .methods.prune.config import PruneConfig as PruneConfig
-from .methods.sft.config import TuneConfig as TuneConfig
 from .methods.skip.config import SkipConfig as SkipConfig
 from .methods.skip.config import TopKConfig as TopKConfig
 from .methods.slim.config import SlimConfig as SlimConfig
-from .methods.tomoe.config import ToMoEConfig as ToMoEConfig
 from .plan import Plan as Plan
 from .recipe import Recipe as Recipe
 from .recipe import load_recipe as load_recipe
 from .record import Record as Record
 from .result import Result as Result
+from .train.tune.config import TuneConfig as TuneConfig
 
 __version__: str

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 import moesaic
 from moesaic import MoesaicError
 from moesaic.arch.lookup import base_arch
+from moesaic.carve.overlapping_layer import OverlappingLayer
+from moesaic.carve.tomoe.config import ToMoEConfig
 from moesaic.io.source import resolve
-from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
@@ -43,7 +44,6 @@ from moesaic.plans.dropped import DroppedLayer
 from moesaic.plans.fewer import FewerLayer
 from moesaic.plans.narrowed import NarrowedLayer
 from moesaic.plans.neurons import filled_up
-from moesaic.plans.overlapping import OverlappingLayer
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.plans.skipping import SkippingLayer
 from moesaic.plans.slimmed import SlimmedLayer

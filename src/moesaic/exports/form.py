@@ -63,3 +63,17 @@ def run_script(name: str, request: str, **env: str) -> str | None:
     )
     messages = run.stderr.strip().splitlines()[-1:] or ["no message"]
     return messages[0] if run.returncode else None
+
+
+def aligned(width: int) -> int:
+    """The next multiple of 8: grouped matrix products want rows of whole 16 bytes.
+
+    >>> aligned(250)
+    256
+    """
+    return 8 * -(-width // 8)
+
+
+def head_dim_of(config: Config) -> int:
+    """Elements of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

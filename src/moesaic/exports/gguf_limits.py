@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moesaic.exports.targets import head_dim_of
+from moesaic.exports.form import head_dim_of
 from moesaic.io.quantised import quantization_of
 from moesaic.types import Config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,10 +16,9 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
-from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.form import Export, run_script
+from moesaic.exports.narrowed import narrowed
 from moesaic.exports.reduced import reduced
-from moesaic.exports.targets import TARGETS
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
@@ -48,8 +48,8 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to make.
-        args: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, or empty for the
-            architecture with the fewest active neurons; its ``type`` is not used.
+        args: its ``target`` names an architecture, or is empty for the one with the fewest active
+            neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
     Returns:
@@ -93,18 +93,14 @@ def decide(source: Source, target: str = "") -> Export:
             raise MoesaicError(obstacle)
     if isinstance(arch, MoEArch):
         if target not in ("", arch.model_type):
-            others = ", ".join(other.model_type for other in TARGETS)
-            raise MoesaicError(
-                f"target {target!r}: a mixture stays what it is, here {arch.model_type}; carved "
-                f"models may become {others}."
-            )
+            raise MoesaicError(f"target {target!r}: a mixture stays what it is: {arch.model_type}.")
         return reduced(source, arch, stacks)
     if source.beside:
         raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
-    if any(header and header.get("petals") for header in layers):
-        return as_experts(source, arch, layers, target)
-    return narrowed(source, arch, layers, target)
+    ways = [KINDS[header["kind"]].exporter(header) for header in layers if header]
+    export: Callable[..., Export] = next(filter(None, ways), narrowed)
+    return export(source, arch, layers, target)
 
 
 def write(source: Source, export: Export, folder: Path) -> None:

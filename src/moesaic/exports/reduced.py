@@ -12,13 +12,12 @@ from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.exports.form import Export, base_config
-from moesaic.exports.targets import Header, aligned
+from moesaic.exports.form import Export, aligned, base_config
 from moesaic.io.checkpoint import Writer, shape_of
 from moesaic.io.source import Source
 from moesaic.plan import Plan
 from moesaic.plans import neurons
-from moesaic.plans.base import KINDS
+from moesaic.plans.base import KINDS, Header
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes, spread

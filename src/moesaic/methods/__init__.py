@@ -25,15 +25,15 @@ VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
 METHODS: Registry[type[MethodConfig]] = Registry(
     "moesaic.methods",
     {
-        "carve.more": "moesaic.methods.more.config:MoREConfig",
-        "carve.tomoe": "moesaic.methods.tomoe.config:ToMoEConfig",
-        "carve.dsmoe": "moesaic.methods.dsmoe.config:DSMoEConfig",
+        "carve.more": "moesaic.carve.more.config:MoREConfig",
+        "carve.tomoe": "moesaic.carve.tomoe.config:ToMoEConfig",
+        "carve.dsmoe": "moesaic.carve.dsmoe.config:DSMoEConfig",
         "prune.naee": "moesaic.methods.prune.config:PruneConfig",
         "slim.neurons": "moesaic.methods.slim.config:SlimConfig",
         "skip.naee": "moesaic.methods.skip.config:SkipConfig",
         "skip.top-k": "moesaic.methods.skip.config:TopKConfig",
         "condense.cd-moe": "moesaic.methods.condense.config:CondenseConfig",
-        "tune.sft": "moesaic.methods.sft.config:TuneConfig",
+        "tune.sft": "moesaic.train.tune.config:TuneConfig",
     },
 )
 """The configs of all methods by ``VERB.NAME``; the first of a verb is its default,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.errors import MoesaicError
+from moesaic.losses import divergence, in_chunks
 from moesaic.metrics.forward import (
     BATCH,
     Layerwise,
@@ -27,7 +28,6 @@ from moesaic.metrics.forward import (
 )
 from moesaic.metrics.routing_counts import Routing
 from moesaic.metrics.size import model_size
-from moesaic.objectives import divergence, in_chunks
 from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0

@@ -13,7 +13,7 @@ from itertools import tee
 import torch
 from torch import Tensor
 
-from moesaic.objectives import next_token_loss
+from moesaic.losses import next_token_loss
 from moesaic.observation.stream import Block, LayerStream, Spill
 from moesaic.types import Track
 

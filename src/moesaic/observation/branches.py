@@ -15,7 +15,7 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
-from moesaic.objectives import divergence, in_chunks
+from moesaic.losses import divergence, in_chunks
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied

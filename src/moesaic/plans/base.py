@@ -7,7 +7,7 @@ kind and never which kind it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -267,6 +267,15 @@ class LayerPlan(ABC):
         return f"Layers of kind {cls.kind} have no native form yet."
 
     @classmethod
+    def exporter(cls, header: Header) -> Callable[..., Any] | None:
+        """Return what writes dense layers of this kind as those of another architecture.
+
+        It is called as :func:`moesaic.exports.narrowed.narrowed` is. None: they are written as
+        narrower layers of the base's own.
+        """
+        return None
+
+    @classmethod
     def removes(cls, header: Header) -> bool:
         """Whether the whole decoder layer is gone."""
         return False
@@ -328,8 +337,8 @@ def same(a: LayerPlan, b: LayerPlan) -> bool:
 KINDS: Registry[type[LayerPlan]] = Registry(
     "moesaic.plans",
     {
-        "carved": "moesaic.plans.carved:CarvedLayer",
-        "overlapping": "moesaic.plans.overlapping:OverlappingLayer",
+        "carved": "moesaic.carve.carved_layer:CarvedLayer",
+        "overlapping": "moesaic.carve.overlapping_layer:OverlappingLayer",
         "narrowed": "moesaic.plans.narrowed:NarrowedLayer",
         "pruned": "moesaic.plans.pruned:PrunedLayer",
         "slimmed": "moesaic.plans.slimmed:SlimmedLayer",

@@ -27,7 +27,7 @@ class TuneConfig(MethodConfig):
     name: ClassVar[str] = "sft"
     title: ClassVar[str] = "supervised fine-tuning"
     paper: ClassVar[str] = ""
-    implementation: ClassVar[str] = "moesaic.methods.sft.method:Tuning"
+    implementation: ClassVar[str] = "moesaic.train.tune.method:Tuning"
 
     bundles: ClassVar[dict[str, JSON]] = {
         "paper": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0}

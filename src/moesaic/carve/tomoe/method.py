@@ -8,15 +8,12 @@ from dataclasses import asdict, replace
 import torch
 
 from moesaic.arch.dense import Arch
-from moesaic.errors import MoesaicError
-from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
-from moesaic.methods.budget import layer_sizes
-from moesaic.methods.learning import examples_of, learn
-from moesaic.methods.more.config import MoREConfig, Variant
-from moesaic.methods.more.method import MoRE
-from moesaic.methods.sentences import carved, number, some
-from moesaic.methods.tomoe.config import ToMoEConfig
-from moesaic.methods.tomoe.decision import (
+from moesaic.carve.budget import layer_sizes
+from moesaic.carve.more.config import MoREConfig, Variant
+from moesaic.carve.more.method import MoRE
+from moesaic.carve.overlapping_layer import OverlappingLayer
+from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carve.tomoe.decision import (
     Learned,
     active_ratio,
     decide,
@@ -25,12 +22,15 @@ from moesaic.methods.tomoe.decision import (
     least_ratio,
     threshold_for,
 )
-from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
-from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
+from moesaic.carve.tomoe.masks import LayerShape, MaskingModules
+from moesaic.carve.tomoe.student import Student, StudentLoss, layer_shapes
+from moesaic.errors import MoesaicError
+from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
+from moesaic.methods.sentences import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.plans.overlapping import OverlappingLayer
 from moesaic.record import Figure, LayerRecord
+from moesaic.train.learning import examples_of, learn
 
 CURVES = {
     "distillation": "KL divergence from the dense model",

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
+from moesaic.carve.budget import layer_sizes
+from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carve.tomoe.masked import Masked
+from moesaic.carve.tomoe.masks import LayerShape, MaskingModules
 from moesaic.data.text import Tokens
 from moesaic.distributed import process
-from moesaic.methods.budget import layer_sizes
-from moesaic.methods.tomoe.config import ToMoEConfig
-from moesaic.methods.tomoe.masked import Masked
-from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
-from moesaic.objectives import Objective, checkpointing, distillation_loss, predicting
+from moesaic.losses import predicting
+from moesaic.train.objectives import Objective, checkpointing, distillation_loss
 from moesaic.types import Config, Model
 
 _KEPT_TOKENS = 8192

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames
-from moesaic.modules.routers import tossed
+from moesaic.carve.routers import tossed
 from moesaic.types import Values
 
 
@@ -77,7 +77,7 @@ class PartialAttention(nn.Module):
 
     Args:
         sizes: outputs of each projection, as they were.
-        header: of an :class:`~moesaic.plans.overlapping.OverlappingLayer`.
+        header: of an :class:`~moesaic.carve.overlapping_layer.OverlappingLayer`.
         hidden_size: D.
         head_dim: A.
         value_start: the first row of the values in their projection.

@@ -23,17 +23,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.types import JSON, Config, Values
+from moesaic.exports.form import aligned, head_dim_of
+from moesaic.exports.narrowed import filled
+from moesaic.plans.base import Header
+from moesaic.types import JSON, Config
 
 SMALL = 2.0**-6
 """No logit of a router that chooses several petals is beyond it; most are far below."""
 
-Header = Values
-"""One layer of a plan's header."""
 Tensors = Iterator[tuple[str, Tensor]]
 
 
@@ -91,27 +91,6 @@ class Layer:
         return router_ED * _scale_of(router_ED, self.norm_D, limit)
 
 
-def filled(ffn: DenseFFN, width: int) -> DenseFFN:
-    """The same block with neurons of zeros up to ``width``."""
-    missing = width - ffn.width
-
-    def rows(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not missing:
-            return tensor
-        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))
-
-    up_MD = rows(ffn.up_MD)
-    assert up_MD is not None
-    return replace(
-        ffn,
-        up_MD=up_MD,
-        down_DM=F.pad(ffn.down_DM, (0, missing)),
-        gate_MD=rows(ffn.gate_MD),
-        up_bias_M=rows(ffn.up_bias_M),
-        gate_bias_M=rows(ffn.gate_bias_M),
-    )
-
-
 # --- sizes ---------------------------------------------------------------------------------------
 
 
@@ -130,15 +109,6 @@ def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
         width=aligned(max(petals, default=0)),
         top_k=max((header["top_k"] for header in carved), default=0) or 1,
     )
-
-
-def aligned(width: int) -> int:
-    """The next multiple of 8: grouped matrix products want rows of whole 16 bytes.
-
-    >>> aligned(250)
-    256
-    """
-    return 8 * -(-width // 8)
 
 
 # --- what the targets make of a layer ------------------------------------------------------------
@@ -224,11 +194,6 @@ def _mixtral_settings(config: Config, sizes: Sizes) -> JSON:
         "sliding_window": getattr(config, "sliding_window", None),
         "head_dim": head_dim_of(config),
     }
-
-
-def head_dim_of(config: Config) -> int:
-    """Elements of one attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def windowed(config: Config) -> bool:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.carve.carved_ffn import CarvedFFN, carved_like, projections_like
+from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carve.heads import PartialAttention
+from moesaic.carve.overlapping_ffn import OverlappingFFN
 from moesaic.errors import MoesaicError, shown
-from moesaic.modules.carved_ffn import CarvedFFN, carved_like, projections_like
-from moesaic.modules.heads import PartialAttention
-from moesaic.modules.overlapping_ffn import OverlappingFFN
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
-from moesaic.plans.carved import CarvedLayer
 from moesaic.plans.neurons import narrow_linear, of_ffn
 from moesaic.types import JSON
 

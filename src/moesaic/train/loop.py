@@ -38,21 +38,15 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from moesaic.data.training import Example
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.io.dtypes import has_products
 from moesaic.io.fingerprint import of_examples
 from moesaic.io.headers import mapping_of
-from moesaic.objectives import (
-    NextToken,
-    Objective,
-    Schedule,
-    checkpointing,
-    collate,
-    predicting,
-)
+from moesaic.losses import predicting
 from moesaic.plan import Progress
+from moesaic.train.objectives import NextToken, Objective, Schedule, checkpointing, collate
+from moesaic.train.text import Example
 from moesaic.types import Figures, Model, Track, Values, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"

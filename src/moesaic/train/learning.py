@@ -13,16 +13,16 @@ from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.data.rows import Row
 from moesaic.data.text import Tokens
-from moesaic.data.training import Examples, training_text
-from moesaic.objectives import Objective, Schedule
 from moesaic.observation.job import Job
+from moesaic.train.objectives import Objective, Schedule
+from moesaic.train.text import Examples, training_text
 from moesaic.types import Values
 
 
 def examples_of(
     job: Job[Arch], config: MethodConfig, text: str | Sequence[Row] | Tokens | Tensor, **how: bool
 ) -> Examples:
-    """Text to train on, in windows or rows as :func:`~moesaic.data.training.training_text` has it.
+    """Text to train on, in windows or rows as :func:`~moesaic.train.text.training_text` has it.
 
     Args:
         job: the model, whose tokenizer and vocabulary count.
@@ -66,12 +66,12 @@ def learn(
         request: what identifies the run beside model and config.
 
     Returns:
-        the figures of every step, as :func:`moesaic.train.train` has them.
+        the figures of every step, as :func:`moesaic.train.loop.train` has them.
 
     Raises:
         MoesaicError: nothing is left to train, or the folder holds another run.
     """
-    from moesaic.train import train  # imports the trainer, which a dry run does without
+    from moesaic.train.loop import train  # imports the trainer, which a dry run does without
 
     return train(
         model,

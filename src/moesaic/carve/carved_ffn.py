@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, act_of, dense_ffn, weight_of
+from moesaic.carve.routers import WEIGHING, by_neuron, make_router, norm_scale
 from moesaic.modules.phase import Phase
-from moesaic.modules.routers import WEIGHING, by_neuron, make_router, norm_scale
 from moesaic.types import Values
 
 NARROW = 32
@@ -40,7 +40,7 @@ class CarvedFFN(nn.Module):
         names: which projection is gate, up and down.
         petals: neurons of each petal; what is left of the width is the backbone.
         top_k: petals a token runs.
-        routing: how they are chosen; see :mod:`moesaic.modules.routers`.
+        routing: how they are chosen; see :mod:`moesaic.carve.routers`.
         gate: options of a router that weighs.
         phase: tokens are routed at decoding alone, and prompts run every neuron; None: always.
     """
@@ -197,7 +197,7 @@ def carved_like(
     Args:
         ffn: the base block.
         names: of its projections.
-        header: of a :class:`moesaic.plans.carved.CarvedLayer`.
+        header: of a :class:`moesaic.carve.carved_layer.CarvedLayer`.
         layer: the decoder layer, which tells prompts from decoding where the header does.
     """
     width = header["backbone"] + sum(header["petals"])

@@ -1,30 +1,27 @@
-"""Carved layers as the experts of a native architecture, or as narrower dense layers."""
+"""Carved layers as the experts of a native architecture."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
-from moesaic.arch.lookup import base_arch
-from moesaic.errors import MoesaicError
-from moesaic.exports.form import Export, base_config
-from moesaic.exports.targets import (
+from moesaic.arch.dense import Arch
+from moesaic.carve.targets import (
     TARGETS,
-    Header,
     Layer,
     Sizes,
     Target,
     backbone_of,
-    filled,
     smallest,
 )
-from moesaic.io.checkpoint import Checkpoint, Writer, skeleton
+from moesaic.errors import MoesaicError
+from moesaic.exports.form import Export, base_config
+from moesaic.exports.narrowed import read_ffn, source_widths
+from moesaic.io.checkpoint import Checkpoint, Writer
 from moesaic.io.source import Source
+from moesaic.plans.base import Header
 from moesaic.types import JSON, Config, Values
 
 _SHARED_SETTINGS = (
@@ -52,7 +49,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
         MoesaicError: none does; the message says what each lacks.
     """
     config = base_config(source.config, arch)
-    widths = _source_widths(source)
+    widths = source_widths(source)
     candidates = [t for t in TARGETS if not target or t.model_type == target]
     if not candidates:
         raise MoesaicError(
@@ -122,26 +119,6 @@ def _costs(
     }
 
 
-def _source_widths(source: Source) -> list[int]:
-    """The FFN width of every layer, as stored."""
-    model = skeleton(source.config)
-    arch = base_arch(source.config)
-    return [
-        int(getattr(arch.ffn_of(layer), arch.ffn.down).weight.shape[1])
-        for layer in arch.layers(model)
-    ]
-
-
-def _read_ffn(
-    checkpoint: Checkpoint, prefix: str, names: FFNNames
-) -> tuple[DenseFFN, Tensor | None]:
-    """A dense or carved layer's FFN on disk as three matrices, and its router rows if any."""
-    state = checkpoint.under(prefix)
-    weights = {name: state[f"{name}.weight"] for name in names.projections}
-    biases = {name: state.get(f"{name}.bias") for name in names.projections}
-    return assembled(names, weights, biases, nn.Identity()), state.get("router.weight")
-
-
 def _write_carved(
     checkpoint: Checkpoint,
     arch: Arch,
@@ -155,7 +132,7 @@ def _write_carved(
         if not any(name.startswith(prefix) for prefix in blocks):
             writer.add(name, checkpoint.tensor(name))
     for prefix, index in blocks.items():
-        ffn, router_RD = _read_ffn(checkpoint, prefix, arch.ffn)
+        ffn, router_RD = read_ffn(checkpoint, prefix, arch.ffn)
         header, start = headers[index], arch.layer_prefix(index)
         layer = Layer(
             ffn,
@@ -167,59 +144,3 @@ def _write_carved(
         for name, tensor in target.tensors(start, layer, sizes):
             writer.add(name, tensor)
     writer.close()
-
-
-# --- layers that lost neurons: dense, and narrower -----------------------------------------------
-
-
-def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
-    """Static pruning and the like: one intermediate size, filled up with zeros.
-
-    Args:
-        source: the pruned model.
-        arch: its architecture.
-        headers: of every layer.
-        target: the base's own, or empty.
-
-    Raises:
-        MoesaicError: the target is another one.
-    """
-    widths = _source_widths(source)
-    config = base_config(source.config, arch)
-    config.intermediate_size = max(widths)
-    if target not in ("", arch.model_type):
-        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
-    width = max(widths)
-
-    def write(writer: Writer) -> None:
-        checkpoint = source.checkpoint
-        blocks = tuple(arch.ffn_prefix(i) for i in range(len(widths)))
-        for name in checkpoint.names():
-            if not name.startswith(blocks):
-                writer.add(name, checkpoint.tensor(name))
-        for prefix in blocks:
-            ffn, _ = _read_ffn(checkpoint, prefix, arch.ffn)
-            for name, tensor in _ffn_tensors(filled(ffn, width), arch.ffn).items():
-                writer.add(prefix + name, tensor)
-        writer.close()
-
-    neurons = [sum(widths), len(widths) * width]
-    costs = {"active_neurons": neurons, "stored_neurons": neurons}
-    return Export(config, write, costs)
-
-
-def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
-    """A block under its architecture's own names; the inverse of :func:`_read_ffn`."""
-    kinds = {
-        "weight": (ffn.gate_MD, ffn.up_MD, ffn.down_DM),
-        "bias": (ffn.gate_bias_M, ffn.up_bias_M, ffn.down_bias_D),
-    }
-    tensors: dict[str, Tensor] = {}
-    for kind, (gate, up, down) in kinds.items():
-        for name, tensor in ((names.gate, gate), (names.up, up), (names.down, down)):
-            if tensor is not None:
-                earlier = tensors.get(f"{name}.{kind}")  # of a fused projection, the gate
-                tensors[f"{name}.{kind}"] = (
-                    tensor if earlier is None else torch.cat([earlier, tensor])
-                )
-    return tensors

@@ -8,17 +8,17 @@ Shape suffixes: T tokens, D hidden size, M neurons in their new order, R experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN, put
 from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.carve.carved_ffn import CarvedFFN, carved_like
+from moesaic.carve.routers import CHOOSING, WEIGHING, Router, by_neuron
 from moesaic.errors import shown
-from moesaic.modules.carved_ffn import CarvedFFN, carved_like
-from moesaic.modules.routers import CHOOSING, WEIGHING, Router, by_neuron
 from moesaic.plans.base import (
     Description,
     Header,
@@ -59,7 +59,7 @@ class CarvedLayer(LayerPlan):
     top_k: int = 0
     """Experts that a token runs."""
     routing: str = "cosine"
-    """How they are chosen; see :mod:`moesaic.modules.routers`."""
+    """How they are chosen; see :mod:`moesaic.carve.routers`."""
     router_RD: Tensor | None = None
     """float32 (R, D): one row an expert."""
     down_DM: Tensor | None = None
@@ -187,6 +187,12 @@ class CarvedLayer(LayerPlan):
         if header["petals"] and header["routing"] not in ("cosine", "linear"):
             return f"Routing by {header['routing']!r} has no native form yet."
         return None
+
+    @classmethod
+    def exporter(cls, header: Header) -> Callable[..., Any] | None:
+        from moesaic.carve.as_experts import as_experts
+
+        return as_experts if header["petals"] else None
 
     # --- refit -----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class DSMoEConfig(MethodConfig):
         "Lv et al., DSMoE: Matrix-Partitioned Experts with Dynamic Routing for "
         "Computation-Efficient Dense LLMs"
     )
-    implementation: ClassVar[str] = "moesaic.methods.dsmoe.method:DSMoE"
+    implementation: ClassVar[str] = "moesaic.carve.dsmoe.method:DSMoE"
     variants: ClassVar[dict[str, str]] = {
         "top-k": "a fixed number of blocks (LLaMA-MoE)",
         "no-straight-through": "DSMoE without straight-through",

@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import Arch, DenseFFN
-from moesaic.config import chosen_layers
-from moesaic.methods import figures
-from moesaic.methods.base import Decision, DenseMethod, Summary
-from moesaic.methods.budget import (
+from moesaic.carve.budget import (
     LayerSize,
     Split,
     active_ratio,
@@ -22,9 +19,10 @@ from moesaic.methods.budget import (
     split_for_share,
     split_for_target,
 )
-from moesaic.methods.layered import Case, LayerMethod
-from moesaic.methods.more.config import MoREConfig
-from moesaic.methods.more.formulas import (
+from moesaic.carve.carved_ffn import NARROW
+from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carve.more.config import MoREConfig
+from moesaic.carve.more.formulas import (
     COVERAGE,
     MoREStats,
     activated,
@@ -36,13 +34,15 @@ from moesaic.methods.more.formulas import (
     petals_of,
     prototypes,
 )
+from moesaic.config import chosen_layers
+from moesaic.methods import figures
+from moesaic.methods.base import Decision, DenseMethod, Summary
+from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.sentences import carved, number, some
 from moesaic.methods.slim.choice import narrowest
-from moesaic.modules.carved_ffn import NARROW
 from moesaic.observation.job import Job
 from moesaic.observation.stream import Site
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.carved import CarvedLayer
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
-from moesaic.modules.carved_ffn import CarvedFFN
+from moesaic.carve.carved_ffn import CarvedFFN
 
 FORMS = ("moe", "pseudo")
 

@@ -35,8 +35,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from moesaic.methods.dsmoe.config import DSMoEConfig
-from moesaic.objectives import Objective, next_token_loss, predicting
+from moesaic.carve.dsmoe.config import DSMoEConfig
+from moesaic.losses import next_token_loss, predicting
+from moesaic.train.objectives import Objective
 
 _SWIFT = 10.0
 """The controller's proportional gain, relative to the integral one: steps it looks back on."""

@@ -10,18 +10,18 @@ import torch
 
 from moesaic import hub
 from moesaic.arch.dense import Arch
+from moesaic.carve.budget import LayerSize, active_ratio, ffn_share, layer_sizes
+from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carve.dsmoe.config import DSMoEConfig
+from moesaic.carve.dsmoe.gates import SparseObjective
 from moesaic.errors import MoesaicError
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
-from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
-from moesaic.methods.dsmoe.config import DSMoEConfig
-from moesaic.methods.dsmoe.gates import SparseObjective
-from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.sentences import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.plans.carved import CarvedLayer
 from moesaic.record import LayerRecord
 from moesaic.surgery import apply_plan, routed_modules
+from moesaic.train.learning import examples_of, learn
 from moesaic.types import JSON, Model
 
 CURVES = {

@@ -17,14 +17,14 @@ from moesaic.io.language import HEADLESS
 from moesaic.io.layout import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Summary
-from moesaic.methods.learning import examples_of, learn
-from moesaic.methods.sft.config import TRAINED, TuneConfig
-from moesaic.methods.sft.factors import factors, outside
-from moesaic.methods.sft.parameters import trainable
-from moesaic.objectives import Distillation
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
+from moesaic.train.learning import examples_of, learn
+from moesaic.train.objectives import Distillation
+from moesaic.train.tune.config import TRAINED, TuneConfig
+from moesaic.train.tune.factors import factors, outside
+from moesaic.train.tune.parameters import trainable
 from moesaic.types import JSON, Config, Model
 
 KL = "KL divergence from the teacher"
