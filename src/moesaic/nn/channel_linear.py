@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.mixture import each_with_its_tokens
+from moesaic.dynamic import Dynamic, remade
 from moesaic.foreign import JSON, Values
 from moesaic.nn.kernels import FEW, Product, chosen, reads_rows, rows_of
 from moesaic.nn.phase import Phase
@@ -220,10 +221,14 @@ def _make_linear(linear: nn.Module, cut: Cut, phase: Phase, scaled: bool) -> Non
     _buffer(linear, "scale", (linear.in_features,) if scaled else None)
 
 
+@remade
+def _channel(base: type[nn.Module]) -> type[nn.Module]:
+    return Dynamic(f"Channel{base.__name__}", (ChannelExperts, base), {})
+
+
 def _make_experts(experts: nn.Module, name: str, cut: Cut, phase: Phase, scaled: bool) -> None:
     if not isinstance(experts, ChannelExperts):
-        base = type(experts)
-        experts.__class__ = type(f"Channel{base.__name__}", (ChannelExperts, base), {})
+        experts.__class__ = _channel(type(experts))
         tallies = {name: _Tally() for name in EXPERTS}
         vars(experts).update(cuts=dict.fromkeys(EXPERTS, WHOLE), tallies=tallies, phase=phase)
     experts = cast(ChannelExperts, experts)
