@@ -36,7 +36,7 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.run import fit
+from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials

@@ -45,7 +45,7 @@ from moesaic.estimates import Built
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.run import fit
+from moesaic.fitting.run import search_and_make as fit
 from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.fewer import FewerLayer

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moesaic import report
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Named
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import CARD, PAGE, PICTURE, PLAN_FILES, RECIPE, RECORD, anywhere, placed
 from moesaic.io.names import check_repository
 from moesaic.plan import Plan
 from moesaic.record import Record
+from moesaic.result import Result
 
 PATCH = (*PLAN_FILES, RECORD, RECIPE, PAGE, PICTURE)
 """Files of a result that rebuild it and say what it is, beside its card."""
@@ -18,14 +21,18 @@ WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors")
 """Files of an earlier result in the repository, which would be loaded beside a new one's."""
 
 
-def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
+def push(
+    result: Named, repo: str, *, plan_only: bool = False, token: str | bool | None = None
+) -> str:
     """Upload a result, with its card, to a repository of the hub, which is made if there is none.
 
     Args:
-        folder: a result's.
+        result: what a verb returned, or the folder that it was saved to.
         repo: ``owner/name``.
         plan_only: of its files only the plan, and those that tell of it: ``moesaic apply REPO OUT``
             rebuilds the checkpoint.
+
+        token: of the hub; None for the one that HF_TOKEN or ``hf auth login`` gives.
 
     Returns:
         the repository's address.
@@ -33,8 +40,17 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
     Raises:
         MoesaicError: nothing can be uploaded, or nothing of that kind is in the folder.
     """
-    folder = Path(folder).expanduser()
-    check_repository(repo)
+    check_repository(repo, token)
+    if isinstance(result, Result):
+        with TemporaryDirectory(prefix="moesaic-") as place:
+            folder = result.save_pretrained(Path(place) / repo.rpartition("/")[2])
+            return push(folder, repo, plan_only=plan_only, token=token)
+    if not isinstance(result, str | Path):
+        raise MoesaicError(
+            f"push takes a Result or its folder; got {type(result).__name__}, whose own "
+            "push_to_hub uploads it without a card."
+        )
+    folder = Path(result).expanduser()
     if plan_only and not all(placed(folder, name).is_file() for name in PLAN_FILES):
         raise MoesaicError(
             f"push_plan: {folder} holds no plan, for its weights were trained. Push it whole."
@@ -54,7 +70,7 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
         )
     patterns = anywhere(*PATCH) if plan_only else None
     replaced = None if plan_only else [*WEIGHTS]
-    hub = HfApi()
+    hub = HfApi(token=token)
     try:
         repo = hub.create_repo(repo, exist_ok=True).repo_id
         card = report.model_card(record, recipe, repo, plan_only)

@@ -242,7 +242,8 @@ def test_is_pickled_and_copied(sample, tokens):
     file.seek(0)
     pickled = pickle.loads(pickle.dumps(model))
     for again in (pickled, copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert type(again) is type(model) and type(again.config) is type(model.config)
+        assert type(again) is type(model)
+        assert type(again.config) is type(model.config)
         assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
         assert torch.equal(logits(again, tokens), logits(model, tokens))
 

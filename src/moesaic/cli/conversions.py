@@ -167,7 +167,7 @@ def observe(
     from rich.console import Group
 
     from moesaic import api
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_observing
     from moesaic.fitting.redundancy import looking, observed_redundancy
@@ -188,7 +188,7 @@ def observe(
             **where,
             overwrite=overwrite,
             resume=resume,
-            track=bars,
+            progress=bars,
         )
     if process()[0]:
         return

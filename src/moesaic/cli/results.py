@@ -149,7 +149,7 @@ def in_llama_cpp(folder: Path, record: Record) -> JSON:
     except MoesaicError:
         return {}
     file = folder.with_suffix(".gguf")
-    written = export(str(folder), file, to="gguf", type="f16", overwrite=True)
+    written = export(str(folder), file, to="gguf", type="f16", overwrite=True, progress=False)
     tokenizer, settings = resolve(str(folder)).tokenizer, Evaluation()
     ids = tokenizer(settings.prompt, return_tensors="pt")["input_ids"][0]
     with Engine(file, len(ids) + settings.new_tokens) as engine:
@@ -164,7 +164,7 @@ def warn_of_company() -> None:
     import psutil
 
     if psutil.getloadavg()[0] > (psutil.cpu_count() or 1) / 2:
-        from moesaic.cli.bars import err_console
+        from moesaic.bars import err_console
 
         err_console.print(
             "Other programs keep this machine busy: this may take several times as long, and the "
@@ -221,14 +221,14 @@ def export(
         check_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.exports import export
 
     if args.memory is not None:
         from moesaic.estimates import notice_of_choosing
 
         tell(notice_of_choosing(model, args.among))
-    record = export(model, out, overwrite=overwrite, track=bars, **options)
+    record = export(model, out, overwrite=overwrite, progress=bars, **options)
     emit(as_json, record, exported(record))
 
 
@@ -339,7 +339,7 @@ def _beside_rounding(
     runs: Sequence[Path], records: Sequence[Record], types: Sequence[str]
 ) -> list[Record]:
     """The records, the first of each original with it rounded to some types."""
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.pipeline import with_baselines
 
     originals, updated = set[str](), []

@@ -197,7 +197,9 @@ def observed_redundancy(
     """
     length = MethodConfig.window
     text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
-    args = RunArgs.of(model, calibration=Calibration(stats=stats), device=device, dtype=dtype)
+    args = RunArgs.of(
+        model, calibration=Calibration(stats=stats), device=device, dtype=dtype, progress=False
+    )
     result = redundancy(args, text, track)
     if result is None:
         raise MoesaicError(f"{model} can lose neither experts nor neurons of each.")

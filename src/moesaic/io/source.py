@@ -253,8 +253,13 @@ def _some(keys: Collection[str | tuple[str, ...]]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def resolve(name: str) -> Source:
+def resolve(name: str, revision: str | None = None, token: str | bool | None = None) -> Source:
     """Find a model.
+
+    Args:
+        name: a folder, a GGUF file, a model that ships, or a hub id.
+        revision: of a hub id a branch, tag or commit; None for the default one.
+        token: of the hub; None for the one that HF_TOKEN or ``hf auth login`` gives.
 
     Raises:
         MoesaicError: there is no such model, or the hub cannot be reached.
@@ -270,15 +275,20 @@ def resolve(name: str) -> Source:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
     if path.suffix == ".gguf":
         return Source(name, folder_of(path))
-    return Source(name, from_hub(name, "*.safetensors", "*.json", *SIDE_FILES))
+    at = {"revision": revision, "token": token}
+    return Source(name, from_hub(name, "*.safetensors", "*.json", *SIDE_FILES, **at))
 
 
-def from_hub(name: str, *patterns: str) -> Path:
+def from_hub(
+    name: str, *patterns: str, revision: str | None = None, token: str | bool | None = None
+) -> Path:
     """A folder with some of a repository's files.
 
     Args:
         name: of the repository.
         patterns: of the files' names.
+        revision: a branch, tag or commit; None for the default one.
+        token: of the hub; None for the one that is found.
 
     Raises:
         MoesaicError: there is no such repository, or the hub cannot be reached.
@@ -286,7 +296,8 @@ def from_hub(name: str, *patterns: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*patterns]))
+        at = {"revision": revision, "token": token}
+        return Path(snapshot_download(name, allow_patterns=[*patterns], **at))
     except Exception as error:
         reason = shorten(str(error), 120, placeholder=" ...")
         raise MoesaicError(

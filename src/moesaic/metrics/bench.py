@@ -10,27 +10,34 @@ from pathlib import Path
 
 import torch
 
+from moesaic.bars import tracked
 from moesaic.config import Bench, ExportArgs, GgufType
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
-from moesaic.foreign import JSON, Model, Track, at_home, silent
+from moesaic.foreign import JSON, Model, Named, Tokenizer, Track, at_home
+from moesaic.hub import on_disk
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.gguf_engine import Engine, gguf_parameters
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
+from moesaic.metrics.speed import Speed, compare_speed, interleaved, peak_memory
+from moesaic.metrics.speed import against as ratios
 
 
 def bench(
-    models: Mapping[str, str],
+    model: Named,
+    against: Named | None = None,
     *,
+    tokenizer: Tokenizer | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    track: Track = silent,
+    progress: bool | Track = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
     **options: str | int,
 ) -> dict[str, JSON]:
     """Speed of models, the peak memory of each in its own process.
@@ -38,33 +45,44 @@ def bench(
     They are timed in turn, round by round, if there is room for all at once; else one by one.
 
     Args:
-        models: names for :func:`moesaic.io.source.resolve` by column; ``model`` is compared with
-            ``against`` where both are there.
+        model: a name or folder, a loaded model, or what a verb returned.
+        against: another, which is timed in turn with it.
+        tokenizer: for a loaded model, which brings none.
         device: for transformers.
         dtype: floating-point type for transformers; None for the checkpoint's own.
-        track: shows progress.
+        progress: draw bars on stderr; or a function (items, label, total).
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
         options: fields of :class:`~moesaic.config.Bench`.
 
     Returns:
-        by column the keys of :meth:`moesaic.metrics.speed.Speed.as_json`, ``peak_memory_bytes``,
-        ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
+        under ``model`` and ``against`` the keys of :meth:`moesaic.metrics.speed.Speed.as_json`,
+        ``peak_memory_bytes``, ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
         :func:`moesaic.metrics.speed.against`.
 
     Raises:
         MoesaicError: the engine is unknown or not there, or a model cannot be loaded.
     """
     settings = Bench(**options)  # type: ignore[arg-type]
+    track = tracked(progress)
     if settings.engine == "llamacpp":
         for name, chosen in (("device", device != "cpu"), ("dtype", dtype is not None)):
             if chosen:
                 raise MoesaicError(f"{name} is of engine=transformers: leave it out.")
-        speeds, figures = _llamacpp(models, settings, track)
-    else:
-        speeds, figures = _transformers(models, settings, device, dtype, track)
+    given = {"model": model} | ({} if against is None else {"against": against})
+    with ExitStack() as held:
+        models = {
+            name: held.enter_context(on_disk(each, tokenizer, revision, token))
+            for name, each in given.items()
+        }
+        if settings.engine == "llamacpp":
+            speeds, figures = _llamacpp(models, settings, track)
+        else:
+            speeds, figures = _transformers(models, settings, device, dtype, track)
     measured = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
         theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
-        measured["ratio"] = against(speeds["model"], speeds["against"], theirs / ours)
+        measured["ratio"] = ratios(speeds["model"], speeds["against"], theirs / ours)
     return measured
 
 

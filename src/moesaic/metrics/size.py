@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
-from moesaic.foreign import JSON, Model
+from moesaic.foreign import JSON, Model, Named
 from moesaic.io.arithmetic import sizes_in
+from moesaic.io.caller import source_or_model
 from moesaic.io.checkpoint import shape_of
-from moesaic.io.source import resolve
+from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
 
@@ -56,8 +57,13 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
     )
 
 
-def inspect(model: str) -> JSON:
-    """The parts of a checkpoint, read from its config alone.
+def inspect(model: Named, *, revision: str | None = None, token: str | bool | None = None) -> JSON:
+    """Return the parts of a model; one given by name is read from its config alone.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
 
     Returns:
         ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
@@ -67,12 +73,12 @@ def inspect(model: str) -> JSON:
     Raises:
         MoesaicError: there is no such model, or its architecture is unknown.
     """
-    source = resolve(model)
-    size = model_size(shape_of(source.config))
+    opened = source_or_model(model, revision, token)
+    size = model_size(shape_of(opened.config) if isinstance(opened, Source) else opened)
     of_layer = ("kind", "experts", "top_k", "width", "active_width")
     of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
     return {
-        "model_type": source.config.model_type,
+        "model_type": opened.config.model_type,
         "layers": [{name: getattr(use, name) for name in of_layer} for use in size.layers],
         **{name: getattr(size, name) for name in of_model},
     }
