@@ -168,7 +168,9 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
 
 def test_saved_as_the_command_saves(slimmed, tmp_path, command):
     folder = slimmed.save_pretrained(tmp_path / "python")
-    command("slim", "tiny-moe", tmp_path / "command", "--samples", "8", "--length", "64", "--no-eval")
+    command(
+        "slim", "tiny-moe", tmp_path / "command", "--samples", "8", "--length", "64", "--no-eval"
+    )
     names = [
         {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
         for out in (folder, tmp_path / "command")
@@ -215,7 +217,8 @@ def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch):
         "prune",
     ]
     moesaic.apply("tiny-moe", pruned, tmp_path / "rebuilt")
-    assert torch.equal(*(logits(loaded(f), torch.arange(9)[None]) for f in (out, tmp_path / "rebuilt")))
+    again = (loaded(folder) for folder in (out, tmp_path / "rebuilt"))
+    assert torch.equal(*(model(torch.arange(9)[None]).logits for model in again))
 
 
 def test_a_loaded_model_is_one_too(tmp_path):
