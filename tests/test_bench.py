@@ -92,9 +92,9 @@ def test_llamacpp_that_is_not_there(monkeypatch, tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
     with pytest.raises(MoesaicError, match="needs llama-cpp-python"):
-        bench({"model": str(file)}, engine="llamacpp")
+        bench(str(file), engine="llamacpp")
     with pytest.raises(MoesaicError, match="No file at"):
-        bench({"model": str(tmp_path / "other.gguf")}, engine="llamacpp")
+        bench(str(tmp_path / "other.gguf"), engine="llamacpp")
 
 
 def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):

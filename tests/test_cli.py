@@ -109,8 +109,8 @@ def test_a_demo_that_was_killed_goes_on(command, llama_folder, moe_folder, tmp_p
     def dies(config, args):
         done.append(config.verb)
         if killed == config.verb:
-            args.progress.mkdir(parents=True, exist_ok=True)
-            (args.progress.parent / f".{config.verb}.0.writing").mkdir(exist_ok=True)
+            args.resume_from.mkdir(parents=True, exist_ok=True)
+            (args.resume_from.parent / f".{config.verb}.0.writing").mkdir(exist_ok=True)
             raise RuntimeError("killed")
         return wholly(config, args)
 

@@ -587,7 +587,7 @@ def test_a_chat_in_llamacpp_is_that_of_transformers(tokenizer, tmp_path):
 
 def test_bench_in_llamacpp(carved):
     figures = bench(
-        {"model": str(carved), "against": "smollm2"},
+        str(carved), "smollm2",
         engine="llamacpp", length=64, new_tokens=4, rounds=2,
     )  # fmt: skip
     assert figures["ratio"]["decode"]["ideal"] == pytest.approx(1.42, abs=0.01)
