@@ -700,13 +700,17 @@ def _method_options(configs: Sequence[type[Options]]) -> Iterator[tuple[str, Sho
         default = group[0][1].default
         same = all(entry.default == default for _, entry in group)
         texts = dict.fromkeys(in_words(entry) for _, entry in group)
-        shown = _argument(name, default if same else ..., _spelled(hints))
+        spelled = _spelled(hints)
+        if about(group[0][1]).parse == "bytes":
+            spelled = f"str | {spelled}"
+        shown = _argument(name, default if same else ..., spelled)
         yield name, (shown, " ".join(texts))
 
 
 def _spelled(hint: object) -> str:
-    """A type as an annotation writes it."""
-    return inspect.formatannotation(hint).replace("typing.", "")
+    """A type as an annotation writes it; a list will do where a field holds a tuple."""
+    written = inspect.formatannotation(hint).replace("typing.", "")
+    return written.replace("tuple[", "Sequence[").replace(", ...]", "]")
 
 
 # --- values --------------------------------------------------------------------------------------

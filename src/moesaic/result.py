@@ -470,7 +470,7 @@ class Result(Made):
         """Sentences and tables, in a notebook; and the drawing once :attr:`scores` are known."""
         record = self.current_record
         console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
-        console.print(report.terminal(record), *self._words(record))
+        console.print(report.terminal(record), *self._words(record), sep="\n")
         shown = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
         return shown + (report.picture(record) if "scores" in vars(self) else "")
 
