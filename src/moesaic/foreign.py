@@ -1,7 +1,7 @@
 """Names for what comes from outside: plain JSON, transformers' classes, the caller's progress bars.
 
-transformers brings no types; its classes are named here so that signatures say what they take. The
-library itself is silent: the command line draws bars through a :class:`Track`.
+transformers brings no types; its classes are named here so that signatures say what they take.
+Whatever takes long passes its items through a :class:`Track`, which shows that.
 """
 
 from __future__ import annotations
