@@ -20,6 +20,7 @@ from moesaic.config import types_of
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.io.headers import check_fields
+from moesaic.nn.chance import Passage
 from moesaic.registry import Registry
 
 V_co = TypeVar("V_co", covariant=True)
@@ -57,6 +58,10 @@ class Site(Protocol[V_co]):
     @property
     def layer(self) -> nn.Module:
         """The decoder layer."""
+
+    @property
+    def passage(self) -> Passage:
+        """The tokens that run through it now."""
 
     def inputs(self) -> Iterator[Tensor]:
         """Batches of x (T, D), the FFN's input."""
