@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import TypeAlias
 
 import torch
@@ -154,6 +154,11 @@ class Blocks:
         return torch.cat([x_NF.T @ y_TO[rows] for rows, x_NF in self.features.values()])
 
 
+def _bent(w_FO: Tensor, tokens: Blocks) -> Tensor:
+    """X^T X W (F, O)."""
+    return tokens.transposed(tokens.times(w_FO))
+
+
 def ridge_path(
     samples: Sequence[Blocks], start_FO: Tensor | None, strengths: Iterable[float], iterations: int
 ) -> Iterator[Tensor]:
@@ -196,7 +201,7 @@ def ridge_path(
             turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
             size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
             step_FO = turned_FO + size_O / before_O * step_FO
-            bent_FO = summed(lambda tokens, w_FO=step_FO: tokens.transposed(tokens.times(w_FO)))
+            bent_FO = summed(partial(_bent, step_FO))
             length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(min=1e-30)
             w_FO, left_FO = w_FO + length_O * step_FO, left_FO - length_O * bent_FO
             before_O = size_O
