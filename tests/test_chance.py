@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, carved_layer, converted, tiny_model
+from builders import VOCAB, carved_layer, configured, converted, tiny_model
 from cases import config_of, many_tokens
 
 import moesaic
+from moesaic import ToMoEConfig
 from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
@@ -28,7 +30,8 @@ def drawn(kind: str) -> Any:
             tiny_model("llama"),
             {i: carved_layer(16, (12, 12, 12, 12), seed=i, routing="random") for i in (1, 3)},
         )
-    config = config_of("carve.tomoe", noise=True, steps=8, lr=0.05, active=0.6)
+    given = asdict(config_of("carve.tomoe", steps=8, lr=0.05, active=0.6))
+    config = configured(ToMoEConfig, **given, noise=True)
     result = moesaic.carve(tiny_model("llama"), config, calibration=many_tokens(), progress=False)
     headers = [layer.header() for layer in result.plan.layers.values()]
     assert any(h["routing"] == "tossed" for h in headers)
