@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
@@ -79,7 +80,9 @@ class _Child:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.of = _state(tokenizer)
         self._pipe, there = Pipe()
-        self.process = os.fork()
+        with warnings.catch_warnings():  # of threads, which a template does not use
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process = os.fork()
         if not self.process:
             try:
                 self._pipe.close()
