@@ -100,8 +100,9 @@ docs: $(VENV)/.docs  ## The site, in build/site; strict: no broken link
 architectures: $(VENV)/.dev  ## Try every architecture of transformers, and list them
 	$(BIN)/python scripts/architectures.py
 
-docs-tables: $(VENV)/.dev  ## Write the documents' tables of options from the code
+docs-tables: $(VENV)/.dev  ## Write the documents' tables of options, and api.pyi, from the code
 	$(BIN)/python scripts/option_tables.py
+	$(BIN)/python scripts/api_stub.py
 
 build/corpus/train.jsonl: | $(VENV)/.user
 	$(BIN)/python scripts/gather_text.py

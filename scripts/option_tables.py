@@ -178,8 +178,6 @@ def every_option(name: str) -> str:
 
 def default(field: Field[Any]) -> str:
     """A field's default as the option takes it; empty where there is none."""
-    if about(field).required:
-        return ""
     value = default_of(field)
     return f"`{value}`" if value else ""
 

@@ -53,7 +53,7 @@ def carry_out(request: dict[str, Any]) -> None:
         observe(options["model"], out, gram_mb=1, calibration=many_tokens())
         return
     config = METHODS[key](**request["config"])
-    result = result_of(key, config=config, progress=progress and Path(progress), **options)
+    result = result_of(key, config=config, resume_from=progress and Path(progress), **options)
     if process()[0] == 0 and not progress:
         out.mkdir(parents=True)
         result.write(out)

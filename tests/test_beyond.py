@@ -394,12 +394,12 @@ def test_refitted_weights_are_exported(tokens, tmp_path):
 def test_refit_resumes(tokens, tmp_path):
     config = MoREConfig(layers="all", router="ridge", refit=True)
     model = tiny_model("llama")
-    first = moesaic.carve(model, config, calibration=tokens, progress=tmp_path / "p")
+    first = moesaic.carve(model, config, calibration=tokens, resume_from=tmp_path / "p")
     files = list((tmp_path / "p").glob("layer-000[23]-result*"))
     assert len(files) == 4  # as decided, and refitted
     for file in files:
         file.unlink()
-    again = moesaic.carve(model, config, calibration=tokens, progress=tmp_path / "p")
+    again = moesaic.carve(model, config, calibration=tokens, resume_from=tmp_path / "p")
     assert all(same(layer, again.plan.layers[i]) for i, layer in first.plan.layers.items())
 
 

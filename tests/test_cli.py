@@ -19,8 +19,7 @@ from builders import pages
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from moesaic import __version__, pipeline
-from moesaic.cli import bars
+from moesaic import __version__, bars, pipeline
 from moesaic.cli.options import flag_of
 from moesaic.config import Calibration, Evaluation, about, option
 from moesaic.data.reader import shipped_texts
@@ -532,7 +531,7 @@ def test_interrupt(command, monkeypatch, tmp_path):
     code, _, err = command("carve", "smollm2", tmp_path / "out", "--resume")
     assert code == 130
     assert "--resume continues" in err
-    for place in ("moesaic.metrics.evaluate.evaluate", "moesaic.fitting.run.fit"):
+    for place in ("moesaic.metrics.evaluate.evaluate", "moesaic.fitting.run.search_and_make"):
         monkeypatch.setattr(place, interrupted)
     assert command("eval", "tiny-moe")[::2] == (130, "Error: Interrupted.")
     fit = ["fit", "tiny-moe", tmp_path / "fitted", "--memory", "9MB"]
@@ -624,8 +623,6 @@ def test_defaults_stand_in_the_configs_alone(command, monkeypatch, tmp_path):
     for key in METHODS:
         verb, _, method = key.partition(".")
         given = ["--method", method] if len(methods_of(verb)) > 1 else []
-        for of in fields(METHODS[key]):
-            given += [f"--{of.name}", of.default] if about(of).required else []
         said = command(verb, "smollm2", tmp_path / "out", *given)
         assert asked, said
         recipe = asked.pop()

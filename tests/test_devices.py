@@ -518,8 +518,7 @@ def test_bench_holds_both_models_only_if_there_is_room(
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
     monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
-    models = {"model": "tiny-moe", "against": "tiny-dense"}
-    found = bench(models, length=16, new_tokens=2, rounds=1)
+    found = bench("tiny-moe", "tiny-dense", length=16, new_tokens=2, rounds=1)
     assert held.most == (2 if free > 1 << 30 else 1)
     assert found["ratio"]["decode"]["ratio"] > 0
 

@@ -213,7 +213,7 @@ def test_python_of_a_page_runs(
 ) -> None:
     """In a folder that has the result that it loads, unless it makes it."""
     source = python_of(page)
-    if ".save(" not in source and 'from_pretrained("out")' in source:
+    if ".save_pretrained(" not in source and 'from_pretrained("out")' in source:
         provide(["generate", "out"], tmp_path, made)
     monkeypatch.chdir(tmp_path)
     exec(compile(source, str(page), "exec"), {})

@@ -314,9 +314,9 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     options: dict[str, Any] = text if streamed else {"calibration": rows()}
     whole = moesaic.carve(model, config, **options)
     with pytest.raises(Stop):
-        moesaic.carve(model, config, progress=tmp_path, track=stopping, **options)
+        moesaic.carve(model, config, resume_from=tmp_path, progress=stopping, **options)
     assert (tmp_path / "checkpoint-4").is_dir()
-    resumed = moesaic.carve(model, config, progress=tmp_path, **options)
+    resumed = moesaic.carve(model, config, resume_from=tmp_path, **options)
     assert [s["step"] for s in losses_of(resumed)] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(losses_of(resumed), losses_of(whole), strict=True):
         assert ours == pytest.approx(theirs)

@@ -223,9 +223,10 @@ def test_generations_are_the_same_again_and_leave_random_numbers_alone(llama_fol
 
 def test_greedy_is_greedy_whatever_the_models_own_config_says(llama_folder, tokenizer):
     model = resolve(str(llama_folder)).load()
-    found = generate(model, tokenizer, "The people", 12)
+    asked = {"tokenizer": tokenizer, "new_tokens": 12}
+    found = generate(model, "The people", **asked)
     model.generation_config.repetition_penalty, model.generation_config.num_beams = 9.0, 2
-    assert generate(model, tokenizer, "The people", 12) == found
+    assert generate(model, "The people", **asked) == found
 
 
 def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):

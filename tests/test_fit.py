@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from builders import tiny_moe
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import moesaic
@@ -34,7 +34,7 @@ from moesaic.fitting.candidates import Candidate, plainest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
-from moesaic.fitting.run import fit
+from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials
@@ -521,6 +521,38 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run, "run_recipe", lambda best, **_: kept.append(best))
     fit(recipe, config, resume=True)
     assert len(kept[0].steps) == 1
+
+
+def test_a_search_is_continued_on_its_own_weights_alone(tmp_path: Path) -> None:
+    """A model of the same shape, tokenizer and text gets none of another one's figures."""
+    recipe, config = recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes // 2, windows=4)
+    run.opened(recipe, config)
+    run.opened(recipe, config, resume=True)
+    other = shutil.copytree(resolve(recipe.model).folder, tmp_path / "other")
+    for file in other.glob("*.safetensors"):
+        save_file({n: t + 0.01 for n, t in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(MoesaicError, match="weights"):
+        run.opened(replace(recipe, model=str(other)), config, resume=True)
+
+
+def test_a_resumed_search_that_fails_keeps_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, config = recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes // 2, windows=4)
+
+    def failing(_: Search) -> None:
+        raise MoesaicError("nothing fits")
+
+    monkeypatch.setattr(Search, "run", failing)
+    work = tmp_path / "out.search"
+    with pytest.raises(MoesaicError, match="nothing fits"):
+        fit(recipe, config)
+    assert not work.exists()
+    run.opened(recipe, config)
+    (work / "figures.json").write_text("{}")
+    with pytest.raises(MoesaicError, match="nothing fits"):
+        fit(recipe, config, resume=True)
+    assert (work / "figures.json").is_file()
 
 
 def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:

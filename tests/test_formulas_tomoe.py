@@ -28,6 +28,7 @@ from moesaic.carve.tomoe.masks import (
     straight_through,
     union,
 )
+from moesaic.modules.chance import Passage
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (
@@ -361,7 +362,7 @@ def test_values_are_routed_where_some_of_them_go(threshold: float, routed: bool)
 
 def test_a_head_router_that_tosses_prefers_what_its_logits_prefer() -> None:
     torch.manual_seed(0)
-    quiet, noisy = (HeadRouter(6, 5, 4, 2, noise) for noise in (False, True))
+    quiet, noisy = (HeadRouter(6, 5, 4, 2, passage) for passage in (None, Passage()))
     for parameter in quiet.parameters():
         nn.init.normal_(parameter)
     noisy.load_state_dict(quiet.state_dict())

@@ -44,7 +44,7 @@ from moesaic.estimates import Built
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.run import fit
+from moesaic.fitting.run import search_and_make as fit
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import split_otherwise
 from moesaic.plan import Plan
@@ -547,7 +547,7 @@ def test_a_chat_in_llamacpp_is_that_of_transformers(tokenizer, tmp_path):
 
 def test_bench_in_llamacpp(carved):
     figures = bench(
-        {"model": str(carved), "against": "smollm2"},
+        str(carved), "smollm2",
         engine="llamacpp", length=64, new_tokens=4, rounds=2,
     )  # fmt: skip
     assert figures["ratio"]["decode"]["ideal"] == pytest.approx(1.42, abs=0.01)

@@ -211,7 +211,7 @@ def test_a_file_alone_is_not_pushed(
 ) -> None:
     """A search that ends without a step leaves no result that has a card."""
     record = Record("tiny-moe", "out", "mixtral", True, [], [], measured={"tried": []})
-    monkeypatch.setattr("moesaic.fitting.run.fit", lambda *_, **__: record)
+    monkeypatch.setattr("moesaic.fitting.run.search_and_make", lambda *_, **__: record)
     result = run("fit", "tiny-moe", str(tmp_path / "out"), "--memory", "9MB", "--push", "me/x")
     assert result.exit_code == 0, result.exception
     assert "Not pushed" in result.stderr

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from textwrap import fill, indent
 from types import NoneType, UnionType
@@ -31,7 +31,7 @@ from typing import (
 
 from moesaic.errors import MoesaicError, meant, shown
 from moesaic.ladder import Ladder, Shape
-from moesaic.types import JSON, Model, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,6 @@ class About:
     paper's own options."""
     seldom: bool = False
     """For a paper's table: help leaves it out; given as ``-o name=value`` and in recipes."""
-    required: bool = False
-    """The command line has no default for it; recipes and the library have."""
     parse: str = ""
     """How it is read where its type does not say: ``bytes`` for 12GB or 800MB; ``text`` for a name
     of text, which a recipe may give as a mapping or a list of them."""
@@ -495,9 +493,10 @@ def check_types(name: str, types: Sequence[str], known: Sequence[str] = get_args
 class RunArgs:
     """The arguments of every verb beside its config."""
 
-    model: Model
-    """A loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`. A model given by
-    name is read from disk layer by layer and never held whole, unless it is trained."""
+    model: Named
+    """A loaded PreTrainedModel, a :class:`~moesaic.result.Result`, or a name for
+    :func:`moesaic.io.source.resolve`. A model given by name is read from disk layer by layer and
+    never held whole, unless it is trained."""
     calibration: Calibration = field(default_factory=Calibration)
     text: Any = None
     """Text itself instead of a source: texts, rows to train on, or tokens (N, T) as
@@ -519,13 +518,18 @@ class RunArgs:
         "Floating-point type, when model is a name; None for the checkpoint's own, computed in "
         "float32 where the processor has no products of it.",
     )
-    progress: Path | None = option(
+    resume_from: Path | None = option(
         None, "Folder for finished layers; a run that finds them there continues."
     )
-    track: Track = option(silent, "Shows progress: wraps what is iterated over.")
+    revision: str | None = option(None, "Branch, tag or commit, when model is a hub id.")
+    token: str | bool | None = option(
+        None, "Of the hub, when model is a hub id. Default: HF_TOKEN, or that of hf auth login."
+    )
+    track: Track = silent
+    """Shows progress: wraps what is iterated over."""
 
     @classmethod
-    def of(cls, model: Model | str | Path, **options: Any) -> RunArgs:
+    def of(cls, model: Named, **options: Any) -> RunArgs:
         """From the flat keyword arguments of the library's verbs.
 
         Args:
@@ -536,6 +540,8 @@ class RunArgs:
         Raises:
             TypeError: an option is unknown.
         """
+        from moesaic.bars import tracked
+
         text = options.pop("calibration", "")
         names = {f.name for f in fields(Calibration)} & options.keys()
         settings = {name: options.pop(name) for name in sorted(names)}
@@ -545,44 +551,124 @@ class RunArgs:
             calibration = Calibration(**{"source": str(text), **settings})
         else:
             options["text"], calibration = text, Calibration(**settings)
+
         options["compare"] = tuple(options.get("compare", ()))
+        progress = options.pop("progress", True)
         if isinstance(options.get("dtype"), str):
             options["dtype"] = parse_dtype(options["dtype"])
+        if options.get("resume_from") is not None:
+            options["resume_from"] = Path(options["resume_from"]).expanduser()
         check_device(str(options.get("device", "cpu")))
-        unknown = options.keys() - {f.name for f in fields(cls)}
+        unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
-        return cls(model=model, calibration=calibration, **options)
+        return cls(model=model, calibration=calibration, track=tracked(progress), **options)
+
+
+SHOWN = {
+    "calibration": (
+        "str | Path | Calibration | Sequence[str] | Sequence[Values] | Tokens | Tensor",
+        "Text to calibrate or to train on: a source, texts, rows, or token ids.",
+    ),
+    "progress": (
+        "bool | Track",
+        "Bars on stderr; False for none, or a function (items, label, total). Default: True.",
+    ),
+}
+"""Arguments of :meth:`RunArgs.of` that are no fields, by type and meaning."""
+WRITTEN = {
+    "tokenizer": "Tokenizer | None",
+    "plan": "Plan | None",
+    "teacher": "Model | None",
+    "compare": "Sequence[str]",
+    "resume_from": "str | Path | None",
+    "dtype": "torch.dtype | str | None",
+}
+"""Types of what :meth:`RunArgs.of` takes, where it takes more than the field holds."""
 
 
 V = TypeVar("V", bound=Callable[..., Any])
+Shown: TypeAlias = tuple[inspect.Parameter, str]
+"""A keyword argument, and what it means."""
 
 
-def takes_options(*configs: type[MethodConfig]) -> Callable[[V], V]:
-    """Decorates a verb whose ``**options`` are those of :meth:`RunArgs.of`: its signature and its
-    docstring name them.
+def _argument(name: str, default: object, annotation: str) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _run_options() -> Iterator[Shown]:
+    """The keyword arguments of all verbs."""
+    (type, words), (shows, shown) = SHOWN.values()
+    yield _argument("calibration", "", type), words
+    for config in (Calibration, RunArgs):
+        for entry in fields(config):
+            if about(entry).help and entry.name != "source":
+                hint = WRITTEN.get(entry.name) or str(entry.type)
+                yield _argument(entry.name, entry.default, hint), in_words(entry)
+    yield _argument("progress", True, shows), shown
+
+
+def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Callable[[V], V]:
+    """Decorates a verb that takes options by name: its signature and its docstring name them.
 
     Args:
-        configs: of the methods that it carries out.
+        configs: whose fields it takes too, such as those of its methods.
+        without: options of other verbs that it does not take.
     """
-    calibration = {entry.name: entry for entry in fields(Calibration)}
-    run = {entry.name: entry for entry in fields(RunArgs) if about(entry).help}
-    options = {"calibration": calibration.pop("source"), **calibration, **run}
-    words = {name: in_words(entry) for name, entry in options.items()}
-    if configs:
-        names = ", ".join(config.__name__ for config in configs)
-        words = {"config": f"What to do, by default what measures best. One of {names}.", **words}
-    kind = inspect.Parameter.KEYWORD_ONLY
+    common = {p.name: (p, words) for p, words in _run_options() if p.name not in without}
+    shown = dict(_method_options(configs)) | common
 
     def named(verb: V) -> V:
         signature = inspect.signature(verb)
         parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [inspect.Parameter(n, kind, default=entry.default) for n, entry in options.items()]
+        if configs:
+            every = " | ".join(config.__name__ for config in configs)
+            parameters[1] = parameters[1].replace(annotation=f"{every} | None")
+        more = [parameter for parameter, _ in shown.values()]
         vars(verb)["__signature__"] = signature.replace(parameters=[*parameters, *more])
-        verb.__doc__ = explained(verb.__doc__, words.items())
+        verb.__doc__ = explained(verb.__doc__, ((n, words) for n, (_, words) in shown.items()))
         return verb
 
     return named
+
+
+def _method_options(configs: Sequence[type[Options]]) -> Iterator[tuple[str, Shown]]:
+    """By name the options of some configs, each once."""
+    methods = [config for config in configs if issubclass(config, MethodConfig)]
+    bundles = dict.fromkeys(name for config in methods for name in config.bundles)
+    named = {
+        "method": ([config.name for config in methods], "Default: what measures best."),
+        "recipe": ([*bundles], "A name for options that belong together."),
+    }
+    for name, (values, words) in named.items():
+        if len(values) > (name == "method"):
+            hint = f"Literal[{', '.join(map(repr, values))}] | None"
+            yield name, (_argument(name, None, hint), words)
+    entries: dict[str, list[tuple[type, Field[Any]]]] = {}
+    for config in configs:
+        for entry in fields(config):
+            entries.setdefault(entry.name, []).append((config, entry))
+    for name, group in entries.items():
+        hints = [types_of(config)[name] for config, _ in group]
+        default = group[0][1].default
+        same = all(entry.default == default for _, entry in group)
+        texts = dict.fromkeys(in_words(entry) for _, entry in group)
+        spelled = _spelled(reduce(operator.or_, hints))
+        if about(group[0][1]).parse == "bytes":
+            spelled = f"str | {spelled}"
+        shown = _argument(name, default if same else ..., spelled)
+        yield name, (shown, " ".join(texts))
+
+
+def _spelled(hint: object) -> str:
+    """A type as an annotation writes it; a list will do where a field holds a tuple."""
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(dict.fromkeys(map(_spelled, get_args(hint))))
+    if hint is NoneType:
+        return "None"
+    written = inspect.formatannotation(hint).replace("typing.", "")
+    return written.replace("tuple[", "Sequence[").replace(", ...]", "]")
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+LOST = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "gloo",
+    "Connection closed by peer",
+)
+"""In the type or the words of an error: the connection to another process is gone."""
 
 
 def process() -> tuple[int, int]:
@@ -42,6 +52,50 @@ def wait_for_all() -> None:
     """Return when every process has come here."""
     if process()[1] > 1:
         torch.distributed.barrier()
+
+
+REFUSED, SEEN = "moesaic-refused", "moesaic-seen-"
+"""Keys of the store that processes share: why one of them refused, and who knows."""
+PATIENCE = timedelta(seconds=10)
+"""The longest wait until the others know; the store may be gone with this process."""
+
+
+def tell_others(reason: str) -> None:
+    """Let the other processes know that this one ends, and why, and wake those that wait for it."""
+    number, world = process()
+    if world == 1:
+        return
+    distributed = torch.distributed
+    with suppress(Exception):  # they may have ended themselves
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(REFUSED, reason)
+        store.set(f"{SEEN}{number}", "")
+        if "nccl" not in str(distributed.get_backend()):  # which would wait for the others
+            distributed.destroy_process_group()
+        store.wait([f"{SEEN}{other}" for other in range(world)], PATIENCE)
+
+
+def another_ended(error: BaseException) -> tuple[str, bool] | None:
+    """Whether an error means that another process ended while this one waited for it.
+
+    Returns:
+        the reason in words, and whether it is a refused request; None for any other error.
+    """
+    number, world = process()
+    names = [type(error).__name__, str(error)]
+    if world == 1 or not any(word in name for name in names for word in LOST):
+        return None
+    with suppress(Exception):  # the store may have been its own
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.check([REFUSED]):
+            reason = store.get(REFUSED).decode()
+            store.set(f"{SEEN}{number}", "")
+            return reason, True
+    return (
+        f"Another of the {world} processes ended before its work was done: what it printed last "
+        "says why; nothing, if it was killed, as for want of memory.",
+        False,
+    )
 
 
 def gathered(value: T) -> list[T]:

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -41,12 +43,13 @@ from moesaic.io.language import HEADLESS, predicts_tokens
 from moesaic.io.mtp import leave_out
 from moesaic.io.naming import conversions
 from moesaic.io.quantised import QUANTIZATION
-from moesaic.io.source import check_loaded, language_model
+from moesaic.io.restore import source_or_model
+from moesaic.io.source import check_loaded, language_model, resolve
 from moesaic.io.trust import pretrained
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS
 from moesaic.surgery import headers_of, install, shaped, sizes
-from moesaic.types import JSON, Config, Model, Tokenizer
+from moesaic.types import JSON, Config, Made, Model, Named, Tokenizer, at_home
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
@@ -554,3 +557,36 @@ def save_live(
     write_stub(model.config, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def on_disk(
+    model: Named,
+    tokenizer: Tokenizer | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Iterator[str]:
+    """Inside, the name of a model that can be read from disk: its own, or a copy's folder.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        tokenizer: of a loaded model.
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub.
+    """
+    if isinstance(model, str | Path):
+        name = at_home(str(model))
+        at = revision is not None or token is not None
+        yield str(resolve(name, revision, token).folder) if at else name
+        return
+    with TemporaryDirectory(prefix="moesaic-") as place:
+        folder = Path(place) / "model"
+        folder.mkdir()
+        if isinstance(model, Made):
+            model.write(folder)
+        else:
+            live: Model = source_or_model(model)
+            twin: Model = copy.copy(live)  # its modules are the caller's, its config is not
+            twin.config = copy.deepcopy(live.config)
+            save_live(twin, tokenizer, folder)
+        yield str(folder)

@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from moesaic import report
-from moesaic.config import MethodConfig, RunArgs, parse_dtype
+from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, meant
+from moesaic.hub import on_disk
 from moesaic.io.headers import mapping_of
-from moesaic.io.layout import (
-    CARD,
-    PAGE,
-    RECIPE,
-    RECORD,
-    our_folder,
-)
+from moesaic.io.layout import our_folder
 from moesaic.io.outputs import (
     check_out,
     discard,
-    marked,
     output_lock,
     resumable,
     unfinished,
@@ -37,18 +31,18 @@ from moesaic.io.outputs import (
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
-from moesaic.methods import implementation
+from moesaic.methods import VERBS, implementation, methods_of
 from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress
-from moesaic.recipe import Recipe, check_anew, check_run, check_step
+from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
-from moesaic.result import Result, save_applied
+from moesaic.result import Result, describe, save_applied
 from moesaic.surgery import routing_in
-from moesaic.types import JSON, Track, Values, at_home, silent
+from moesaic.types import JSON, Named, Track, Values, at_home, silent
 
 logger = logging.getLogger(__name__)
 
@@ -68,35 +62,124 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
         return Result(method, job, method.run(job))
 
 
-def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False) -> None:
-    """Rebuild a result from its base and its plan, bit for bit.
+def verb(name: str, model: Named, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Carry out a verb of :data:`moesaic.methods.VERBS` by name; other packages may add some.
+
+    Args:
+        name: of the verb.
+        model: a name or folder, a loaded model, or what a verb returned.
+        config: of one of the verb's methods; None for what measures best.
+        options: fields of the method's config, ``method`` and ``recipe`` as in a recipe, and what
+            :meth:`~moesaic.config.RunArgs.of` takes.
+
+    Raises:
+        MoesaicError: there is no such verb, or the request cannot be met.
+        TypeError: the config is another verb's, or an option is unknown.
+    """
+    if name not in VERBS:
+        step_config(name, {})  # which refuses it
+    if config is not None and not isinstance(config, MethodConfig):
+        first = next(f.name for f in fields(next(iter(methods_of(name).values()))))
+        given = config if isinstance(config, dict) else {first: config}
+        shown = ", ".join(f"{key}={value!r:.60}" for key, value in given.items())
+        called = repr(str(model)) if isinstance(model, str | Path) else "model"
+        raise TypeError(f"Options are given by name: moesaic.{name}({called}, {shown})")
+    own, run = _told_apart(name, config, options)
+    if config is None:
+        config = step_config(name, own)
+    elif own:
+        config = replace(config, **own)
+    if config.verb != name:
+        raise TypeError(f"{type(config).__name__} is a config of {config.verb}, not of {name}.")
+    return convert(config, RunArgs.of(model, **run))
+
+
+def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
+    """Options of a verb's method, and those of every run.
+
+    Some names mean both, as on the command line: a seed is that of text and method, and a length is
+    of calibration text where the verb calibrates.
+
+    Raises:
+        TypeError: names an option that is neither, and what may have been meant.
+    """
+    configs = [*methods_of(name).values()] if config is None else [type(config)]
+    method = {f.name for each in configs for f in fields(each)}
+    method |= {"method", "recipe"} if config is None else set()
+    every = {"calibration", "progress", *(f.name for f in fields(RunArgs))} - {"model", "track"}
+    text = {f.name for f in fields(Calibration)} - {"source"}
+    unknown = [key for key in options if key not in method | every | text]
+    if unknown:
+        known = sorted(method | every | text)
+        raise TypeError(
+            f"{name}() has no option {unknown[0]!r}; it has {', '.join(known)}."
+            f"{meant(unknown[0], known)}"
+        )
+    both = method & (every | text)
+    to_method = {"seed"} & both if config is None else set()
+    if not VERBS[name].calibrates:
+        to_method = both
+    if not isinstance(options.get("teacher"), str):  # which is then a loaded model
+        to_method.discard("teacher")
+    own = {key: options[key] for key in options if key in method - both or key in to_method}
+    to_run = (every | text) - (to_method - {"seed"})
+    return own, {key: options[key] for key in options if key in to_run}
+
+
+def apply(
+    base: Named,
+    plan: str | Path | Plan | Result,
+    out: str | Path,
+    overwrite: bool = False,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
+    """Rebuild a result from its base and its plan, bit for bit; return its folder.
 
     A plan holds those that made its base, too: it is rebuilt of the first base, or of one between.
 
     Args:
-        base: the model that the plan was made for, by name; empty for the one that the plan names.
-        plan: a result's folder, or its ``plan.json``.
+        base: the model that the plan was made for: a name or folder, a loaded model, or what a verb
+            returned; empty for the one that the plan names.
+        plan: a result's folder, its ``plan.json``, the plan itself, or what a verb returned.
         out: the folder to make.
         overwrite: replace ``out`` if it exists.
+        revision: branch, tag or commit, when ``base`` is a hub id.
+        token: of the hub.
 
     Raises:
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
-    out, plan = Path(out).expanduser(), at_home(str(plan))
-    check_out(out, overwrite, [base, plan])
-    place = Path(plan)
-    decided = Plan.load(place)
+    out = Path(out).expanduser()
+    given = plan.complete if isinstance(plan, Result) else plan
+    if given is None:
+        raise MoesaicError(
+            "This result's weights were trained, so no plan can rebuild it: save it."
+        )
+    read = [] if isinstance(given, Plan) else [Path(at_home(str(given)))]
+    check_out(out, overwrite, [*([base] if isinstance(base, str | Path) else []), *read])
+    decided = given if isinstance(given, Plan) else Plan.load(read[0])
     steps = [*decided.earlier, decided]
     if not (base or steps[0].base.name):
-        raise MoesaicError(f"The plan at {plan} names no base: it was made from a loaded model.")
-    source = resolve(base or steps[0].base.name)
+        raise MoesaicError("The plan names no base: it was made from a loaded model.")
+    with on_disk(base or steps[0].base.name, None, revision, token) as name:
+        _rebuild(resolve(name), decided, out, overwrite, read)
+    return out
+
+
+def _rebuild(
+    source: Source, decided: Plan, out: Path, overwrite: bool, read: Sequence[str | Path]
+) -> None:
+    """Apply a plan, and those that made its base as far as the source was not made by them."""
+    steps = [*decided.earlier, decided]
     own, routing = source.fingerprint, ("", routing_in(source.config))
     done = [
         number
         for number, step in enumerate(steps)
         if step.base.weights == own and step.base.routing in routing
     ]
-    with whole_folder(out, overwrite, [source.name, place]) as folder:
+    with whole_folder(out, overwrite, [source.name, *read]) as folder:
         for number in range(max(done, default=0), len(steps)):
             last, before = number == len(steps) - 1, source.folder
             target = folder if last else folder / f"step-{number}"
@@ -176,7 +259,7 @@ def run_recipe(
             measured |= {**(findings or {}), **(more(folder) if more is not None else {})}
             record = _record(recipe, result, earlier, measured)
             record.log = log.as_json()
-            describe(record, recipe, folder)
+            describe(record, recipe.to_yaml(), folder)
         Progress(work, {}).discard()
         return record
 
@@ -205,7 +288,7 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
             compare=tuple(compare),
             device=recipe.device,
             dtype=parse_dtype(recipe.dtype),
-            progress=work if i == last else work / f"step-{i}.layers",
+            resume_from=work if i == last else work / f"step-{i}.layers",
             track=log.track,
         )
         with log.stage(config.verb):
@@ -227,23 +310,11 @@ def _keep(result: Result, folder: Path) -> None:
         noted: JSON = mapping_of(note)
         if noted == {**identity, "saved": resolve(str(folder)).fingerprint}:
             return
-    result.save(folder, overwrite=True)
+    with whole_folder(folder, overwrite=True) as partial:
+        result.write(partial)
     saved = {**identity, "saved": resolve(str(folder)).fingerprint}
-    with whole_file(note) as partial:
-        partial.write_text(json.dumps(saved), "utf-8")
-
-
-def describe(record: Record, recipe: Recipe, folder: Path) -> None:
-    """Write recipe, record, card and page into a result's folder."""
-    recipe_yaml = recipe.to_yaml()
-    files = {
-        RECIPE: recipe_yaml,
-        RECORD: json.dumps(record.as_json(), indent=1),
-        PAGE: marked(report.html([record])),
-    }
-    (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
-    for name, text in files.items():
-        (our_folder(folder) / name).write_text(text, "utf-8")
+    with whole_file(note) as file:
+        file.write_text(json.dumps(saved), "utf-8")
 
 
 def _record(

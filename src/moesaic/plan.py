@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -89,6 +90,13 @@ class Plan:
     """The floating-point type that its result was written in; ``auto`` for the base's own."""
     earlier: tuple[Plan, ...] = ()
     """The plans that made its base of another one, the first one first; none of them has any."""
+
+    def __repr__(self) -> str:
+        """The method and the layers, in one line."""
+        kinds = Counter(layer.kind for layer in self.layers.values())
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        base = self.base.name or f"a {self.base.model_type} in memory"
+        return f"<Plan: {self.method} of {base}; layers: {layers or 'none'}>"
 
     def header(self) -> JSON:
         """The decision without its tensors, as plain JSON."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
-from rich.console import RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 from torch import Tensor
 
 from moesaic import __version__, hub, report
@@ -21,23 +26,28 @@ from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.data.text_source import read_by
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, printable
+from moesaic.exports import export
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
-from moesaic.io.layout import our_folder
+from moesaic.io.layout import CARD, PAGE, RECIPE, RECORD, our_folder
 from moesaic.io.mtp import NEXT, is_mtp, leave_out
 from moesaic.io.naming import language
-from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
+from moesaic.io.outputs import check_drawing, marked, whole_folder, write_drawing
 from moesaic.io.quantised import describe_format
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
 from moesaic.io.trust import settle_tokenizer
 from moesaic.methods.base import Decision, Method
-from moesaic.metrics.evaluate import text_behind
-from moesaic.metrics.score import Score, score
+from moesaic.metrics.evaluate import evaluate, text_behind
+from moesaic.metrics.forward import Whole
+from moesaic.metrics.generations import generate
+from moesaic.metrics.machine import environment
+from moesaic.metrics.score import Score, scores
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
+from moesaic.recipe import Recipe
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import (
     LanguageAlone,
@@ -49,14 +59,17 @@ from moesaic.surgery import (
     mtp_plans,
     rewrite,
 )
-from moesaic.types import JSON, Model, Values
+from moesaic.types import JSON, Made, Model, Tokenizer, Values
 
 ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
 
 
 @dataclass
-class Result:
-    """What a method made of a model; of methods that train, too."""
+class Result(Made):
+    """What a method made of a model; of methods that train, too.
+
+    Every verb and function takes it as a model.
+    """
 
     method: Method[MethodConfig, Arch]
     job: Job[Arch]
@@ -83,6 +96,24 @@ class Result:
     def summary(self) -> Values:
         """What the method found of the whole model, as plain JSON; curves under ``training``."""
         return self.decision.summary
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that goes with the model; None where a loaded model came without one.
+
+        Raises:
+            MoesaicError: the original's folder holds none that can be used.
+        """
+        return self.job.tokenizer
+
+    @property
+    def complete(self) -> Plan | None:
+        """The plan with those that made the original; None where weights were trained."""
+        if self.plan is None or self.decision.trained is not None:
+            return None
+        kind = self.job.dtype if self.job.on_disk else None
+        dtype = str(kind or "auto").removeprefix("torch.")
+        return replace(self.plan, dtype=dtype, earlier=self._earlier)
 
     @property
     def arch(self) -> Arch:
@@ -125,7 +156,7 @@ class Result:
     @cached_property
     def scores(self) -> dict[str, Score]:
         """Perplexity and size on text that was not calibrated on, under ``result`` and, unless
-        the caller's model was converted itself, ``original``.
+        the caller's model was converted itself, ``original``, from which the result's KL is.
 
         Raises:
             MoesaicError: there is no tokenizer to read the text with.
@@ -138,13 +169,12 @@ class Result:
             tokens = evaluation_tokens(
                 "", job.tokenizer, settings.length, settings.max_tokens, job.original.config
             )
-        with untouched(self.model):
-            scores = {"result": score(self.model, tokens)}
+        models = {"result": self.model}
         if not job.args.inplace:
-            original = job.original.load(job.device, job.dtype) if job.on_disk else job.original
-            with untouched(original):
-                scores["original"] = score(original, tokens)
-        return scores
+            on_disk, original = job.on_disk, job.original
+            models["original"] = original.load(job.device, job.dtype) if on_disk else original
+        with untouched(*models.values()):
+            return dict(zip(models, scores([*map(Whole, models.values())], tokens), strict=True))
 
     def identity(self) -> JSON:
         """All that the result depends on, as plain JSON."""
@@ -160,12 +190,18 @@ class Result:
 
     # --- its files -------------------------------------------------------------------------------
 
-    def save(self, out: str | Path, overwrite: bool = False) -> Path:
-        """Write the checkpoint, whole or not at all.
+    def save_pretrained(self, out: str | Path, overwrite: bool = False) -> Path:
+        """Write what the command writes: checkpoint, tokenizer, card, and in ``moesaic/`` plan,
+        recipe, record and page; whole or not at all.
+
+        Card and page show :attr:`scores` if they were asked for.
 
         Args:
             out: the folder to make.
             overwrite: replace it, if all that it holds was written by this package.
+
+        Returns:
+            the folder.
 
         Raises:
             MoesaicError: ``out`` exists, or holds what was read.
@@ -173,11 +209,43 @@ class Result:
         out = Path(out).expanduser()
         with whole_folder(out, overwrite, self._inputs) as folder:
             self.write(folder)
+            describe(replace(self.current_record, out=str(out)), self._recipe(out), folder)
         return out
+
+    save = save_pretrained  # the same
+
+    def push_to_hub(self, repo: str, *, token: str | bool | None = None) -> str:
+        """Upload what :meth:`save_pretrained` writes, and return its address.
+
+        The arguments are those of :func:`moesaic.push`.
+        """
+        push: Callable[..., str] = resolve_name("moesaic.sharing:push")
+        return push(self, repo, token=token)
+
+    def export(self, out: str | Path, to: str = "native", **options: Any) -> JSON:
+        """Write the model in the form that other engines load; see :func:`moesaic.export`."""
+        return export(self, out, to, **options)
+
+    # --- run -------------------------------------------------------------------------------------
+
+    def evaluate(self, **options: Any) -> Score:
+        """Measure the model beside its original.
+
+        Args:
+            options: of :func:`moesaic.evaluate`; ``against=None`` leaves the original out.
+        """
+        if not self.job.args.inplace:
+            options.setdefault("against", self.job.original)
+        place = {"device": self.job.device, "dtype": self.job.dtype} if self.job.on_disk else {}
+        return evaluate(self, **{**place, **options})
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        """Return the greedy continuation of a prompt; see :func:`moesaic.generate`."""
+        return generate(self, prompt, **options)
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint, and the plan that rebuilds it, into an existing folder."""
-        plan = self.plan if self.decision.trained is None else None
+        plan = self.complete
         if plan is not None and self.job.on_disk:
             save_applied(self.job.original, plan, folder, self.job.dtype)
         else:
@@ -188,9 +256,7 @@ class Result:
                 logging.getLogger(__name__).warning(ALONE)
             hub.save_live(self.model, tokenizer, folder, self._carried)
         if plan is not None:
-            kind = self.job.dtype if self.job.on_disk else None
-            dtype = str(kind or "auto").removeprefix("torch.")
-            replace(plan, dtype=dtype, earlier=self._earlier).save(our_folder(folder))
+            plan.save(our_folder(folder))
 
     @property
     def _carried(self) -> Mapping[str, Tensor]:
@@ -213,6 +279,12 @@ class Result:
         return [self._place, *read_by(self.method.config), *read_by(args.calibration)]
 
     @property
+    def _before_it(self) -> Result | None:
+        """The result that this one was made of, where a verb was given one."""
+        model = self.job.args.model
+        return model if isinstance(model, Result) else None
+
+    @property
     def _place(self) -> str | Path:
         """The folder of the original, or the name that it was loaded by; empty without one."""
         original = self.job.original
@@ -230,6 +302,9 @@ class Result:
     @property
     def _earlier(self) -> tuple[Plan, ...]:
         """The plans that made the original, where they lie beside it."""
+        if (result := self._before_it) is not None:
+            made = result.complete
+            return () if made is None else (*made.earlier, replace(made, earlier=()))
         if not self.job.on_disk:
             return ()
         try:
@@ -321,14 +396,51 @@ class Result:
     @property
     def current_record(self) -> Record:
         """What is known of the result now, with :attr:`scores` if they were asked for."""
-        source = self.job.original
         scores = vars(self).get("scores", {})
         measured = {"scores": {name: s.as_json() for name, s in scores.items()}}
         if "result" in scores:
             s = scores["result"].routing
             measured["routing"] = {str(i): usage.as_json() for i, usage in s.items()}
-        name = source.name if self.job.on_disk else f"a {source.config.model_type} in memory"
-        return self.record(name, "", measured=measured if scores else {})
+        before = self._before_it
+        earlier = None if before is None else before.current_record
+        return self.record(
+            self._name if earlier is None else earlier.model,
+            "",
+            earlier=earlier,
+            calibration=asdict(self.job.args.calibration),
+            environment=environment(self.job.device),
+            measured=measured if scores else {},
+        )
+
+    @property
+    def _name(self) -> str:
+        """The original's name; of a loaded one the name that it was loaded by."""
+        original = self.job.original
+        if self.job.on_disk:
+            return str(original.name)
+        return str(original.config._name_or_path) or f"a {original.config.model_type} in memory"
+
+    def _recipe(self, out: Path) -> str:
+        """The recipe that repeats the run, as YAML, with a word where it alone cannot."""
+        results: list[Result] = [self]
+        while (before := results[0]._before_it) is not None:
+            results.insert(0, before)
+        first, args = results[0], self.job.args
+        recipe = Recipe(
+            model=first._name,
+            out=str(out),
+            steps=tuple(result.method.config for result in results),
+            calibration=args.calibration,
+            evaluation=None,
+            device=args.device,
+            dtype=str(args.dtype or "auto").removeprefix("torch."),
+        )
+        notes = []
+        if not first.job.on_disk:
+            notes.append("# The model was loaded in Python, and is not on disk under this name.\n")
+        if any(result.job.args.text is not None for result in results):
+            notes.append("# The text was given in Python, and is not in this recipe.\n")
+        return "".join([*notes, recipe.to_yaml()])
 
     def __repr__(self) -> str:
         record = self.current_record
@@ -339,11 +451,28 @@ class Result:
 
     def __rich__(self) -> RenderableType:
         """Tables and sentences, as the command line shows them."""
-        return report.terminal(self.current_record)
+        record = self.current_record
+        return Group(report.terminal(record), *self._words(record))
+
+    def _words(self, record: Record) -> list[Text]:
+        """What is not in a record's own words before anything is measured: sizes and layers."""
+        if record.measured:
+            return []
+        size = model_size(self.shape)
+        lines = [
+            f"{size.total_parameters:,} parameters, of which a token uses "
+            f"{size.active_parameters:,}. Ask for .scores to measure it."
+        ]
+        lines += [f"layer {layer.index}: {layer.told}" for layer in record.layers]
+        return [Text(printable(line)) for line in lines]
 
     def _repr_html_(self) -> str:
-        """The drawing, in a notebook."""
-        return report.picture(self.current_record)
+        """Sentences and tables, in a notebook; and the drawing once :attr:`scores` are known."""
+        record = self.current_record
+        console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
+        console.print(report.terminal(record), *self._words(record), sep="\n")
+        shown = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        return shown + (report.picture(record) if "scores" in vars(self) else "")
 
     def plot(self, file: str | Path | None = None) -> str:
         """A drawing of perplexity beside the original's, and of where tokens go.
@@ -464,6 +593,18 @@ class Result:
             shape={**before.shape, **layer.shape},
             analysis={**before.analysis, **layer.analysis},
         )
+
+
+def describe(record: Record, recipe_yaml: str, folder: Path) -> None:
+    """Write recipe, record, card and page into a result's folder."""
+    files = {
+        RECIPE: recipe_yaml,
+        RECORD: json.dumps(record.as_json(), indent=1),
+        PAGE: marked(report.html([record])),
+    }
+    (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
+    for name, text in files.items():
+        (our_folder(folder) / name).write_text(text, "utf-8")
 
 
 def _check_weights(plan: Plan, source: Source) -> None:

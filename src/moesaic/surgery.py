@@ -24,6 +24,7 @@ from moesaic.io.checkpoint import Writer, cast
 from moesaic.io.headers import reading
 from moesaic.io.mtp import is_mtp
 from moesaic.io.naming import Naming, language
+from moesaic.modules.chance import Watch
 from moesaic.modules.phase import set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan
 from moesaic.plans.base import KINDS, Header, LayerPlan, Sizes
@@ -166,6 +167,7 @@ def install(model: Model, arch: Arch, config: Config) -> None:
     for i, stack in headers_of(config).items():
         for header in stack:
             KINDS[header["kind"]].install(arch.layers(model), i, arch, header)
+    Watch.over(model, arch.layers_path)
 
 
 # --- live models ---------------------------------------------------------------------------------
@@ -195,6 +197,7 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
     check_base(plan, model, arch)
     for i, layer in plan.layers.items():
         apply_layer(arch.layers(model), i, arch, layer)
+    Watch.over(model, arch.layers_path)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Names for what comes from outside: plain JSON, transformers' classes, the caller's progress bars.
 
-transformers brings no types; its classes are named here so that signatures say what they take. The
-library itself is silent: the command line draws bars through a :class:`Track`.
+transformers brings no types; its classes are named here so that signatures say what they take.
+Whatever takes long passes its items through a :class:`Track`, which shows that.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
@@ -23,6 +25,28 @@ if TYPE_CHECKING:
     Tokenizer: TypeAlias = PreTrainedTokenizerBase
 else:
     Config = Model = Tokenizer = object
+
+
+class Made(ABC):
+    """A model that this package made of another, as :class:`moesaic.result.Result` holds it."""
+
+    @property
+    @abstractmethod
+    def model(self) -> Model:
+        """The model, loaded."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer; None where a loaded model came without one."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write its checkpoint into an existing folder."""
+
+
+Named: TypeAlias = str | Path | Model | Made
+"""A model: its name, its folder, a loaded one, or what a verb returned."""
 
 JSON: TypeAlias = dict[str, Any]
 """A JSON object."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from builders import tiny_model, tiny_moe, tiny_tokenizer
 from cases import KEYS, config_of, make_start
 
-from moesaic.cli.conversions import verb_options
 from moesaic.data.reader import shipped_texts
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import find_converter
@@ -58,9 +57,7 @@ def of_method(key: str, place: Path) -> Command:
     default = asdict(type(config)())
     changed = {k: v for k, v in values.items() if v != default.get(k) and v is not None}
     changed |= {k: v for k, v in SLOWER.items() if k in values}
-    must = {o.name: o.flag for o in verb_options(VERBS[verb]) if o.required}
-    options = [part for k in must for part in (must[k], str(values[k]))]
-    options += [part for k, v in changed.items() if k not in must for part in ("-o", f"{k}={v}")]
+    options = [part for k, v in changed.items() for part in ("-o", f"{k}={v}")]
     text = ["--calibration", str(place / "text.jsonl"), *TEXT] if VERBS[verb].calibrates else []
     if verb == "tune":
         text = ["--data", str(place / "text.jsonl")]

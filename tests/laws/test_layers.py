@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -215,6 +217,20 @@ def test_live_is_disk_bitwise(sample, tokens, tmp_path):
         again = loaded(tmp_path / name)
         assert equal(dict(again.state_dict()), dict(model.state_dict()))
         assert torch.equal(logits(again, tokens), wanted)
+
+
+def test_is_pickled_and_copied(sample, tokens):
+    model, layers = sample
+    model = converted(model, layers)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    pickled = pickle.loads(pickle.dumps(model))
+    for again in (pickled, copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert type(again) is type(model)
+        assert type(again.config) is type(model.config)
+        assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+        assert torch.equal(logits(again, tokens), logits(model, tokens))
 
 
 def test_runs_with_its_weights_on_disk(sample, tokens, tmp_path):

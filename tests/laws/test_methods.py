@@ -266,7 +266,7 @@ def test_the_caller_finds_all_as_it_was(key, place):
     assert surroundings(model) == before
     for error in (MoesaicError, KeyboardInterrupt):
         with pytest.raises(error):
-            result_of(key, track=stopping(error), **options)
+            result_of(key, progress=stopping(error), **options)
         assert surroundings(model) == before
     moesaic.evaluate(model, data=many_tokens().rows(slice(2)))
     assert surroundings(model) == before
@@ -298,7 +298,7 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
         key, progress, out = request["key"], Path(request["progress"]), Path(request["out"])
         assert not out.exists()
         kept = {f: f.read_bytes() for f in progress.glob("layer-*.safetensors")}
-        result = made(key, mode, place, progress=progress)
+        result = made(key, mode, place, resume_from=progress)
         assert kept == {f: f.read_bytes() for f in kept}, f"{key}: decided otherwise"
         out.mkdir()
         result.write(out)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, act_of, dense_ffn, weight_of
-from moesaic.carve.routers import WEIGHING, by_neuron, make_router, norm_scale
+from moesaic.carve.routers import DRAWING, WEIGHING, by_neuron, make_router, norm_scale
+from moesaic.modules.chance import Passage
 from moesaic.modules.phase import Phase
 from moesaic.types import Values
 
@@ -43,6 +44,7 @@ class CarvedFFN(nn.Module):
         routing: how they are chosen; see :mod:`moesaic.carve.routers`.
         gate: options of a router that weighs.
         phase: tokens are routed at decoding alone, and prompts run every neuron; None: always.
+        passage: the tokens that run, for routing that draws.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class CarvedFFN(nn.Module):
         routing: str,
         gate: Values | None = None,
         phase: Phase | None = None,
+        passage: Passage | None = None,
     ) -> None:
         super().__init__()
         self.phase = phase
@@ -71,7 +74,7 @@ class CarvedFFN(nn.Module):
         self.weighs = routing in WEIGHING
         self.router: nn.Module | None = None
         if petals:
-            self.router = make_router(hidden_size, len(petals), top_k, routing, gate)
+            self.router = make_router(hidden_size, len(petals), top_k, routing, gate, passage)
 
     def view(self) -> DenseFFN:
         """The whole block as three matrices, in carved order."""
@@ -189,20 +192,18 @@ def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, n
     return projections
 
 
-def carved_like(
-    ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Module | None = None
-) -> CarvedFFN:
+def carved_like(ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Module) -> CarvedFFN:
     """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives.
 
     Args:
         ffn: the base block.
         names: of its projections.
         header: of a :class:`moesaic.carve.carved_layer.CarvedLayer`.
-        layer: the decoder layer, which tells prompts from decoding where the header does.
+        layer: the decoder layer, which is told what runs where the header asks for that.
     """
     width = header["backbone"] + sum(header["petals"])
     phase = None
-    if layer is not None and header.get("prompts") == "dense":
+    if header.get("prompts") == "dense":
         phase = Phase.of(layer)
     with torch.device("meta"):
         return CarvedFFN(
@@ -216,4 +217,5 @@ def carved_like(
             header["routing"],
             header.get("gate"),
             phase,
+            Passage.of(layer) if header["routing"] in DRAWING else None,
         )

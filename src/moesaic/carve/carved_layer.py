@@ -216,7 +216,8 @@ class CarvedLayer(LayerPlan):
         router = None
         if self.router_RD is not None:
             experts, hidden_size = self.router_RD.shape
-            router = Router(hidden_size, experts, self.top_k, self.routing).to(site.view.device)
+            router = Router(hidden_size, experts, self.top_k, self.routing, site.passage)
+            router = router.to(site.view.device)
             router.weight.data = self.router_RD.to(site.view.device)
         for x_TD, whole_TM in site.activations():
             h_TM = whole_TM[:, order_M]

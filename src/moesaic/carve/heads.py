@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames
-from moesaic.carve.routers import tossed
+from moesaic.modules.chance import Passage, gumbel
 from moesaic.types import Values
 
 
@@ -42,14 +42,19 @@ class HeadRouter(nn.Module):
         embedding: E.
         head_dim: A.
         top_k: dimensions that a token uses.
-        noise: Gumbel noise is added to their logits.
+        passage: Gumbel noise of the tokens that run is added to their logits; None: no noise is.
     """
 
     def __init__(
-        self, hidden_size: int, embedding: int, head_dim: int, top_k: int, noise: bool = False
+        self,
+        hidden_size: int,
+        embedding: int,
+        head_dim: int,
+        top_k: int,
+        passage: Passage | None = None,
     ) -> None:
         super().__init__()
-        self.top_k, self.noise = top_k, noise
+        self.top_k, self.passage = top_k, passage
         self.embed = nn.Parameter(torch.empty(embedding, hidden_size, dtype=torch.float32))
         self.shift = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
@@ -61,7 +66,10 @@ class HeadRouter(nn.Module):
         z = F.linear(x.float(), self.embed.float(), self.shift.float())
         z = F.layer_norm(z, z.shape[-1:], self.scale.float(), self.offset.float())
         logits = F.linear(F.gelu(z), self.project.float())
-        logits = tossed(logits) if self.noise else logits
+        if self.passage is not None:  # another stream than that of the layer's FFN
+            rows, columns = logits.flatten(0, -2).shape
+            noise = gumbel(self.passage.uniform(rows, columns, logits.device, stream=1))
+            logits = logits + noise.view_as(logits)
         chosen = logits.topk(self.top_k, dim=-1).indices
         return torch.zeros_like(logits).scatter_(-1, chosen, 1).to(x.dtype)
 
@@ -82,6 +90,7 @@ class PartialAttention(nn.Module):
         head_dim: A.
         value_start: the first row of the values in their projection.
         outputs: what the output projection read, as it was.
+        passage: the tokens that run, where choices are tossed.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class PartialAttention(nn.Module):
         head_dim: int,
         value_start: int,
         outputs: int,
+        passage: Passage | None = None,
     ) -> None:
         super().__init__()
         self.names, self.sizes = names, dict(sizes)
@@ -103,8 +113,8 @@ class PartialAttention(nn.Module):
         for name, count in header["rows"].items():
             self.register_buffer(f"rows_{name}", torch.empty(count, dtype=torch.int64))
         top_k, embedding = header["head_top_k"], header["embedding"]
-        noise = header.get("noise", False)
-        self.router = HeadRouter(hidden_size, embedding, head_dim, top_k, noise) if top_k else None
+        size = hidden_size, embedding, head_dim, top_k
+        self.router = HeadRouter(*size, passage) if top_k else None
 
     def watch(self, attention: nn.Module) -> None:
         """Act on this module from now on."""

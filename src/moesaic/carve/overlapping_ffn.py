@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
 from moesaic.carve.carved_ffn import CarvedFFN
+from moesaic.modules.chance import Passage
 
 FORMS = ("moe", "pseudo")
 
@@ -34,9 +35,12 @@ class OverlappingFFN(CarvedFFN):
         experts: int,
         width: int,
         routing: str = "cosine",
+        passage: Passage | None = None,
     ) -> None:
         petals = (width,) * experts
-        super().__init__(projections, act, names, hidden_size, 0, petals, 1, routing)
+        super().__init__(
+            projections, act, names, hidden_size, 0, petals, 1, routing, passage=passage
+        )
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
     def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:

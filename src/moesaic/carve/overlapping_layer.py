@@ -18,7 +18,9 @@ from moesaic.carve.carved_ffn import CarvedFFN, carved_like, projections_like
 from moesaic.carve.carved_layer import CarvedLayer
 from moesaic.carve.heads import PartialAttention
 from moesaic.carve.overlapping_ffn import OverlappingFFN
+from moesaic.carve.routers import DRAWING
 from moesaic.errors import MoesaicError, shown
+from moesaic.modules.chance import Passage
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import narrow_linear, of_ffn
 from moesaic.types import JSON
@@ -138,9 +140,9 @@ class OverlappingLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
         if header["petals"]:
-            put(layer, arch.ffn_path, _ffn_like(arch.ffn_of(layer), arch, header))
+            put(layer, arch.ffn_path, _ffn_like(layer, arch, header))
         if _cuts_attention(header):
-            _install_attention(arch.attention_of(layer), arch, header)
+            _install_attention(layer, arch, header)
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -223,9 +225,10 @@ def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None
         )
 
 
-def _ffn_like(ffn: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
+def _ffn_like(layer: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
+    ffn = arch.ffn_of(layer)
     if header["materialized"]:
-        return carved_like(ffn, arch.ffn, header)
+        return carved_like(ffn, arch.ffn, header, layer)
     hidden_size, full = weight_of(ffn, arch.ffn.down).shape
     with torch.device("meta"):
         return OverlappingFFN(
@@ -236,11 +239,13 @@ def _ffn_like(ffn: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
             len(header["petals"]),
             header["petals"][0],
             header["routing"],
+            Passage.of(layer) if header["routing"] in DRAWING else None,
         )
 
 
-def _install_attention(attention: nn.Module, arch: Arch, header: Header) -> None:
-    names = arch.attention
+def _install_attention(layer: nn.Module, arch: Arch, header: Header) -> None:
+    names, attention = arch.attention, arch.attention_of(layer)
+    passage = Passage.of(layer) if header.get("noise") else None
     old: dict[str, nn.Linear] = {name: getattr(attention, name) for name in names.projections}
     values, size = old[names.v].weight.shape[0], int(getattr(attention, "head_dim"))  # noqa: B009
     read = old[names.o].weight.shape[1]
@@ -248,7 +253,7 @@ def _install_attention(attention: nn.Module, arch: Arch, header: Header) -> None
     hidden_size = old[names.q].weight.shape[1]
     sizes = {name: module.weight.shape[0] for name, module in old.items()}
     with torch.device("meta"):
-        partial = PartialAttention(names, sizes, header, hidden_size, size, start, read)
+        partial = PartialAttention(names, sizes, header, hidden_size, size, start, read, passage)
     for name, count in header["rows"].items():
         narrow_linear(old[name], 0, count)
     attention.add_module(PARTIAL, partial)

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.modules.chance import Passage, gumbel
 from moesaic.types import Values
 
+DRAWING = ("random", "tossed")
 CHOOSING = ("cosine", "random", "linear", "tossed")
 
 
@@ -48,7 +50,7 @@ class Router(nn.Module):
     one; the norm of x changes no comparison, so it is not computed.
 
     ``random``: a fixed pseudo-random choice, uniform over petals and unrelated to what they hold
-    (MoRE-Random): the low-order digits of the same products.
+    (MoRE-Random): a function of the token's id, position and layer alone.
 
     ``linear``: scores are a linear function of x, as in native routers.
 
@@ -60,15 +62,24 @@ class Router(nn.Module):
         experts: petals R.
         top_k: petals a token runs.
         routing: one of the above.
+        passage: the tokens that run, for routing that draws; None: nobody tells.
     """
 
-    def __init__(self, hidden_size: int, experts: int, top_k: int, routing: str = "cosine") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        routing: str = "cosine",
+        passage: Passage | None = None,
+    ) -> None:
         super().__init__()
         if routing not in CHOOSING:
             raise ValueError(f"routing {routing!r} is not one of {CHOOSING}")
         self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
         self.top_k = top_k
         self.routing = routing
+        self.passage = passage or Passage()
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Ones for the chosen petals (T, R), of equal scores the first.
@@ -87,10 +98,16 @@ class Router(nn.Module):
 
     def scores(self, x_TD: Tensor) -> Tensor:
         """A number for each petal (T, R), float32; the highest are chosen."""
-        scores_TR = _logits(self.weight, x_TD)
+        drawn = (len(x_TD), len(self.weight), x_TD.device)
         if self.routing == "random":
-            scores_TR = torch.frac(scores_TR.abs() * 1e4)
-        return tossed(scores_TR) if self.routing == "tossed" else scores_TR
+            return self.passage.uniform(*drawn)
+        scores_TR = _logits(self.weight, x_TD)
+        return scores_TR + gumbel(self.passage.uniform(*drawn)) if self.tosses else scores_TR
+
+    @property
+    def tosses(self) -> bool:
+        """Noise is added to its scores, the same wherever the same token stands at a place."""
+        return self.routing == "tossed"
 
     @property
     def learns(self) -> bool:
@@ -100,15 +117,6 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         experts, inputs = self.weight.shape
         return f"{inputs} -> top-{self.top_k} of {experts}, {self.routing}"
-
-
-def tossed(scores: Tensor) -> Tensor:
-    """Scores with Gumbel noise made of their own low-order digits: the same scores, the same toss.
-
-    A result so gives one answer to one text, and a generation's cache stays valid.
-    """
-    share = torch.frac(scores.detach().abs() * 1e3).clamp(1e-4, 1 - 1e-4)
-    return scores - (-share.log()).log()
 
 
 @lru_cache
@@ -230,9 +238,23 @@ WEIGHING: dict[str, type[nn.Module]] = {"threshold": ThresholdRouter, "softmax":
 
 
 def make_router(
-    hidden_size: int, experts: int, top_k: int, routing: str, gate: Values | None = None
+    hidden_size: int,
+    experts: int,
+    top_k: int,
+    routing: str,
+    gate: Values | None = None,
+    passage: Passage | None = None,
 ) -> nn.Module:
-    """The router of that name, its weights not set; ``gate``: options of one that weighs."""
+    """The router of that name, its weights not set.
+
+    Args:
+        hidden_size: D.
+        experts: petals R.
+        top_k: petals a token runs.
+        routing: the name.
+        gate: options of one that weighs.
+        passage: the tokens that run, for one that draws.
+    """
     if routing in WEIGHING:
         return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))
-    return Router(hidden_size, experts, top_k, routing)
+    return Router(hidden_size, experts, top_k, routing, passage)

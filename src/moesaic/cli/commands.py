@@ -204,7 +204,7 @@ def emit(as_json: bool, data: object, view: object) -> None:
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
     else:
-        from moesaic.cli.bars import console
+        from moesaic.bars import console
 
         console.print(view)
 
@@ -217,7 +217,7 @@ def pushed(folder: str, repo: str) -> dict[str, str]:
     """
     if not repo:
         return {}
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
     from moesaic.sharing import push
 
     where = push(folder, repo)
@@ -229,7 +229,7 @@ def show_page(file: Path) -> None:
     """Open a page in the browser; without one say where it is."""
     import webbrowser
 
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
 
     if not webbrowser.open(file.resolve().as_uri()):
         err_console.print(f"No browser here. The page is {file.resolve()}")
@@ -254,7 +254,7 @@ def carry_out(
     if record is None:  # another process wrote the result
         return
     from moesaic import report
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
     from moesaic.report.numbers import memory
 
     files = record.measured["files"]
@@ -286,7 +286,7 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     """Run a recipe; None in all processes but the first."""
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from moesaic import pipeline
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
 
     if unfinished(recipe.out).exists() and not (overwrite or resume):
         from moesaic.estimates import foreseen
@@ -302,7 +302,7 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
 
 def print_notice(line: str) -> None:
     """Print a line on stderr."""
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
 
     err_console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -321,7 +321,7 @@ def fail(message: str, code: int) -> NoReturn:
     """Say what is wrong on stderr and leave."""
     from rich.text import Text
 
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
 
     text = Text.assemble(("Error:", "bold red"), " ", bounded(message))
     err_console.print(text, soft_wrap=True)

@@ -142,7 +142,7 @@ def observe(
     where, gram = place(taken(options, PLACE)), taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
     from moesaic import api
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.observation.files import StatsFile
 
@@ -154,7 +154,7 @@ def observe(
         **where,
         overwrite=overwrite,
         resume=resume,
-        track=bars,
+        progress=bars,
     )
     if process()[0]:
         return

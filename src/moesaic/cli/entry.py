@@ -50,6 +50,10 @@ def explained() -> Iterator[None]:
     try:
         yield
     except MoesaicError as error:
+        if _several():
+            from moesaic.distributed import tell_others
+
+            tell_others(str(error))
         fail(str(error), 2)
     except BrokenPipeError:
         sys.exit(1)
@@ -60,6 +64,13 @@ def explained() -> Iterator[None]:
             interrupted(None)  # modules that are imported turn it into an error of theirs
         if os.environ.get("MOESAIC_DEBUG"):
             raise
+        if _several():
+            from moesaic.distributed import another_ended
+
+            for one in _with_causes(error):
+                if (ended := another_ended(one)) is not None:
+                    reason, refused = ended
+                    fail(reason, 2 if refused else 1)
         if disk_full(error):
             again = "free space and repeat the command, with --resume where it has that"
             fail(f"The disk is full ({error}). OUT was not made; {again}.", 2)
@@ -74,6 +85,11 @@ def explained() -> Iterator[None]:
             "This is a fault of moesaic, not of your request; MOESAIC_DEBUG=1 shows where.",
             1,
         )
+
+
+def _several() -> bool:
+    """This process is one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def disk_full(error: BaseException) -> bool:
@@ -136,7 +152,7 @@ def main() -> None:
     remember_less()
     fetch_no_kernels()
     with explained():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if _several():
             from moesaic.distributed import join_processes
 
             join_processes()

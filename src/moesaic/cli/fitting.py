@@ -48,10 +48,11 @@ def fit(
     from rich.console import Group
 
     from moesaic import report
-    from moesaic.cli.bars import bars, err_console
-    from moesaic.fitting.run import fit
+    from moesaic.bars import bars, err_console
+    from moesaic.fitting.run import search_and_make
 
-    record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=print_notice)
+    again = {"overwrite": overwrite, "resume": resume}
+    record = search_and_make(recipe, config, **again, track=bars, tell=print_notice)
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:

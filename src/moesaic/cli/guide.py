@@ -108,7 +108,7 @@ def guide(
         raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     check_anew(recipe, overwrite=overwrite, resume=resume)
-    from moesaic.cli.bars import bars, err_console
+    from moesaic.bars import bars, err_console
     from moesaic.fitting.run import opened
 
     ask = not yes and not as_json and sys.stdin.isatty()
@@ -178,7 +178,7 @@ def explored(
     Raises:
         MoesaicError: nothing meets it.
     """
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
 
     while True:
         try:
@@ -276,7 +276,7 @@ def _goal(situation: Situation, config: FitConfig | None, native: bool, ask: boo
 def _asked_goal(situation: Situation) -> tuple[str, float]:
     from rich.prompt import IntPrompt, Prompt
 
-    from moesaic.cli.bars import err_console
+    from moesaic.bars import err_console
     from moesaic.config import parse_bytes
     from moesaic.report.numbers import memory
 
@@ -390,7 +390,7 @@ def _flags(config: MethodConfig | Calibration) -> list[str]:
     words: list[str] = []
     for entry in fields(config):
         value = getattr(config, entry.name)
-        if value == entry.default and not about(entry).required:
+        if value == entry.default and entry.name != "keep":
             continue
         on, _, off = flag_of(entry).partition("/")
         if about(entry).seldom:
@@ -422,7 +422,7 @@ class Session:
 
     def save(self, number: int, folder: Path) -> Record:
         """Make, measure and save a point; says the command that would do it again."""
-        from moesaic.cli.bars import err_console
+        from moesaic.bars import err_console
         from moesaic.fitting.run import carried_out
 
         chosen = self.points[number - 1]
@@ -451,7 +451,7 @@ class Session:
         """Ask what to do with a point until nothing more is wanted."""
         from rich.prompt import IntPrompt, Prompt
 
-        from moesaic.cli.bars import err_console
+        from moesaic.bars import err_console
 
         choices = [str(n) for n in range(1, len(self.points) + 1)]
         number = IntPrompt.ask("Which one", choices=choices, default=number, console=err_console)
@@ -486,7 +486,7 @@ class Session:
 
     def _save(self, number: int) -> None:
         from moesaic import report
-        from moesaic.cli.bars import console
+        from moesaic.bars import console
 
         default = f"{self.out}-{number}" if self.saved else self.out
         folder = Path(self._asked("Folder", default)).expanduser()
@@ -504,13 +504,16 @@ class Session:
     def _try(self, number: int) -> None:
         from rich.table import Table
 
-        from moesaic.cli.bars import console
+        from moesaic.bars import console
         from moesaic.io.source import resolve
         from moesaic.metrics.generations import generate
 
         folder, source = self._folder(number), self.search.source
         models = {"original": source.load(), "result": resolve(str(folder)).load()}
-        chat = bool(getattr(source.tokenizer, "chat_template", None))
+        asked = {
+            "tokenizer": source.tokenizer,
+            "chat": bool(getattr(source.tokenizer, "chat_template", None)),
+        }
         while True:
             if not (prompt := self._asked("Prompt (empty: back)", "")):
                 return
@@ -518,7 +521,7 @@ class Session:
             texts = []
             for name, model in models.items():
                 table.add_column(name, ratio=1)
-                texts.append(generate(model, source.tokenizer, prompt, 64, chat))
+                texts.append(generate(model, prompt, **asked))
             table.add_row(*texts)
             console.print(table)
 
@@ -529,7 +532,7 @@ class Session:
 
     def _does(self, *words: object) -> None:
         """Say a command, and carry it out."""
-        from moesaic.cli.bars import err_console
+        from moesaic.bars import err_console
 
         arguments = [str(word) for word in words]
         err_console.print(f"$ {shlex.join(['moesaic', *arguments])}", style="dim", soft_wrap=True)
@@ -539,7 +542,7 @@ class Session:
     def _asked(self, what: str, default: str) -> str:
         from rich.prompt import Prompt
 
-        from moesaic.cli.bars import err_console
+        from moesaic.bars import err_console
 
         return Prompt.ask(what, default=default, console=err_console)
 

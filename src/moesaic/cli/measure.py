@@ -54,11 +54,11 @@ def evaluate(
     evaluation = Evaluation(**options)  # before anything slow is imported
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
     settings = {**options, **where}
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.metrics.evaluate import evaluate
 
-    result = evaluate(model, against=against, **settings, track=bars).as_json()
+    result = evaluate(model, against=against, **settings, progress=bars).as_json()
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
@@ -101,18 +101,17 @@ def score_tables(by_model: Mapping[str, JSON], most: int | None) -> Group:
 
 def bench(model: Model, against: Against = None, as_json: AsJson = False, **options: Value) -> None:
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
-    names = {"model": model} | ({"against": against} if against else {})
     where = place(options)
     Bench(**options)  # before anything slow is imported
-    for name in names.values():
+    for name in (model, against or model):
         check_name(name)
     from rich.console import Group
 
     from moesaic import report
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.metrics.bench import bench
 
-    figures = bench(names, **where, **options, track=bars)
+    figures = bench(model, against, **where, **options, progress=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
     shown = {model: figures["model"]}
     if against:
@@ -161,12 +160,10 @@ def generate(
     where = place(options)
     from rich.text import Text
 
-    from moesaic.cli.bars import console
-    from moesaic.io.source import resolve
+    from moesaic.bars import console
     from moesaic.metrics.generations import generate
 
-    source = resolve(model)
-    text = generate(source.load(**where), source.tokenizer, prompt, new_tokens, chat)
+    text = generate(model, prompt, new_tokens=new_tokens, chat=chat, **where)
     if as_json:
         emit(True, {"prompt": prompt, "text": text}, None)
     else:

@@ -72,7 +72,6 @@ class Option:
     metavar: str = ""
     commas: bool = False
     """Its value is a list, given with commas between."""
-    required: bool = False
     methods: Mapping[str, str] = field(default_factory=dict)
     """Its help of each method that has it; empty for an option of the command itself."""
     common: bool = False
@@ -92,10 +91,9 @@ class Option:
             show_default=False,
             hidden=self.hidden,
         )
-        default = inspect.Parameter.empty if self.required else None
-        annotation: object = Annotated[kind if self.required else kind | None, info]
+        annotation: object = Annotated[kind | None, info]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self.name, keyword, default=default, annotation=annotation)
+        return inspect.Parameter(self.name, keyword, default=None, annotation=annotation)
 
     def read(self, value: Value) -> Value:
         """The value that the dataclass's field takes."""
@@ -180,7 +178,6 @@ def _merged(
         help or _help(group, methods),
         info.metavar,
         commas,
-        info.required,
         {place[0]: _help([place], 1) for place in group if place[0]},
         hidden=all(about(entry).seldom for _, _, entry in group),
     )
@@ -215,7 +212,7 @@ def _help(group: Sequence[Place], methods: int) -> str:
     else:
         default = ", ".join(f"{', '.join(m)} {v}" for v, m in values.items() if v)
         default = f"Default: {default}." if default else ""
-    if "efault" in " ".join(sentences) or about(group[0][2]).required:
+    if "efault" in " ".join(sentences):
         default = ""
     return " ".join([*sentences, default]).strip()
 

@@ -105,10 +105,10 @@ def export(
         check_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
-    from moesaic.cli.bars import bars
+    from moesaic.bars import bars
     from moesaic.exports import export
 
-    record = export(model, out, overwrite=overwrite, track=bars, **options)
+    record = export(model, out, overwrite=overwrite, progress=bars, **options)
     emit(as_json, record, exported(record))
 
 

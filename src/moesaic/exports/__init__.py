@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 
+from moesaic.bars import tracked
 from moesaic.config import ExportArgs
-from moesaic.types import JSON, Track, at_home, silent
+from moesaic.hub import on_disk
+from moesaic.types import JSON, Named, Tokenizer, Track
 
 FORMS = {
     "native": "moesaic.exports.native:export_native",
@@ -16,23 +18,29 @@ FORMS = {
 
 
 def export(
-    model: str,
+    model: Named,
     out: str | Path,
     to: str = "native",
     *,
     overwrite: bool = False,
-    track: Track = silent,
+    tokenizer: Tokenizer | None = None,
+    progress: bool | Track = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
     **options: object,
 ) -> JSON:
     """Write a model in the form that other engines load.
 
     Args:
-        model: a name for :func:`moesaic.io.source.resolve`.
+        model: a name or folder, a loaded model, or what a verb returned.
         out: the folder, or the GGUF file, to make.
         to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
             (:func:`moesaic.exports.llamacpp.export_gguf`).
         overwrite: replace ``out`` if it exists.
-        track: shows progress of what looks at text.
+        tokenizer: for a loaded model, which brings none.
+        progress: draw bars on stderr; or a function (items, label, total).
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
         options: the other fields of :class:`moesaic.config.ExportArgs`.
 
     Raises:
@@ -40,5 +48,6 @@ def export(
     """
     args = ExportArgs(to=to, **options)  # type: ignore[arg-type]
     form: Callable[..., JSON] = resolve_name(FORMS[args.to])
-    shown = {"track": track} if args.to == "gguf" else {}
-    return form(at_home(model), Path(out).expanduser(), args, overwrite, **shown)
+    shown = {"track": tracked(progress)} if args.to == "gguf" else {}
+    with on_disk(model, tokenizer, revision, token) as name:
+        return form(name, Path(out).expanduser(), args, overwrite, **shown)

@@ -5,29 +5,89 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+from moesaic.config import RunArgs, takes_options
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.search import Search
+from moesaic.hub import on_disk
 from moesaic.io.layout import RECORD, our_folder
 from moesaic.io.outputs import discard, output_lock, searched, whole_folder
+from moesaic.io.restore import untouched
 from moesaic.io.source import Source
 from moesaic.log import Log
 from moesaic.metrics.machine import environment
-from moesaic.pipeline import run_recipe
+from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
-from moesaic.recipe import Recipe, check_anew, check_run
+from moesaic.recipe import Recipe, check_anew, check_run, checked
 from moesaic.record import Record
-from moesaic.types import JSON, Track, silent
+from moesaic.result import Result
+from moesaic.types import JSON, Named, Track, silent
 
 
-def fit(
+@takes_options(FitConfig, without=("compare", "plan", "teacher", "inplace", "stats"))
+def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result:
+    """Find the steps that lose least within a budget, and carry them out.
+
+    A search takes minutes even of a small model: ``resume_from`` names a folder that keeps what was
+    measured, from which the same call goes on. The search itself measures as the command does.
+
+    Raises:
+        MoesaicError: nothing fits, or the model cannot be made smaller; names what would work. A
+            GGUF file (``types``) is made by the command, or by ``result.export``.
+        TypeError: an option is unknown.
+    """
+    if config is not None and not isinstance(config, FitConfig):
+        raise TypeError(f"Options are given by name: moesaic.fit(model, memory={config!r:.60})")
+    budgets = {f.name for f in fields(FitConfig)}
+    own = {name: options.pop(name) for name in [*options] if name in budgets}
+    config = checked(FitConfig, {**({} if config is None else asdict(config)), **own}, "")
+    if config.types:
+        raise MoesaicError("types: result.export(FILE, to='gguf', type=...) writes a GGUF file.")
+    if process()[1] > 1:
+        raise MoesaicError("fit runs in one process; what it finds runs in several.")
+    args = RunArgs.of(model, **options)
+    for name in ("compare", "plan", "teacher", "inplace"):
+        if getattr(args, name):
+            raise TypeError(f"fit takes no {name}: its steps are what it looks for.")
+    if args.text is not None:
+        raise MoesaicError("calibration of a search is a source: give its name, file or mix.")
+    with ExitStack() as held:
+        place = Path(held.enter_context(TemporaryDirectory(prefix="moesaic-")))
+        name = held.enter_context(on_disk(model, args.tokenizer, args.revision, args.token))
+        recipe = Recipe(
+            model=name,
+            out=str(place / "result"),
+            steps=(),
+            calibration=args.calibration,
+            device=args.device,
+            dtype=str(args.dtype or "auto").removeprefix("torch."),
+        )
+        check_run(recipe)
+        work = args.resume_from or place / "search"
+        with untouched(model):
+            search = Search(recipe, config, work, args.track)
+            Progress(work, _request(search, config)).begin()
+            chosen, _ = search.run()
+        made, calibration = model, search.recipe.calibration
+        for step in chosen.converted:
+            made = convert(
+                step, replace(args, model=made, calibration=calibration, resume_from=None)
+            )
+    assert isinstance(made, Result)
+    return made
+
+
+def search_and_make(
     recipe: Recipe,
     config: FitConfig,
     *,
@@ -82,7 +142,7 @@ def opened(
     track: Track = silent,
     tell: Callable[[str], None] | None = None,
 ) -> Search:
-    """A search, begun or continued; the arguments are those of :func:`fit`.
+    """A search, begun or continued; the arguments are those of :func:`search_and_make`.
 
     Raises:
         MoesaicError: an unfinished search is in the way.
@@ -96,15 +156,19 @@ def opened(
             )
         discard(work)
     search = (FileSearch if config.types else Search)(recipe, config, work, track, tell)
-    request = {
+    Progress(work, _request(search, config)).begin()
+    return search
+
+
+def _request(search: Search, config: FitConfig) -> JSON:
+    """All that finished candidates depend on: a search continues only one of the same."""
+    return {
         "weights": search.source.fingerprint,
         "calibration": asdict(search.recipe.calibration),
         "windows": config.windows,
         "text": [tokens.fingerprint for tokens in search.texts.both],
-        "dtype": recipe.dtype,
+        "dtype": search.recipe.dtype,
     }
-    Progress(work, request).begin()
-    return search
 
 
 def carried_out(

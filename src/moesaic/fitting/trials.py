@@ -26,7 +26,7 @@ from moesaic.fitting.texts import Texts
 from moesaic.io.headers import mapping_of, reading
 from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.names import cache_folder
-from moesaic.io.outputs import remove, whole_file
+from moesaic.io.outputs import remove, whole_file, whole_folder
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -177,7 +177,9 @@ class Trials:
             folder = self.work / f"made-{_key(steps_as_json(tuple(steps[: number + 1])))}"
             if not folder.exists():
                 stats = self.costs.decided(config, number)
-                convert(config, self.args(model, stats)).save(folder)
+                made = convert(config, self.args(model, stats))
+                with whole_folder(folder) as partial:
+                    made.write(partial)
             model = str(folder)
         return folder
 
@@ -226,6 +228,7 @@ class Trials:
             stats=str(self._stats) if stats else "",
             device=self.recipe.device,
             dtype=self.dtype,
+            progress=False,
         )
 
     @cached_property
@@ -240,7 +243,7 @@ class Trials:
                 device=self.recipe.device,
                 dtype=self.dtype,
                 resume=True,
-                track=self.track,
+                progress=self.track,
             )
         return file
 

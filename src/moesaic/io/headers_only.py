@@ -66,7 +66,9 @@ def _write_outline(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
 
 
-def headers_of_model(name: str, folder: Path) -> Weightless:
+def headers_of_model(
+    name: str, folder: Path, revision: str | None = None, token: str | bool | None = None
+) -> Weightless:
     """Find a model without its weights.
 
     Of a hub id only small files and headers are fetched. A folder that has a config and no weights
@@ -75,6 +77,8 @@ def headers_of_model(name: str, folder: Path) -> Weightless:
     Args:
         name: as for :func:`moesaic.io.source.resolve`.
         folder: an existing one, for what has to be made up.
+        revision: as for :func:`moesaic.io.source.resolve`.
+        token: the same.
 
     Raises:
         MoesaicError: there is no such model, or the hub cannot be reached.
@@ -88,7 +92,7 @@ def headers_of_model(name: str, folder: Path) -> Weightless:
         return Weightless(name, path)
     if without_slash(name) in NAMES or path.suffix == ".gguf":
         return Weightless(name, resolve(name).folder)
-    return _of_hub(name, folder)
+    return _of_hub(name, folder, revision, token)
 
 
 def _of_config(name: str, path: Path, folder: Path) -> Weightless:
@@ -103,17 +107,17 @@ def _of_config(name: str, path: Path, folder: Path) -> Weightless:
     return Weightless(name, folder)
 
 
-def _of_hub(name: str, folder: Path) -> Weightless:
+def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Weightless:
     """A model in the hub's cache if its weights are there, else its small files and their headers.
 
     The headers are fetched from the hub, eight files at a time.
     """
     from huggingface_hub import HfApi
 
-    place, weights = small_files(name)
+    place, weights = small_files(name, revision, token)
     if all((place / file).exists() for file in weights):
         return Weightless(name, place)
-    read = partial(HfApi().parse_safetensors_file_metadata, name, revision=place.name)
+    read = partial(HfApi(token=token).parse_safetensors_file_metadata, name, revision=place.name)
     try:
         with ThreadPoolExecutor(8) as pool:
             headers = [*pool.map(read, weights)]

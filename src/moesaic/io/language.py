@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from moesaic.dynamic import Dynamic, remade
 from moesaic.io.naming import conversions, register_conversions
 from moesaic.types import Config, Model
 
@@ -47,7 +48,7 @@ def predicts_tokens(model_type: str) -> bool:
         return False
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_class = _with_head(config_class, HEADLESS[model_type])
+        model_class = _with_head(model_type)
         # or it would not be taken: the config is transformers' own
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
         table = conversions(model_type)
@@ -56,8 +57,10 @@ def predicts_tokens(model_type: str) -> bool:
     return True
 
 
-def _with_head(config_class: type, name: str) -> type:
+@remade
+def _with_head(model_type: str) -> type:
     """The class of a base model with a head."""
+    config_class: type = CONFIG_MAPPING[model_type]
     base: type[Model] = MODEL_MAPPING[config_class]
 
     def __init__(self: Model, config: Config) -> None:
@@ -75,4 +78,4 @@ def _with_head(config_class: type, name: str) -> type:
         "base_model_prefix": "model",
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
     }
-    return type(name, (base.__mro__[1], GenerationMixin), namespace)
+    return Dynamic(HEADLESS[model_type], (base.__mro__[1], GenerationMixin), namespace)

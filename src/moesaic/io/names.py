@@ -79,8 +79,12 @@ def _say_shadowed(name: str, folder: Path) -> None:
     )
 
 
-def check_repository(name: str) -> None:
+def check_repository(name: str, token: str | bool | None = None) -> None:
     """Refuse a repository of the hub that nothing can be uploaded to, before any work is done.
+
+    Args:
+        name: ``owner/name``.
+        token: the caller's own; None for the one that is found.
 
     Raises:
         MoesaicError: it is no name of a repository, or nobody is logged in, or the hub is not to
@@ -96,7 +100,7 @@ def check_repository(name: str) -> None:
         raise MoesaicError(f"push {name!r} is no repository such as you/name: {error}") from None
     if constants.HF_HUB_OFFLINE:
         raise MoesaicError(f"push {name!r}: HF_HUB_OFFLINE is set, so nothing can be uploaded.")
-    if get_token() is None:
+    if not (isinstance(token, str) or get_token()):
         raise MoesaicError(
             f"push {name!r} needs a token that may write: `hf auth login`, or set HF_TOKEN."
         )

@@ -17,23 +17,47 @@ from transformers import PreTrainedModel
 
 from moesaic.errors import MoesaicError
 from moesaic.io.source import Source, resolve
-from moesaic.types import Model
+from moesaic.types import Made, Model, Tokenizer
 
 
-def source_or_model(model: object) -> Source | Model:
+def source_or_model(
+    model: object, revision: str | None = None, token: str | bool | None = None
+) -> Source | Model:
     """What a verb was given as a model: a loaded one itself, or the one of that name.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        revision: as for :func:`~moesaic.io.source.resolve`.
+        token: the same.
 
     Raises:
         MoesaicError: it is neither, or there is no such model.
     """
     if isinstance(model, str | Path):
-        return resolve(str(model))
+        return resolve(str(model), revision, token)
+    if isinstance(model, Made):
+        return model.model
     if isinstance(model, PreTrainedModel | Source):
         return model
     raise MoesaicError(
-        "A model is a loaded PreTrainedModel of transformers, or a name; "
+        "A model is a name, a folder, a loaded PreTrainedModel of transformers, or a Result; "
         f"got {type(model).__name__}."
     )
+
+
+def tokenizer_of(model: object, opened: Source | Model) -> Tokenizer | None:
+    """The tokenizer that comes with a model; None for a loaded one, which has none.
+
+    Args:
+        model: as a verb was given it.
+        opened: the same, by :func:`source_or_model`.
+
+    Raises:
+        MoesaicError: its folder holds none that can be used.
+    """
+    if isinstance(model, Made):
+        return model.tokenizer
+    return opened.tokenizer if isinstance(opened, Source) else None
 
 
 P = ParamSpec("P")
@@ -50,7 +74,8 @@ def untouched(*models: object) -> Iterator[None]:
     Args:
         models: what verbs take as models; names and None are passed over.
     """
-    loaded = [model for model in models if isinstance(model, nn.Module)]
+    held = (model.model if isinstance(model, Made) else model for model in models)
+    loaded = [model for model in held if isinstance(model, nn.Module)]
     # weakly: a model that is converted in place gives up its old modules meanwhile
     modes = [(weakref.ref(m), m.training) for model in loaded for m in model.modules()]
     learning = [(weakref.ref(p), p.requires_grad) for model in loaded for p in model.parameters()]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, partial
 from glob import escape
 from importlib.resources import files
 from pathlib import Path
@@ -336,8 +336,13 @@ def _some(keys: Collection[str | tuple[str, ...]]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def resolve(name: str) -> Source:
+def resolve(name: str, revision: str | None = None, token: str | bool | None = None) -> Source:
     """Find a model.
+
+    Args:
+        name: a folder, a GGUF file, a model that ships, or a hub id.
+        revision: of a hub id a branch, tag or commit; None for the default one.
+        token: of the hub; None for the one that HF_TOKEN or ``hf auth login`` gives.
 
     Raises:
         MoesaicError: there is no such model, or the hub cannot be reached.
@@ -354,32 +359,38 @@ def resolve(name: str) -> Source:
     if path.suffix == ".gguf":
         check_fetched(path)
         return Source(name, folder_of(path))
-    return Source(name, from_hub(name))
+    return Source(name, from_hub(name, revision, token))
 
 
-def from_hub(name: str) -> Path:
+def from_hub(name: str, revision: str | None = None, token: str | bool | None = None) -> Path:
     """Return a model's folder in the hub's cache, after fetching the files that transformers reads.
 
     Without a connection it is what the cache has.
 
     Args:
         name: of the repository.
+        revision: a branch, tag or commit; None for the default one.
+        token: of the hub; None for the one that is found.
 
     Raises:
         MoesaicError: there is no such repository, it holds no such model, or the hub cannot be
             reached and the cache has not all.
     """
-    folder, weights = small_files(name)
+    folder, weights = small_files(name, revision, token)
     if all((folder / file).exists() for file in weights):
         return folder
-    return fetched(name, weights)
+    return fetched(name, weights, revision=revision, token=token)
 
 
-def small_files(name: str) -> tuple[Path, list[str]]:
+def small_files(
+    name: str, revision: str | None = None, token: str | bool | None = None
+) -> tuple[Path, list[str]]:
     """Fetch a model's files but for its weights.
 
     Args:
         name: of the repository.
+        revision: as for :func:`from_hub`.
+        token: the same.
 
     Returns:
         the folder in the hub's cache, and the names of the files of weights, fetched or not.
@@ -389,10 +400,12 @@ def small_files(name: str) -> tuple[Path, list[str]]:
     """
     from huggingface_hub import HfApi
 
+    get = partial(fetched, name, revision=revision, token=token)
     try:
-        names = [file.rfilename for file in HfApi().model_info(name).siblings or ()]
+        found = HfApi(token=token).model_info(name, revision=revision)
+        names = [file.rfilename for file in found.siblings or ()]
     except Exception as error:
-        folder = fetched(name, ["config.json"], because=error)
+        folder = get(["config.json"], because=error)
         with suppress(MoesaicError):
             weights = shards(folder)
             if all((folder / file).exists() for file in weights):
@@ -401,7 +414,7 @@ def small_files(name: str) -> tuple[Path, list[str]]:
     if "config.json" not in names:
         first_file(names, {}, name)
         raise MoesaicError(f"{name} has no config.json; is it a model?")
-    folder = fetched(name, [file for file in names if _is_small(file)])
+    folder = get([file for file in names if _is_small(file)])
     return folder, shards(folder, names, name)
 
 
@@ -416,13 +429,22 @@ def _is_small(file: str) -> bool:
     return any(fnmatch(file, p) and file.count("/") == p.count("/") for p in SMALL)
 
 
-def fetched(name: str, files: Sequence[str], because: Exception | None = None) -> Path:
+def fetched(
+    name: str,
+    files: Sequence[str],
+    *,
+    because: Exception | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
     """Return a folder in the hub's cache with some of a repository's files.
 
     Args:
         name: of the repository.
         files: their names.
         because: why the hub cannot be asked; only the cache is looked in.
+        revision: as for :func:`from_hub`.
+        token: the same.
 
     Raises:
         MoesaicError: there is no such repository, or the hub cannot be reached.
@@ -431,8 +453,15 @@ def fetched(name: str, files: Sequence[str], because: Exception | None = None) -
 
     cached = because is not None
     try:
-        wanted = [escape(file) for file in files]
-        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=cached))
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=[escape(file) for file in files],
+                local_files_only=cached,
+                revision=revision,
+                token=token,
+            )
+        )
     except Exception as error:
         raise unreachable(name, because or error) from error
 

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 
 import torch
 
+from moesaic.bars import tracked
 from moesaic.config import Bench
 from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
+from moesaic.hub import on_disk
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Speed, against, compare_speed, peak_memory
-from moesaic.types import JSON, Model, Track, silent
+from moesaic.metrics.speed import Speed, compare_speed, peak_memory
+from moesaic.metrics.speed import against as ratios
+from moesaic.types import JSON, Model, Named, Tokenizer, Track
 
 
 def bench(
-    models: Mapping[str, str],
+    model: Named,
+    against: Named | None = None,
     *,
+    tokenizer: Tokenizer | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    track: Track = silent,
+    progress: bool | Track = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
     **options: int,
 ) -> dict[str, JSON]:
     """Speed of models, the peak memory of each in its own process.
@@ -32,27 +40,37 @@ def bench(
     They are timed in turn, round by round, if there is room for all at once; else one by one.
 
     Args:
-        models: names for :func:`moesaic.io.source.resolve` by column; ``model`` is compared with
-            ``against`` where both are there.
+        model: a name or folder, a loaded model, or what a verb returned.
+        against: another, which is timed in turn with it.
+        tokenizer: for a loaded model, which brings none.
         device: where they compute.
         dtype: floating-point type; None for the checkpoint's own.
-        track: shows progress.
+        progress: draw bars on stderr; or a function (items, label, total).
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
         options: fields of :class:`~moesaic.config.Bench`.
 
     Returns:
-        by column the keys of :meth:`moesaic.metrics.speed.Speed.as_json`, ``peak_memory_bytes``,
-        ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
+        under ``model`` and ``against`` the keys of :meth:`moesaic.metrics.speed.Speed.as_json`,
+        ``peak_memory_bytes``, ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
         :func:`moesaic.metrics.speed.against`.
 
     Raises:
         MoesaicError: a model cannot be loaded.
     """
     settings = Bench(**options)
-    speeds, figures = _measured(models, settings, device, dtype, track)
+    track = tracked(progress)
+    given = {"model": model} | ({} if against is None else {"against": against})
+    with ExitStack() as held:
+        models = {
+            name: held.enter_context(on_disk(each, tokenizer, revision, token))
+            for name, each in given.items()
+        }
+        speeds, figures = _measured(models, settings, device, dtype, track)
     measured = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
         theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
-        measured["ratio"] = against(speeds["model"], speeds["against"], theirs / ours)
+        measured["ratio"] = ratios(speeds["model"], speeds["against"], theirs / ours)
     return measured
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from moesaic.bars import tracked
 from moesaic.config import Evaluation, text_fields
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
@@ -29,7 +30,7 @@ from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
 from moesaic.observation.files import StatsFile
 from moesaic.record import Record
-from moesaic.types import JSON, Model, Tokenizer, Track, Values, give_back, silent
+from moesaic.types import JSON, Made, Model, Named, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
 """Memory that models take when they run, over that of their weights."""
@@ -37,9 +38,9 @@ ROOM = 1.25
 
 @leaves_untouched
 def evaluate(
-    model: str | Path | Model,
+    model: Named,
     *,
-    against: str | Path | Model | None = None,
+    against: Named | Source | None = None,
     data: str | Sequence[str] | Tokens | torch.Tensor = "",
     length: int | None = Evaluation.length,
     max_tokens: int | None = Evaluation.max_tokens,
@@ -51,7 +52,9 @@ def evaluate(
     tokenizer: Tokenizer | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    track: Track = silent,
+    progress: bool | Track = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> Score:
     """Perplexity, size and routing of a model on a text; divergence, tasks and generations.
 
@@ -59,8 +62,9 @@ def evaluate(
     as torchrun starts them, share the batches; all must call this, and each returns everything.
 
     Args:
-        model: a loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`.
-        against: the original, which is measured beside it and compared with it token by token.
+        model: a name or folder, a loaded PreTrainedModel, or what a verb returned.
+        against: the original, given in the same ways, which is measured beside it and compared with
+            it token by token.
         data: texts, tokens (N, L), or a source; the text that ships by default.
         length: tokens of a window; None for 512, or for a token file's own.
         max_tokens: use at most this much of the text; 0 or None for all of it.
@@ -72,11 +76,14 @@ def evaluate(
         tokenizer: for texts and tasks, when ``model`` is loaded.
         device: where to compute, when a model is a name.
         dtype: floating-point type, when a model is a name; None for the checkpoint's own.
-        track: shows progress.
+        progress: draw bars on stderr; or a function (items, label, total).
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
 
     Raises:
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
+    track = tracked(progress)
     check_tasks(wanted_tasks(tasks, shots, limit))
     settings = Evaluation(
         length=length,
@@ -87,9 +94,11 @@ def evaluate(
         generations=generations,
         stream=stream,
     )
-    models = {"model": source_or_model(model)}
+    models = {"model": source_or_model(model, revision, token)}
     if against is not None:
         models["original"] = source_or_model(against)
+    if tokenizer is None and isinstance(model, Made):
+        tokenizer = model.tokenizer
     tokenizer = _tokenizer(models, data, settings, tokenizer)
     tokens = _tokens(models["model"], data, tokenizer, settings)
     for each in models.values():

@@ -14,8 +14,9 @@ from jinja2 import TemplateError
 
 from moesaic.data.templates import rendered
 from moesaic.errors import MoesaicError
-from moesaic.io.restore import leaves_untouched
-from moesaic.types import JSON, Model, Tokenizer, Track, silent
+from moesaic.io.restore import leaves_untouched, source_or_model, tokenizer_of
+from moesaic.io.source import Source
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs one last time and",
@@ -141,20 +142,41 @@ def until(tokens: list[int], stops: set[int]) -> list[int]:
 @leaves_untouched
 @torch.inference_mode()
 def generate(
-    model: Model, tokenizer: Tokenizer, prompt: str, new_tokens: int = 64, chat: bool = False
+    model: Named,
+    prompt: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    new_tokens: int = 64,
+    chat: bool = False,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> str:
-    """The greedy continuation of a prompt.
+    """Return the greedy continuation of a prompt.
 
     Args:
-        model: a live model.
-        tokenizer: its own.
+        model: a name or folder, a loaded model, or what a verb returned.
         prompt: text to continue.
+        tokenizer: for a loaded model, which brings none.
         new_tokens: tokens to add at most.
         chat: put the prompt as a user's turn into the tokenizer's chat template.
+        device: where to compute, when ``model`` is a name.
+        dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
 
     Raises:
-        MoesaicError: the prompt is empty or no text, or the tokenizer has no chat template.
+        MoesaicError: the prompt is empty or no text, there is no tokenizer, or it has no chat
+            template.
     """
+    if not isinstance(prompt, str):
+        raise MoesaicError(f"The prompt is text; got {type(prompt).__name__}.")
+    opened = source_or_model(model, revision, token)
+    tokenizer = tokenizer or tokenizer_of(model, opened)
+    if tokenizer is None:
+        raise MoesaicError("A loaded model brings no tokenizer: pass tokenizer=.")
+    loaded = opened.load(device, dtype) if isinstance(opened, Source) else opened
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that are no UTF-8
         raise MoesaicError(f"The prompt is no text in UTF-8: {prompt!a:.60}.")
     if chat:
@@ -168,11 +190,11 @@ def generate(
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    ids = inputs["input_ids"].to(model.device)
+    ids = inputs["input_ids"].to(loaded.device)
     if ids.numel() == 0:
         raise MoesaicError("The prompt is empty.")
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    out = model.generate(
+    out = loaded.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,

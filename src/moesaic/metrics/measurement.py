@@ -133,7 +133,10 @@ class Measurement:
             self._scores[name] = replace(self._scores[name], generations=repetition)
         for _ in self.track((name,), f"Continuation, {name}", 1):
             self._generation[name] = generate(
-                model, self.tokenizer, self.settings.prompt, self.settings.new_tokens
+                model,
+                self.settings.prompt,
+                tokenizer=self.tokenizer,
+                new_tokens=self.settings.new_tokens,
             )
 
     def _compared(self, comparisons: Mapping[str, Callable[[], Model]]) -> None:

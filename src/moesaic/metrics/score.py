@@ -92,6 +92,12 @@ class Score(Quality):
     against: Score | None = None
     """The model that this one was compared with."""
 
+    def __repr__(self) -> str:
+        """Quality and size, in one line."""
+        kl = "" if self.kl is None else f", KL {self.kl:.4g}"
+        size = f"{self.total_parameters:,} parameters, {self.active_ratio:.0%} active"
+        return f"<Score: perplexity {self.perplexity:.4g}{kl} on {self.tokens:,} tokens; {size}>"
+
     def as_json(self) -> JSON:
         """The figures under the names that programs rely on."""
         figures: JSON = {

@@ -12,10 +12,11 @@ from moesaic.arch.use import LayerUse
 from moesaic.io.checkpoint import check_whole, shape_of
 from moesaic.io.dtypes import sizes_in
 from moesaic.io.headers_only import headers_of_model
+from moesaic.io.restore import source_or_model
 from moesaic.io.source import resolve
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
-from moesaic.types import JSON, Model
+from moesaic.types import JSON, Model, Named
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,13 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
     )
 
 
-def inspect(model: str) -> JSON:
-    """The parts of a checkpoint, read from its config; of its weights only headers are looked at.
+def inspect(model: Named, *, revision: str | None = None, token: str | bool | None = None) -> JSON:
+    """Return the parts of a model; of one given by name the config is read, and headers of weights.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
 
     Returns:
         ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
@@ -70,15 +76,21 @@ def inspect(model: str) -> JSON:
     Raises:
         MoesaicError: there is no such model, or its architecture is unknown.
     """
+    opened: Model
     with TemporaryDirectory(prefix="moesaic-") as folder:
-        local = Path(model).expanduser().is_dir()
-        source = resolve(model) if local else headers_of_model(model, Path(folder))
-        size = model_size(shape_of(source.config))
-        check_whole(source.folder)
+        if isinstance(model, str | Path):
+            name, at = str(model), (revision, token)
+            local = Path(name).expanduser().is_dir()
+            opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
+            size = model_size(shape_of(opened.config))
+            check_whole(opened.folder)
+        else:
+            opened = source_or_model(model)
+            size = model_size(opened)
     of_layer = ("kind", "experts", "top_k", "width", "active_width")
     of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
     return {
-        "model_type": source.config.model_type,
+        "model_type": opened.config.model_type,
         "layers": [{name: getattr(use, name) for name in of_layer} for use in size.layers],
         **{name: getattr(size, name) for name in of_model},
     }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.mixture import Experts
+from moesaic.dynamic import Dynamic, remade
 
 RULES = ("top2", "tail")
 
@@ -65,17 +66,23 @@ class Skipping(nn.Module):
         return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1]), *shared
 
 
-def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -> None:
-    """Let a router skip, in place, and let the experts know that it may."""
-    if rule not in RULES:
-        raise ValueError(f"rule {rule!r} is not one of {RULES}")
-    base = type(router)
+@remade
+def _skipping(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a router that skips."""
 
     @wraps(base.forward)  # what a router is handed beside hidden states is read off its signature
     def forward(self: Skipping, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
         return Skipping.forward(self, *args, **kwargs)
 
-    router.__class__ = type(f"Skipping{base.__name__}", (Skipping, base), {"forward": forward})
+    name, parents = f"Skipping{base.__name__}", (Skipping, base)
+    return Dynamic(name, parents, {"forward": forward})  # type: ignore[return-value]
+
+
+def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -> None:
+    """Let a router skip, in place, and let the experts know that it may."""
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r} is not one of {RULES}")
+    router.__class__ = _skipping(type(router))
     vars(router).update(beta=beta, rule=rule)
     # transformers' word for: some chosen experts may not be here; their number is the count
     experts._is_expert_parallel = True

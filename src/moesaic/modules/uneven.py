@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.mixture import Experts, each_with_its_tokens
+from moesaic.dynamic import Dynamic, remade
 
 UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
 """Of each expert in turn gates, then ups (2 R, D); and columns of the down projection (R, D)."""
@@ -64,6 +65,12 @@ class _UnevenExperts(nn.Module):
         return y_TD
 
 
+@remade
+def _uneven(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a layer's experts whose widths may differ."""
+    return Dynamic(f"Uneven{base.__name__}", (_UnevenExperts, base), {})  # type: ignore[return-value]
+
+
 def make_uneven(experts: Experts, widths: Sequence[int]) -> None:
     """Give routed experts widths of their own, in place; new parameters are on meta.
 
@@ -71,7 +78,7 @@ def make_uneven(experts: Experts, widths: Sequence[int]) -> None:
         experts: the module of all of a layer's experts.
         widths: neurons of each.
     """
-    base, like = type(experts), experts.down_proj
+    like = experts.down_proj
     hidden_size, every = like.shape[1], sum(widths)
     vars(experts)["slices"] = tuple(pairwise(accumulate(widths, initial=0)))
     for name, rows in ((UP_ROWS, 2 * every), (DOWN_ROWS, every)):
@@ -79,7 +86,7 @@ def make_uneven(experts: Experts, widths: Sequence[int]) -> None:
         experts.register_parameter(name, nn.Parameter(new, requires_grad=like.requires_grad))
     del experts.gate_up_proj, experts.down_proj
     experts.num_experts = len(widths)
-    experts.__class__ = type(f"Uneven{base.__name__}", (_UnevenExperts, base), {})
+    experts.__class__ = _uneven(type(experts))  # type: ignore[assignment]
 
 
 def flat(gate_up_EWD: Tensor, down_EDW: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:

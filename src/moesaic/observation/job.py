@@ -35,7 +35,7 @@ from moesaic.io.formats import Format
 from moesaic.io.mtp import mtp_layers
 from moesaic.io.naming import Naming
 from moesaic.io.quantised import QuantisedCheckpoint
-from moesaic.io.restore import source_or_model
+from moesaic.io.restore import source_or_model, tokenizer_of
 from moesaic.io.source import Source
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
@@ -72,15 +72,15 @@ class Job(Generic[A_co]):
             self.shape = shape
         self.dtype, self.track = args.dtype, args.track
         model = args.model
-        self.original: Model = source_or_model(model)
+        self.original: Model = source_or_model(model, args.revision, args.token)
         """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
         self.device = own_device(args.device)
         """Where to compute. A live model that is on an accelerator is not moved."""
         self.home = "cpu"
         """Where a live model belongs once nothing is computed any more."""
-        if not self.on_disk:
-            self._check_in_memory(model)
-            self.home = str(model.device)
+        if not isinstance(self.original, Source):
+            self._check_in_memory(self.original)
+            self.home = str(self.original.device)
             if self.home != "cpu":
                 self.device = self.home
         self.arch: A_co = find(self.original.config)
@@ -109,8 +109,8 @@ class Job(Generic[A_co]):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The one that was given, else the model's own; None for a loaded model without one."""
-        if self.args.tokenizer is None and self.on_disk:
-            return self.original.tokenizer
+        if self.args.tokenizer is None:
+            return tokenizer_of(self.args.model, self.original)
         return self.args.tokenizer
 
     @cached_property
@@ -340,7 +340,7 @@ class Job(Generic[A_co]):
         Raises:
             MoesaicError: the folder for progress holds another run.
         """
-        return Finished(self.args.progress, self.request(request))
+        return Finished(self.args.resume_from, self.request(request))
 
 
 class Finished:

@@ -27,6 +27,7 @@ from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.dtypes import working_type
 from moesaic.io.naming import Naming
 from moesaic.io.restore import forward_replaced
+from moesaic.modules.chance import Passage, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 
@@ -99,11 +100,13 @@ class Site(Generic[V_co]):
     view: V_co
     _device: torch.device
     _inputs: Spill
-    _entered: Callable[[Spill], Iterator[Tensor]]
+    _entered: Callable[[Spill, Passage], Iterator[Tensor]]
     _cache_bytes: int
     _targets: Spill | None = None
     _hidden: list[Tensor] | None = None
     _residuals: Callable[[], Iterator[Tensor]] | None = None
+    passage: Passage = field(default_factory=Passage)
+    """The tokens of the batch that :meth:`inputs` gave last."""
     change: AbstractContextManager[nn.Module | None] | None = None
     """Set by the loop body: entered while this layer passes its tokens on to the next, through the
     module that it gives, if it gives one. The stream must ``follow``."""
@@ -122,7 +125,7 @@ class Site(Generic[V_co]):
 
         The FFN is meanwhile handed what goes with each, see :meth:`LayerStream.entered`.
         """
-        for x_TD in self._entered(self._inputs):
+        for x_TD in self._entered(self._inputs, self.passage):
             yield x_TD.to(self._device)
 
     def targets(self) -> Iterator[Tensor | None]:
@@ -172,6 +175,7 @@ class Block:
     _kwargs: list[list[JSON]]
     _carried: dict[Key, object] = field(default_factory=dict)
     """What layers hand on beside hidden states."""
+    _batches: Sequence[Tokens] = ()
 
     @property
     def device(self) -> torch.device:
@@ -206,12 +210,19 @@ class Block:
         before = self._carried.get((which, batch, index - 1))
         arguments = self._kwargs[batch][index]
         arguments = {name: before if v is CARRIED else v for name, v in arguments.items()}
+        if (passage := vars(layer).get("passage")) is not None and self._batches:
+            self._tell(passage, self._batches[batch])
         result = layer(states.to(self.device), **arguments)
         after: Tensor = result
         if isinstance(result, tuple):
             after, self._carried[key] = result[0], result[1]
             self._carried.pop((which, batch, index - 2), None)
         return after
+
+    def _tell(self, passage: Passage, batch: Tokens, real: bool = False) -> None:
+        """Tell who draws which tokens run; ``real``: rows are of those that are no padding."""
+        ids, mask = batch.input_ids, batch.attention_mask
+        passage.see(ids, places(ids, mask), self.index, mask if real else None)
 
     def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
         """What the layer makes of each batch's hidden states (B, L, D).
@@ -458,7 +469,7 @@ class LayerStream(Generic[V_co]):
         carried: dict[Key, object] = {}
         for i in range(self.count if stop is None else stop) if order is None else order:
             with self._open_layer(i):
-                yield Block(i, self.arch.layers(self.model)[i], kwargs, carried)
+                yield Block(i, self.arch.layers(self.model)[i], kwargs, carried, self._batches)
 
     @contextmanager
     def headed(
@@ -543,14 +554,20 @@ class LayerStream(Generic[V_co]):
         with self.arch.enter(ffn, before), self.arch.watch(ffn, after):
             yield
 
-    def entered(self, block: Block, inputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    def entered(
+        self, block: Block, inputs: Iterable[Tensor], passage: Passage | None = None
+    ) -> Iterator[Tensor]:
         """Batches of what entered a layer's FFN, which meanwhile is handed what goes with each.
 
         Args:
             block: the layer, open.
             inputs: what was :meth:`collected`, one entry a batch.
+            passage: is told which tokens each batch is of.
         """
         for b, x_TD in enumerate(inputs):
+            for told in (passage, vars(block.layer).get("passage")):
+                if told is not None:
+                    block._tell(told, self._batches[b], real=True)
             with self.handing(block, b):
                 yield x_TD
 

@@ -19,6 +19,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import check_fields
+from moesaic.modules.chance import Passage
 from moesaic.registry import Registry
 from moesaic.types import JSON, Values
 
@@ -57,6 +58,10 @@ class Site(Protocol[V_co]):
     @property
     def layer(self) -> nn.Module:
         """The decoder layer."""
+
+    @property
+    def passage(self) -> Passage:
+        """The tokens that run through it now."""
 
     def inputs(self) -> Iterator[Tensor]:
         """Batches of x (T, D), the FFN's input."""

@@ -53,7 +53,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         texts = examples_of(job, config, text, stream=True)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
-            folder = args.progress and args.progress / name
+            folder = args.resume_from and args.resume_from / name
             live = job.live() if not name else job.live(inplace=False)
             method = variants[name]
             apply_plan(live, job.arch, plans[name])

@@ -69,7 +69,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             student,
             learning,
             examples,
-            args.progress and args.progress / "training",
+            args.resume_from and args.resume_from / "training",
             objective=StudentLoss(config.seed),
             request={"calibration": job.tokens.fingerprint},
         )
@@ -141,8 +141,8 @@ class ToMoE(DenseMethod[ToMoEConfig]):
     def _beside(self, job: Job[Arch], name: str, active: float) -> Plan:
         """A comparison, carved at the active ratio that the result came to."""
         baseline = _baseline(name, active)
-        folder = job.args.progress and job.args.progress / name
-        args = replace(job.args, text=job.tokens, compare=(), progress=folder)
+        folder = job.args.resume_from and job.args.resume_from / name
+        args = replace(job.args, text=job.tokens, compare=(), resume_from=folder)
         plan = baseline.run(Job(args, baseline.find)).plan
         assert plan is not None
         return plan

@@ -38,7 +38,6 @@ class PruneConfig(MethodConfig):
     keep: float = option(
         6,
         "Experts that stay in each layer, their mean if counts may differ; below 1 a share.",
-        required=True,
     )
     score: str = option(
         "reconstruction", "How it is decided which experts stay.", choices=tuple(CRITERIA)

@@ -37,7 +37,6 @@ class SlimConfig(MethodConfig):
     keep: float = option(
         0.5,
         "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
-        required=True,
         above=0,
         maximum=1,
     )

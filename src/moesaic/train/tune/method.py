@@ -79,7 +79,7 @@ class Tuning(Method[TuneConfig, Arch]):
                 tuned,
                 chosen,
                 examples,
-                args.progress,
+                args.resume_from,
                 objective=None if teacher is None else Distillation(teacher),
                 request=request,
             )

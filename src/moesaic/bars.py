@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -22,7 +23,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from moesaic.errors import printable
-from moesaic.types import Figures
+from moesaic.types import Figures, Track, silent
 
 T = TypeVar("T")
 
@@ -51,9 +52,7 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
 
     Of several processes the first draws for all.
     """
-    from moesaic.distributed import process  # imports torch, as whoever has items to pass did
-
-    if total == 0 or process()[0]:
+    if total == 0 or os.environ.get("RANK", "0") != "0":
         yield from items
         return
     columns = (
@@ -69,6 +68,25 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
             if isinstance(item, Figures):
                 bar.tell(item)
             yield item
+
+
+def tracked(progress: bool | Track) -> Track:
+    """Return what shows the progress of a verb: bars, nothing, or the caller's own.
+
+    Args:
+        progress: as a verb was given it.
+
+    Raises:
+        TypeError: it is neither a truth value nor a function.
+    """
+    if isinstance(progress, bool):
+        return bars if progress else silent
+    if not callable(progress):
+        raise TypeError(
+            "progress is True, False, or a function (items, label, total) that returns the items; "
+            f"got {progress!r:.60}. The folder that a run continues from is resume_from."
+        )
+    return progress
 
 
 class Left(ProgressColumn):

@@ -1,0 +1,143 @@
+"""Random numbers that are functions of a token: of its id, its position, and the decoder layer.
+
+A choice that is drawn from them is the same for a prefix alone, for the whole text, for decoding
+with a cache and in a padded batch: nothing depends on a product's last digits, nor on what ran
+before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.types import Values
+
+LOW = 0xFFFFFFFF
+"""The lower 32 bits."""
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """Whole numbers scattered over 32 bits (Wellons' lowbias32); int64, of any shape.
+
+    >>> _hashed(torch.tensor([0, 1, 2])).tolist()
+    [0, 1753845952, 3507691905]
+    """
+    x = x & LOW
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW
+    return x ^ (x >> 16)
+
+
+class Passage:
+    """The tokens that run through a decoder layer now; the modules of one layer share it.
+
+    Without them, as where hidden states are given instead of ids, every id is 0; and rows that are
+    not those of the batch are at the positions in which they stand.
+    """
+
+    def __init__(self) -> None:
+        self.ids_T: Tensor | None = None
+        self.positions_T: Tensor | None = None
+        self.layer = 0
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Passage:
+        """That of a decoder layer, made where it has none."""
+        passage: Passage = vars(layer).setdefault("passage", cls())
+        return passage
+
+    def see(
+        self, ids_BL: Tensor, positions_BL: Tensor, layer: int, real_BL: Tensor | None = None
+    ) -> None:
+        """Take notice of a batch.
+
+        Args:
+            ids_BL: token ids.
+            positions_BL: their places in their texts.
+            layer: the number of the decoder layer.
+            real_BL: bool; rows are of these tokens only. None: of all.
+        """
+        self.layer = layer
+        self.ids_T, self.positions_T = (
+            each.flatten() if real_BL is None else each[real_BL] for each in (ids_BL, positions_BL)
+        )
+
+    def uniform(self, rows: int, columns: int, device: torch.device, stream: int = 0) -> Tensor:
+        """Numbers above 0 and below 1 (T, R), float32, of 23 bits.
+
+        Args:
+            rows: tokens T.
+            columns: numbers of each token R.
+            device: of the numbers.
+            stream: another one is independent of the first.
+        """
+        ids_T, positions_T = self.ids_T, self.positions_T
+        if ids_T is None or positions_T is None or ids_T.numel() != rows:
+            positions_T = torch.arange(rows, device=device)
+            ids_T = torch.zeros_like(positions_T)
+        where = torch.arange(columns, device=device) + ((2 * self.layer + stream) << 20)
+        token_T = _hashed(_hashed(ids_T.to(device) + 1) + positions_T.to(device))
+        drawn_TR = _hashed(token_T[:, None] + _hashed(where + 1))
+        return ((drawn_TR >> 9).float() + 0.5) / (1 << 23)
+
+
+def gumbel(uniform: Tensor) -> Tensor:
+    """Gumbel noise of numbers between 0 and 1 (ToMoE, Eq. 11)."""
+    return -(-uniform.log()).log()
+
+
+def places(ids_BL: Tensor, mask: object = None, past: int = 0) -> Tensor:
+    """Positions of tokens in their texts (B, L): padding before a text is none of it.
+
+    Args:
+        ids_BL: token ids.
+        mask: (B, past + L), 0 or False on padding; anything else says nothing.
+        past: tokens that a cache holds.
+
+    >>> places(torch.zeros(2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]])).tolist()
+    [[0, 0, 1], [0, 1, 2]]
+    >>> places(torch.zeros(1, 1), None, 7).tolist()
+    [[7]]
+    """
+    length = ids_BL.shape[1]
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    return torch.arange(past, past + length, device=ids_BL.device).expand_as(ids_BL)
+
+
+class Watch:
+    """Before a model's layers run, tells each that draws which tokens come.
+
+    Args:
+        leaf: the name of the list of layers in the module that runs them.
+    """
+
+    def __init__(self, leaf: str) -> None:
+        self.leaf = leaf
+
+    @classmethod
+    def over(cls, model: nn.Module, layers_path: str) -> None:
+        """Watch a model, if one of its layers draws and nobody does so yet."""
+        owner, _, leaf = layers_path.rpartition(".")
+        body = model.get_submodule(owner)
+        draws = any("passage" in vars(layer) for layer in getattr(body, leaf))
+        hooks = body._forward_pre_hooks.values()
+        if draws and not any(isinstance(getattr(hook, "__self__", None), cls) for hook in hooks):
+            body.register_forward_pre_hook(cls(leaf).see, with_kwargs=True)
+
+    def see(self, body: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
+        """The hook: ``body`` is called with token ids, or with embeddings of them."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None and isinstance(given := kwargs.get("inputs_embeds"), Tensor):
+            ids = given.new_zeros(given.shape[:2], dtype=torch.int64)
+        if not isinstance(ids, Tensor):
+            return
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, Tensor):  # of several kinds (K, B, L) the first is that in text
+            positions_BL = (positions[0] if positions.dim() == 3 else positions).expand_as(ids)
+        else:
+            count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)
+            positions_BL = places(ids, kwargs.get("attention_mask"), count())
+        for index, layer in enumerate(getattr(body, self.leaf)):
+            if (passage := vars(layer).get("passage")) is not None:
+                passage.see(ids, positions_BL, index)

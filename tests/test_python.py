@@ -1,0 +1,317 @@
+"""The library as Python callers meet it: calls, types, files, notebooks, other processes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from builders import loaded, logits, tiny_moe, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import moesaic
+from moesaic import MoesaicError, SlimConfig, api
+from moesaic.config import RunArgs
+from moesaic.methods import VERBS, methods_of
+from moesaic.recipe import load_recipe
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+FEW = {"samples": 8, "length": 64, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def slimmed():
+    """The result of the first call that a reader makes, of little text."""
+    return moesaic.slim("tiny-moe", keep=0.5, **FEW)
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def test_options_are_given_by_name(slimmed):
+    assert slimmed.method.config.keep == 0.5
+    assert slimmed.job.args.calibration.samples == 8
+    by_config = moesaic.slim("tiny-moe", SlimConfig(keep=0.5), **FEW)
+    assert by_config.plan.fingerprint == slimmed.plan.fingerprint
+    other = moesaic.slim("tiny-moe", SlimConfig(score="energy"), keep=0.75, refit=False, **FEW)
+    config = other.method.config
+    assert (config.keep, config.score, config.refit) == (0.75, "energy", False)
+
+
+def test_method_and_recipe_choose_the_config(monkeypatch):
+    asked = []
+    monkeypatch.setattr("moesaic.pipeline.convert", lambda config, args: asked.append(config))
+    moesaic.carve("tiny-dense", method="dsmoe", steps=3)
+    moesaic.slim("tiny-moe", recipe="paper", keep=0.25)
+    moesaic.prune("tiny-moe", seed=3)
+    dsmoe, paper, seeded = asked
+    assert (dsmoe.name, dsmoe.steps) == ("dsmoe", 3)
+    assert (paper.score, paper.keep) == ("energy", 0.25)
+    assert seeded.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: moesaic.slim("tiny-moe", 0.5), 'moesaic.slim("tiny-moe", keep=0.5)'),
+        (lambda: moesaic.prune("tiny-moe", {"keep": 6}), 'moesaic.prune("tiny-moe", keep=6)'),
+        (lambda: moesaic.fit("tiny-moe", "9MB"), "memory='9MB'"),
+        (lambda: moesaic.slim("tiny-moe", kep=0.5), "Did you mean 'keep'"),
+        (lambda: moesaic.slim("tiny-moe", track=list), "'track'"),
+        (lambda: moesaic.slim("tiny-moe", progress="folder"), "resume_from"),
+        (lambda: moesaic.slim("tiny-moe", moesaic.PruneConfig()), "prune, not of slim"),
+    ],
+)
+def test_a_wrong_call_shows_the_right_one(call, words):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert words in str(caught.value).replace("'tiny-moe'", '"tiny-moe"')
+
+
+def test_a_wrong_value_names_its_field():
+    with pytest.raises(MoesaicError, match="keep"):
+        moesaic.slim("tiny-moe", keep=2.0)
+
+
+def test_the_stub_is_the_configs():
+    from api_stub import STUB, stub
+
+    assert STUB.read_text("utf-8") == stub(), "make docs-tables"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_signature_names_every_option(verb):
+    parameters = inspect.signature(getattr(moesaic, verb)).parameters
+    for config in methods_of(verb).values():
+        assert {field.name for field in fields(config)} <= parameters.keys()
+    assert {"calibration", "samples", "progress", "resume_from", "revision"} <= parameters.keys()
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+    assert "function" not in str(inspect.signature(getattr(moesaic, verb)))
+
+
+@pytest.mark.slow
+def test_types_are_checked(tmp_path):
+    """mypy refuses an option that there is not and one of another type, and takes the right one."""
+    file = tmp_path / "calls.py"
+    file.write_text(
+        "import moesaic\n"
+        'moesaic.slim("tiny-moe", keep=0.5).save_pretrained("out")\n'
+        'moesaic.slim("tiny-moe", kep=0.5)\n'
+        'moesaic.slim("tiny-moe", keep="half")\n'
+        'moesaic.fit("tiny-moe", memory="9MB").generate("The")\n'
+    )
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(file)]
+    source = Path(moesaic.__file__).parents[1]
+    found = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"MYPYPATH": str(source), "PATH": ""},
+        check=False,
+    ).stdout
+    lines = [line for line in found.splitlines() if "error" in line and "calls.py" in line]
+    assert [line.split(":")[1] for line in lines] == ["3", "4"], found
+
+
+def test_defaults_are_those_of_the_command():
+    assert not hasattr(moesaic.config.About, "required")
+
+
+def test_progress_is_shown_unless_not_wanted(capsys):
+    moesaic.slim("tiny-moe", keep=0.5, samples=4, length=32)
+    assert "Slimming layers" in capsys.readouterr().err
+    moesaic.slim("tiny-moe", keep=0.5, samples=4, length=32, progress=False)
+    assert "Slimming layers" not in capsys.readouterr().err
+    labels = []
+
+    def shown(items, label, total=None):
+        labels.append(label)
+        return items
+
+    moesaic.slim("tiny-moe", keep=0.5, samples=4, length=32, progress=shown)
+    assert labels
+    assert RunArgs.of("tiny-moe").track is not RunArgs.of("tiny-moe", progress=False).track
+
+
+def test_revision_and_token_reach_the_hub(monkeypatch):
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options["revision"], options["token"]))
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    at = {"revision": "v2", "token": "hf_x"}
+    calls = [
+        lambda: moesaic.slim("you/name", keep=0.5, **at),
+        lambda: moesaic.evaluate("you/name", **at),
+        lambda: moesaic.inspect("you/name", **at),
+        lambda: moesaic.generate("you/name", "The", **at),
+        lambda: moesaic.export("you/name", "out", **at),
+        lambda: moesaic.bench("you/name", **at),
+        lambda: moesaic.fit("you/name", memory="1MB", **at),
+        lambda: moesaic.observe("you/name", "stats", **at),
+    ]
+    for call in calls:
+        with pytest.raises(MoesaicError, match="could not be fetched"):
+            call()
+    assert asked == [("you/name", "v2", "hf_x")] * len(calls)
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def test_saved_as_the_command_saves(slimmed, tmp_path, command):
+    folder = slimmed.save_pretrained(tmp_path / "python")
+    command(
+        "slim", "tiny-moe", tmp_path / "command", "--samples", "8", "--length", "64", "--no-eval"
+    )
+    names = [
+        {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+        for out in (folder, tmp_path / "command")
+    ]
+    assert names[0] == names[1]
+    files = (out / "moesaic/recipe.yaml" for out in (folder, tmp_path / "command"))
+    python, command = map(load_recipe, files)
+    assert replace(python, out="", steps=()) == replace(command, out="", steps=())
+    settled, asked = python.steps[0], command.steps[0]
+    assert replace(settled, score=asked.score, refit=asked.refit) == asked
+    record = json.loads((folder / "moesaic/result.json").read_text())
+    assert record["model"] == "tiny-moe"
+    assert slimmed.tokenizer("The")["input_ids"]
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(*(model(torch.arange(9)[None]).logits for model in (again, slimmed.model)))
+    assert AutoTokenizer.from_pretrained(folder)("The") == slimmed.tokenizer("The")
+
+
+def test_what_no_recipe_repeats_says_so(tmp_path, tokens):
+    model = tiny_moe("mixtral")
+    result = moesaic.prune(model, keep=4, calibration=tokens, progress=False)
+    folder = result.save_pretrained(tmp_path / "out")
+    recipe = (folder / "moesaic/recipe.yaml").read_text()
+    assert "loaded in Python" in recipe
+    assert "text was given in Python" in recipe
+
+
+def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch):
+    quick = {"progress": False}
+    text = {"max_tokens": 512, **quick}
+    score = moesaic.evaluate(slimmed, **text)
+    assert score.perplexity == slimmed.evaluate(against=None, **text).perplexity
+    assert slimmed.evaluate(**text).kl > 0
+    assert moesaic.generate(slimmed, "The", new_tokens=4) == slimmed.generate("The", new_tokens=4)
+    assert moesaic.inspect(slimmed) == moesaic.inspect(slimmed.model)
+    assert moesaic.export(slimmed, tmp_path / "native", **quick)["exact"]
+    assert slimmed.export(tmp_path / "again", **quick)["exact"]
+    stats = moesaic.observe(slimmed, tmp_path / "stats", gram_mb=1, **FEW)
+    assert stats.is_file()
+    pruned = moesaic.prune(slimmed, keep=4, **FEW)
+    assert pruned.model.config.num_local_experts == 4
+    speed = moesaic.bench(slimmed, "tiny-moe", length=8, new_tokens=2, rounds=1, **quick)
+    assert {"model", "against", "ratio"} <= speed.keys()
+    out = pruned.save_pretrained(tmp_path / "pruned")
+    assert [s["verb"] for s in json.loads((out / "moesaic/result.json").read_text())["steps"]] == [
+        "slim",
+        "prune",
+    ]
+    moesaic.apply("tiny-moe", pruned, tmp_path / "rebuilt")
+    again = (loaded(folder) for folder in (out, tmp_path / "rebuilt"))
+    assert torch.equal(*(model(torch.arange(9)[None]).logits for model in again))
+
+
+def test_a_loaded_model_is_one_too(tmp_path):
+    model, tokenizer = tiny_moe("mixtral"), tiny_tokenizer()
+    model.save_pretrained(tmp_path / "saved")
+    before = copy.deepcopy(model.config)
+    size = moesaic.inspect(model)
+    assert size == moesaic.inspect(str(tmp_path / "saved"))
+    assert moesaic.generate(model, "The", tokenizer=tokenizer, new_tokens=2)
+    with pytest.raises(MoesaicError, match="tokenizer="):
+        moesaic.generate(model, "The")
+    speed = moesaic.bench(
+        model, tokenizer=tokenizer, length=8, new_tokens=2, rounds=1, progress=False
+    )
+    assert speed["model"]["active_parameters"] == size["active_parameters"]
+    assert model.config.to_dict() == before.to_dict()
+
+
+def test_pushed_as_it_is_saved(slimmed, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    sent = {}
+
+    class Hub:
+        endpoint = "https://hub"
+
+        def __init__(self, token=None):
+            sent["token"] = token
+
+        def create_repo(self, repo, **options):
+            return type("Url", (), {"repo_id": repo})
+
+        def upload_file(self, path_or_fileobj, **options):
+            sent["card"] = path_or_fileobj.decode()
+
+        def upload_folder(self, folder_path, **options):
+            sent["files"] = {str(f.relative_to(folder_path)) for f in Path(folder_path).rglob("*")}
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert slimmed.push_to_hub("you/name", token="hf_x") == "https://hub/you/name"
+    assert sent["token"] == "hf_x"
+    assert {"model.safetensors", "moesaic/plan.json", "moesaic/report.html"} <= sent["files"]
+    assert "you/name" in sent["card"]
+
+
+def test_shown_in_one_line_and_never_as_an_empty_box():
+    result = moesaic.slim("tiny-moe", keep=0.5, **FEW)
+    page = result._repr_html_()
+    assert "svg" not in page
+    assert "parameters" in page
+    assert "layer 0" in page
+    result.evaluation = moesaic.Tokens(torch.randint(1, 300, (2, 32)))
+    assert result.scores["result"].kl > 0
+    assert "<svg" in result._repr_html_()
+    for value in (result, result.plan, result.scores, result.scores["result"]):
+        assert "\n" not in repr(value)
+        assert len(repr(value)) < 400
+    assert "kl" in repr(result.scores).lower()
+
+
+def test_a_search_returns_a_result(tmp_path):
+    text = {"samples": 8, "length": 32, "progress": False}
+    result = moesaic.fit("tiny-moe", memory="10MB", windows=4, confirm=1, **text)
+    assert sum(p.nbytes for p in result.model.parameters()) <= 10e6
+    assert result.save_pretrained(tmp_path / "out").is_dir()
+
+
+# --- other processes -----------------------------------------------------------------------------
+
+
+def test_pickled_for_another_process(tmp_path, tokens):
+    """Of experts whose widths differ and of routers that skip, whose classes are made here."""
+    model = tiny_moe("mixtral")
+    uneven = moesaic.slim(model, allocate="experts", calibration=tokens, progress=False).model
+    skipping = moesaic.skip(model, calibration=tokens, progress=False).model
+    wanted = [logits(each, tokens) for each in (uneven, skipping)]
+    (tmp_path / "models").write_bytes(pickle.dumps((uneven, skipping, tokens, wanted)))
+    code = (
+        "import pickle, sys, torch\n"
+        "*models, tokens, wanted = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "for model, logits in zip(models, wanted):\n"
+        "    with torch.no_grad():\n"
+        "        assert torch.equal(model(tokens.input_ids).logits, logits)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "models")], check=True)
+
+
+def test_every_name_is_there():
+    assert {*api.__all__} <= {*dir(moesaic), "verb"}
