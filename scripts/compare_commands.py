@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 
 TEXT = "--samples 16 --length 128 --no-eval"
-TRAIN = "-o steps=6 -o length=128 -o batch=2 --no-eval"
+TRAIN = "-o steps=6 -o length=128 --no-eval"
 COMMANDS = {
     **{
         f"prune {score}": f"prune tiny-moe OUT --keep 6 --score {score} {TEXT}"
