@@ -222,6 +222,8 @@ class MethodConfig(Options):
     """Authors, title and place of its paper; empty for a method of our own."""
     implementation: ClassVar[str]
     """``"module:Class"`` of a :class:`moesaic.methods.base.Method`."""
+    library: ClassVar[tuple[str, str]] = ("", "")
+    """A package that it needs beside this one's own, and the extra that installs it."""
     variants: ClassVar[Mapping[str, str]] = {}
     """Names that ``compare`` takes, each in words: ``static`` is ``static pruning``."""
     bundles: ClassVar[Mapping[str, Values]] = {}

@@ -7,11 +7,12 @@ A method is a config (what can be asked for, what it says of itself; imports no 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from moesaic.config import MethodConfig
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 from moesaic.methods.verbs import BUILT_IN
 from moesaic.registry import Registry
 
@@ -53,6 +54,16 @@ def methods_of(verb: str) -> dict[str, type[MethodConfig]]:
 
 
 def implementation(config: MethodConfig) -> Method[MethodConfig, Arch]:
-    """The :class:`~moesaic.methods.base.Method` that carries a config out; imports torch."""
+    """Return the :class:`~moesaic.methods.base.Method` that carries a config out; imports torch.
+
+    Raises:
+        MoesaicError: a library that it needs is not installed.
+    """
+    library, extra = config.library
+    if library and find_spec(library) is None:
+        raise MoesaicError(
+            f"{config.verb} with {config.title} needs {library}, which is not installed: "
+            f"{how_to_install(extra)}."
+        )
     method: type[Method[MethodConfig, Arch]] = resolve_name(config.implementation)
     return method(config)

@@ -23,6 +23,7 @@ class DSMoEConfig(MethodConfig):
         "Computation-Efficient Dense LLMs"
     )
     implementation: ClassVar[str] = "moesaic.carve.dsmoe.method:DSMoE"
+    library = ("accelerate", "train")
     variants: ClassVar[dict[str, str]] = {
         "top-k": "a fixed number of blocks (LLaMA-MoE)",
         "no-straight-through": "DSMoE without straight-through",

@@ -57,6 +57,7 @@ class MoREConfig(MethodConfig):
         "Model Compression"
     )
     implementation: ClassVar[str] = "moesaic.carve.more.method:MoRE"
+    library = ("sklearn", "carve")
     variants: ClassVar[dict[str, str]] = {
         "static": "static pruning",
         "backbone": "the backbone alone",

@@ -25,6 +25,7 @@ class ToMoEConfig(MethodConfig):
         "Dynamic Structural Pruning, TMLR 2025"
     )
     implementation: ClassVar[str] = "moesaic.carve.tomoe.method:ToMoE"
+    library = ("accelerate", "train")
     variants: ClassVar[dict[str, str]] = {"more": "MoRE", "static": "static pruning"}
     bundles: ClassVar[dict[str, JSON]] = {"paper": PUBLISHED}
 

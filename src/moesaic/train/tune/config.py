@@ -28,6 +28,7 @@ class TuneConfig(MethodConfig):
     title: ClassVar[str] = "supervised fine-tuning"
     paper: ClassVar[str] = ""
     implementation: ClassVar[str] = "moesaic.train.tune.method:Tuning"
+    library = ("accelerate", "train")
 
     bundles: ClassVar[dict[str, JSON]] = {
         "paper": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0}
