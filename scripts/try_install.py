@@ -73,7 +73,7 @@ LESS = {
 }
 """Options that let a command of the documents take less time."""
 LEFT_OUT = {
-    r"pip install git\+": "the wheel is installed, in place of the repository's newest state",
+    r"pip install .*git\+": "the wheel is installed, in place of the repository's newest state",
     r"make ": "of a clone, not of an installation",
     r"recipes/": "its model is on the hub, and no command here has a network",
 }
