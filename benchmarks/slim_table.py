@@ -1,6 +1,7 @@
 """The tables and the picture of docs/slim.md, and README's of mixtures.
 
-python benchmarks/slim_table.py       writes them, from slim.json and slim_mixture.json
+python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json and
+                                      slim_untuned.json
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ LABELS = {
     "slim --recipe paper": "slim uneven",
     "slim --score energy": "slim energy, refit",
     f"slim {PLAIN}": "slim energy",
+    "slim --no-refit": "slim surgeon",
     "prune": "prune reconstruction, refit",
     "prune --score reap": "prune reap, refit",
     "prune --recipe paper": "prune reconstruction",
+    "prune --no-refit": "prune reconstruction",
     "prune --score frequency --no-refit": "prune frequency",
     "prune --score random --no-refit": "prune random",
     "condense --no-refit": "condense",
@@ -76,6 +79,18 @@ def stats(values: Sequence[float], digits: int) -> str:
     return f"{mean(values):.{digits}f}{spread}"
 
 
+def measured(
+    results: Results, model: str, keep: str, command: str, digits: int = 3
+) -> tuple[str, str]:
+    """Perplexity on the text that ships, with the number of draws if not three, and KL."""
+    runs = [f["ships"] for f in draws(results, model, keep, command).values()]
+    if not runs:
+        return "", ""
+    few = f" ({len(runs)})" if len(runs) < 3 else ""
+    perplexity = stats([f["perplexity"] for f in runs], 2)
+    return perplexity + few, stats([f["kl"] for f in runs], digits)
+
+
 def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
     """Markdown: perplexity on the text that ships, and KL; in brackets draws, where not three."""
     results = record["results"]
@@ -86,15 +101,7 @@ def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
     for command in LISTED:
         cells = []
         for keep in TABLED:
-            runs = [f["ships"] for f in draws(results, model, keep, command).values()]
-            if not runs:
-                cells += ["", ""]
-                continue
-            few = f" ({len(runs)})" if len(runs) < 3 else ""
-            cells += [
-                stats([f["perplexity"] for f in runs], 2) + few,
-                stats([f["kl"] for f in runs], 3),
-            ]
+            cells += measured(results, model, keep, command)
         if any(cells):
             yield f"| `{command}` | {' | '.join(cells)} |"
 
@@ -200,11 +207,28 @@ def half(record: Mapping[str, Any]) -> Iterator[str]:
     whole = [f"{record['results'][m]['ships']['perplexity']:.2f} | 0" for m in models]
     yield f"| the original | {' | '.join(whole)} | |"
     for command, native in SHOWN.items():
-        cells = []
-        for model in models:
-            runs = [f["ships"] for f in draws(record["results"], model, "0.5", command).values()]
-            cells += [stats([f["perplexity"] for f in runs], 2), stats([f["kl"] for f in runs], 3)]
+        cells = [c for m in models for c in measured(record["results"], m, "0.5", command)]
         yield f"| `{command}`{PAPERS.get(command, '')} | {' | '.join(cells)} | {native} |"
+
+
+UNTUNED = ("slim --no-refit", "slim", "slim --allocate experts", "prune --no-refit", "prune")
+"""The rows of mixtures that no method was tuned on."""
+
+
+def untuned(record: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: half of the experts' parameters, KL by the former refit last."""
+    models = models_of(record)
+    yield "| half |" + "".join(f" {m}: perplexity | KL | KL, former refit |" for m in models)
+    yield "| --- |" + " ---: | ---: | ---: |" * len(models)
+    whole = [f" {record['results'][m]['ships']['perplexity']:.2f} | 0 | |" for m in models]
+    yield f"| original |{''.join(whole)}"
+    for command in UNTUNED:
+        line = f"| `{command}` |"
+        for model in models:
+            now = measured(record["results"], model, "0.5", command, 4)
+            former = measured(before["results"], model, "0.5", command, 4)[1]
+            line += f" {' | '.join(now)} | {former} |"
+        yield line
 
 
 def rewritten(page: str, tables: Mapping[str, str]) -> str:
@@ -218,11 +242,12 @@ def rewritten(page: str, tables: Mapping[str, str]) -> str:
 
 def tables() -> dict[str, str]:
     """All tables by name."""
-    alone, mixture = (
-        json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
+    alone, mixture, *both = (
+        json.loads((HERE / f"{name}.json").read_text())
+        for name in ("slim", "slim_mixture", "slim_untuned", "slim_untuned_before")
     )
     contents = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    contents["halves"] = [*half(alone)]
+    contents |= {"halves": [*half(alone)], "untuned": [*untuned(*both)]}
     return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 
