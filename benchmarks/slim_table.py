@@ -1,7 +1,7 @@
 """The tables and the picture of docs/slim.md, and README's of mixtures.
 
-python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json and
-                                      slim_untuned.json
+python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json,
+                                      slim_refit.json and slim_refit_before.json
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -79,18 +79,6 @@ def stats(values: Sequence[float], digits: int) -> str:
     return f"{mean(values):.{digits}f}{spread}"
 
 
-def measured(
-    results: Results, model: str, keep: str, command: str, digits: int = 3
-) -> tuple[str, str]:
-    """Perplexity on the text that ships, with the number of draws if not three, and KL."""
-    runs = [f["ships"] for f in draws(results, model, keep, command).values()]
-    if not runs:
-        return "", ""
-    few = f" ({len(runs)})" if len(runs) < 3 else ""
-    perplexity = stats([f["perplexity"] for f in runs], 2)
-    return perplexity + few, stats([f["kl"] for f in runs], digits)
-
-
 def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
     """Markdown: perplexity on the text that ships, and KL; in brackets draws, where not three."""
     results = record["results"]
@@ -101,7 +89,15 @@ def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
     for command in LISTED:
         cells = []
         for keep in TABLED:
-            cells += measured(results, model, keep, command)
+            runs = [f["ships"] for f in draws(results, model, keep, command).values()]
+            if not runs:
+                cells += ["", ""]
+                continue
+            few = f" ({len(runs)})" if len(runs) < 3 else ""
+            cells += [
+                stats([f["perplexity"] for f in runs], 2) + few,
+                stats([f["kl"] for f in runs], 3),
+            ]
         if any(cells):
             yield f"| `{command}` | {' | '.join(cells)} |"
 
@@ -207,28 +203,38 @@ def half(record: Mapping[str, Any]) -> Iterator[str]:
     whole = [f"{record['results'][m]['ships']['perplexity']:.2f} | 0" for m in models]
     yield f"| the original | {' | '.join(whole)} | |"
     for command, native in SHOWN.items():
-        cells = [c for m in models for c in measured(record["results"], m, "0.5", command)]
+        cells = []
+        for model in models:
+            runs = [f["ships"] for f in draws(record["results"], model, "0.5", command).values()]
+            cells += [stats([f["perplexity"] for f in runs], 2), stats([f["kl"] for f in runs], 3)]
         yield f"| `{command}`{PAPERS.get(command, '')} | {' | '.join(cells)} | {native} |"
 
 
-UNTUNED = ("slim --no-refit", "slim", "slim --allocate experts", "prune --no-refit", "prune")
-"""The rows of mixtures that no method was tuned on."""
+REFITTED = ("slim --no-refit", "slim", "slim --allocate experts", "prune --no-refit", "prune")
+"""The rows of each mixture that is refitted by former code too."""
 
 
-def untuned(record: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
-    """Markdown: half of the experts' parameters, KL by the former refit last."""
-    models = models_of(record)
-    yield "| half |" + "".join(f" {m}: perplexity | KL | KL, former refit |" for m in models)
-    yield "| --- |" + " ---: | ---: | ---: |" * len(models)
-    whole = [f" {record['results'][m]['ships']['perplexity']:.2f} | 0 | |" for m in models]
-    yield f"| original |{''.join(whole)}"
-    for command in UNTUNED:
-        line = f"| `{command}` |"
-        for model in models:
-            now = measured(record["results"], model, "0.5", command, 4)
-            former = measured(before["results"], model, "0.5", command, 4)[1]
-            line += f" {' | '.join(now)} | {former} |"
-        yield line
+def cost(runs: Collection[Results]) -> tuple[str, str]:
+    """KL, and CPU seconds of the command."""
+    if not runs:
+        return "", ""
+    seconds = mean(f["cpu_seconds"][0] for f in runs)
+    return stats([f["ships"]["kl"] for f in runs], 5), f"{seconds:.0f}"
+
+
+def refitted(*both: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: half of the experts' parameters, by this refit and by the former."""
+    yield "| | perplexity | KL | CPU s | KL, former refit | CPU s |"
+    yield "| --- |" + " ---: |" * 5
+    for model in models_of(both[0]):
+        whole = both[0]["results"][model]["ships"]["perplexity"]
+        yield f"| {model} | {whole:.2f} | 0 | | | |"
+        for command in REFITTED:
+            now, then = (draws(r["results"], model, "0.5", command).values() for r in both)
+            if now:
+                perplexity = stats([f["ships"]["perplexity"] for f in now], 2)
+                cells = [perplexity, *cost(now), *cost(then)]
+                yield f"| `{command}` | {' | '.join(cells)} |"
 
 
 def rewritten(page: str, tables: Mapping[str, str]) -> str:
@@ -244,10 +250,10 @@ def tables() -> dict[str, str]:
     """All tables by name."""
     alone, mixture, *both = (
         json.loads((HERE / f"{name}.json").read_text())
-        for name in ("slim", "slim_mixture", "slim_untuned", "slim_untuned_before")
+        for name in ("slim", "slim_mixture", "slim_refit", "slim_refit_before")
     )
     contents = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    contents |= {"halves": [*half(alone)], "untuned": [*untuned(*both)]}
+    contents |= {"halves": [*half(alone)], "refitted": [*refitted(*both)]}
     return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 
