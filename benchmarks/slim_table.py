@@ -1,6 +1,7 @@
 """The tables and the picture of docs/slim.md, and README's of mixtures.
 
-python benchmarks/slim_table.py       writes them, from slim.json and slim_mixture.json
+python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json,
+                                      slim_refit.json and slim_refit_before.json
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -26,9 +27,11 @@ LABELS = {
     "slim --recipe paper": "slim uneven",
     "slim --score energy": "slim energy, refit",
     f"slim {PLAIN}": "slim energy",
+    "slim --no-refit": "slim surgeon",
     "prune": "prune reconstruction, refit",
     "prune --score reap": "prune reap, refit",
     "prune --recipe paper": "prune reconstruction",
+    "prune --no-refit": "prune reconstruction",
     "prune --score frequency --no-refit": "prune frequency",
     "prune --score random --no-refit": "prune random",
     "condense --no-refit": "condense",
@@ -207,6 +210,33 @@ def half(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"| `{command}`{PAPERS.get(command, '')} | {' | '.join(cells)} | {native} |"
 
 
+REFITTED = ("slim --no-refit", "slim", "slim --allocate experts", "prune --no-refit", "prune")
+"""The rows of each mixture that is refitted by former code too."""
+
+
+def cost(runs: Collection[Results]) -> tuple[str, str]:
+    """KL, and CPU seconds of the command."""
+    if not runs:
+        return "", ""
+    seconds = mean(f["cpu_seconds"][0] for f in runs)
+    return stats([f["ships"]["kl"] for f in runs], 5), f"{seconds:.0f}"
+
+
+def refitted(*both: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: half of the experts' parameters, by this refit and by the former."""
+    yield "| | perplexity | KL | CPU s | KL, former refit | CPU s |"
+    yield "| --- |" + " ---: |" * 5
+    for model in models_of(both[0]):
+        whole = both[0]["results"][model]["ships"]["perplexity"]
+        yield f"| {model} | {whole:.2f} | 0 | | | |"
+        for command in REFITTED:
+            now, then = (draws(r["results"], model, "0.5", command).values() for r in both)
+            if now:
+                perplexity = stats([f["ships"]["perplexity"] for f in now], 2)
+                cells = [perplexity, *cost(now), *cost(then)]
+                yield f"| `{command}` | {' | '.join(cells)} |"
+
+
 def rewritten(page: str, tables: Mapping[str, str]) -> str:
     """A page with its tables as they should be: each between two comments, the first of which says
     ``figures of`` and the table's name."""
@@ -218,11 +248,12 @@ def rewritten(page: str, tables: Mapping[str, str]) -> str:
 
 def tables() -> dict[str, str]:
     """All tables by name."""
-    alone, mixture = (
-        json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
+    alone, mixture, *both = (
+        json.loads((HERE / f"{name}.json").read_text())
+        for name in ("slim", "slim_mixture", "slim_refit", "slim_refit_before")
     )
     contents = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    contents["halves"] = [*half(alone)]
+    contents |= {"halves": [*half(alone)], "refitted": [*refitted(*both)]}
     return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 

@@ -5,7 +5,7 @@
 Three do not ship. The rows of ``wide-moe`` are multiples of 256, as GGUF types of few bits want.
 ``fine-moe`` (a Qwen2-MoE with 24 experts) and ``coarse-moe`` (a Mixtral with 8 wide ones) are two
 mixtures that no method was tuned on. They learn in float32 from the calibration text that ships,
-ten minutes of one core each, and written to ``build``; no corpus is needed:
+ten minutes of one core each, and are written to ``build``; no corpus is needed:
 
     python scripts/train_tiny.py fine-moe --eager
 

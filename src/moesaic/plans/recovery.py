@@ -99,7 +99,7 @@ def refitted_down(
 
 LEAST = 16
 """Held-out tokens of an expert below which no gain is believed: neighbours in a text are alike."""
-PATH = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 1e-3)
+PATH = (10.0, 1.0, 0.3, 0.1, 0.03, 0.01, 1e-3)
 """What lambda of a mixture's experts is chosen from, relative to the mean square of h~."""
 TRIAL_STEPS, LAST_STEPS = 2, 3
 """Iterations of conjugate gradients for each of these, and of the solve from all tokens."""
@@ -149,6 +149,7 @@ class _Part:
         return down_DW if self.change_WD is None else down_DW + self.change_WD.T
 
 
+@torch.no_grad()
 def refitted_downs(
     site: Site[MoEFFN],
     kept: Sequence[int],
@@ -293,7 +294,7 @@ def _fit(
         return held.y_TO
     last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
     for i, change_WD in held.split(last_FD).items():
-        parts[i].change_WD = change_WD.double()
+        parts[i].change_WD = change_WD
     return left_TD
 
 

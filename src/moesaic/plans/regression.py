@@ -25,6 +25,9 @@ SURE = 2.0
 HELD_OUT = 5
 """The last of this many parts of every batch's tokens is held out."""
 
+COLUMNS = 1024
+"""Outputs of many blocks that are solved for at a time, so that steps take little memory."""
+
 
 @dataclass
 class Sums:
@@ -143,7 +146,7 @@ class Blocks:
 
     def times(self, w_FO: Tensor) -> Tensor:
         """X W (T, O)."""
-        product_TO = torch.zeros_like(self.y_TO)
+        product_TO = self.y_TO.new_zeros(len(self.y_TO), w_FO.shape[1])
         for i, part_FO in self.split(w_FO).items():
             rows, x_NF = self.features[i]
             product_TO.index_add_(0, rows, x_NF @ part_FO)
@@ -193,18 +196,20 @@ def ridge_path(
             system_FF = (gram_FF + lambda_F.diag()).double()
             factors.append(torch.linalg.cholesky(system_FF).to(w_FO))
             lambdas.append(lambda_F)
-        lambda_F1, step_FO = torch.cat(lambdas)[:, None], torch.zeros_like(w_FO)
-        before_O = w_FO.new_tensor(math.inf)
-        for _ in range(iterations):
-            slope_FO = left_FO - lambda_F1 * w_FO
-            pieces = zip(slope_FO.split(sizes), factors, strict=True)
-            turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
-            size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
-            step_FO = turned_FO + size_O / before_O * step_FO
-            bent_FO = summed(partial(_bent, step_FO))
-            length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(min=1e-30)
-            w_FO, left_FO = w_FO + length_O * step_FO, left_FO - length_O * bent_FO
-            before_O = size_O
+        lambda_F1, w_FO = torch.cat(lambdas)[:, None], w_FO.clone()
+        for part_FO, rest_FO in zip(*(x.split(COLUMNS, 1) for x in (w_FO, left_FO)), strict=True):
+            step_FO, before_O = torch.zeros_like(part_FO), part_FO.new_tensor(math.inf)
+            for _ in range(iterations):
+                slope_FO = rest_FO - lambda_F1 * part_FO
+                pieces = zip(slope_FO.split(sizes), factors, strict=True)
+                turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
+                size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
+                step_FO = turned_FO.add_(size_O / before_O * step_FO)
+                bent_FO = summed(partial(_bent, step_FO))
+                length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(1e-30)
+                part_FO += length_O * step_FO
+                rest_FO -= length_O * bent_FO
+                before_O = size_O
         yield w_FO
 
 
