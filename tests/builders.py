@@ -29,7 +29,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
-from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
@@ -551,7 +551,7 @@ WAYS = {
 def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.carve.carved_ffn.{name}", value)
+        monkeypatch.setattr(f"moesaic.carving.carved_ffn.{name}", value)
 
 
 def configured(cls: type[Any], **options: Any) -> Any:

@@ -98,7 +98,7 @@ def moe_folder(
 @pytest.fixture(scope="session")
 def carved_folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny llama carved by a recipe: checkpoint, plan, record, card and page."""
-    from moesaic.carve.more.config import MoREConfig
+    from moesaic.carving.more.config import MoREConfig
     from moesaic.config import Calibration
     from moesaic.pipeline import run_recipe
     from moesaic.recipe import Recipe

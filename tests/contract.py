@@ -19,7 +19,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming

@@ -45,7 +45,7 @@ class HalvesConfig(MethodConfig):
 import torch
 
 from moesaic.arch.lookup import dense_arch
-from moesaic.carve.carved_layer import CarvedLayer
+from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.methods.base import Summary
 from moesaic.methods.layered import LayerMethod
 

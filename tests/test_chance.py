@@ -13,7 +13,7 @@ from cases import config_of, many_tokens
 
 import moesaic
 from moesaic import ToMoEConfig
-from moesaic.carve.routers import Router
+from moesaic.carving.routers import Router
 from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import dense_arch, moe_arch
-from moesaic.carve.carved_ffn import CarvedFFN
-from moesaic.carve.overlapping_ffn import OverlappingFFN
+from moesaic.carving.carved_ffn import CarvedFFN
+from moesaic.carving.overlapping_ffn import OverlappingFFN
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
-from moesaic.carve.budget import layer_sizes
-from moesaic.carve.carved_ffn import CarvedFFN
-from moesaic.carve.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.carve.dsmoe.method import DSMoE
+from moesaic.carving.budget import layer_sizes
+from moesaic.carving.carved_ffn import CarvedFFN
+from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.carving.dsmoe.method import DSMoE
 from moesaic.data.mixes import MIXES, Mix
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve

@@ -9,9 +9,9 @@ import pytest
 import torch
 from builders import configured
 
-from moesaic.carve.dsmoe.config import DSMoEConfig
-from moesaic.carve.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.carve.routers import (
+from moesaic.carving.dsmoe.config import DSMoEConfig
+from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.carving.routers import (
     SoftmaxRouter,
     ThresholdRouter,
     norm_scale,

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RouterParts, RoutingFunction
 from moesaic.arch.use import LayerUse
-from moesaic.carve.carved_layer import CarvedLayer
-from moesaic.carve.overlapping_layer import OverlappingLayer
+from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.metrics.size import model_size
 from moesaic.modules.skipping_router import make_skipping, skip
 from moesaic.observation.stream import LayerStream

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.arch.lookup import dense_arch
-from moesaic.carve.heads import HeadRouter
-from moesaic.carve.tomoe import masks
-from moesaic.carve.tomoe.config import ToMoEConfig
-from moesaic.carve.tomoe.decision import decide, learned
-from moesaic.carve.tomoe.masked import Masked
-from moesaic.carve.tomoe.masks import (
+from moesaic.carving.heads import HeadRouter
+from moesaic.carving.tomoe import masks
+from moesaic.carving.tomoe.config import ToMoEConfig
+from moesaic.carving.tomoe.decision import decide, learned
+from moesaic.carving.tomoe.masked import Masked
+from moesaic.carving.tomoe.masks import (
     LayerShape,
     MaskingModules,
     f_reg,

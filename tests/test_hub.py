@@ -11,7 +11,7 @@ from builders import carved_model
 from transformers import AutoModelForCausalLM
 
 from moesaic import hub
-from moesaic.carve.carved_ffn import CarvedFFN
+from moesaic.carving.carved_ffn import CarvedFFN
 from moesaic.errors import REPOSITORY
 
 

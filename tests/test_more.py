@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic.arch.lookup import base_arch, dense_arch
-from moesaic.carve.budget import (
+from moesaic.carving.budget import (
     NEAR,
     LayerSize,
     Split,
@@ -20,9 +20,9 @@ from moesaic.carve.budget import (
     layer_sizes,
     split_for_target,
 )
-from moesaic.carve.clustering import fill, spectral_embedding
-from moesaic.carve.more.config import MoREConfig
-from moesaic.carve.more.formulas import (
+from moesaic.carving.clustering import fill, spectral_embedding
+from moesaic.carving.more.config import MoREConfig
+from moesaic.carving.more.formulas import (
     COVERAGE,
     activated,
     add_coactivation,
@@ -33,7 +33,7 @@ from moesaic.carve.more.formulas import (
     petals_of,
     prototypes,
 )
-from moesaic.carve.more.method import MoRE
+from moesaic.carving.more.method import MoRE
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.metrics.routing_counts import jsd

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.carve.more.config import MoREConfig
-from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carving.more.config import MoREConfig
+from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS
 from moesaic.recipe import load_recipe, parse_recipe, step_config

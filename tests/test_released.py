@@ -17,7 +17,7 @@ from moesaic.api import evaluate, inspect
 from moesaic.api import verb as verb_of
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.carve.more.config import MoREConfig
+from moesaic.carving.more.config import MoREConfig
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Machine, estimate, weight_bytes

@@ -13,8 +13,8 @@ import yaml
 from rich.console import Console
 
 from moesaic import MoesaicError, report
-from moesaic.carve.more.config import MoREConfig
-from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carving.more.config import MoREConfig
+from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.methods import implementation
 from moesaic.methods.base import Decision
 from moesaic.record import LayerRecord, Record, Step

@@ -37,7 +37,7 @@ from moesaic import (
     run_recipe,
 )
 from moesaic.arch.lookup import base_arch
-from moesaic.carve.more.method import MoRE
+from moesaic.carving.more.method import MoRE
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked

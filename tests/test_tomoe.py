@@ -20,18 +20,18 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import MoesaicError, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
-from moesaic.carve.overlapping_ffn import OverlappingFFN, set_form
-from moesaic.carve.overlapping_layer import OverlappingLayer
-from moesaic.carve.tomoe.decision import (
+from moesaic.carving.overlapping_ffn import OverlappingFFN, set_form
+from moesaic.carving.overlapping_layer import OverlappingLayer
+from moesaic.carving.tomoe.decision import (
     active_ratio,
     decide,
     learned,
     least_ratio,
     threshold_for,
 )
-from moesaic.carve.tomoe.masked import Masked
-from moesaic.carve.tomoe.masks import MEDIAN, f_reg, load_balance, union
-from moesaic.carve.tomoe.student import Student, layer_shapes
+from moesaic.carving.tomoe.masked import Masked
+from moesaic.carving.tomoe.masks import MEDIAN, f_reg, load_balance, union
+from moesaic.carving.tomoe.student import Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
 from moesaic.metrics.size import model_size
@@ -651,7 +651,7 @@ def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_ot
 def test_a_comparison_out_of_reach_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moesaic.carve.tomoe.method.learn", pytest.fail)
+    monkeypatch.setattr("moesaic.carving.tomoe.method.learn", pytest.fail)
     config = configured(ToMoEConfig, **{**SHORT, "active": 0.4})
     with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):
         moesaic.carve(tiny_model("llama"), config, calibration=ids(), compare=("more",))

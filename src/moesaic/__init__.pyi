@@ -15,9 +15,9 @@ from .api import run_recipe as run_recipe
 from .api import skip as skip
 from .api import slim as slim
 from .api import tune as tune
-from .carve.dsmoe.config import DSMoEConfig as DSMoEConfig
-from .carve.more.config import MoREConfig as MoREConfig
-from .carve.tomoe.config import ToMoEConfig as ToMoEConfig
+from .carving.dsmoe.config import DSMoEConfig as DSMoEConfig
+from .carving.more.config import MoREConfig as MoREConfig
+from .carving.tomoe.config import ToMoEConfig as ToMoEConfig
 from .config import Calibration as Calibration
 from .config import Evaluation as Evaluation
 from .config import RunArgs as RunArgs

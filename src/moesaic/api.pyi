@@ -1,9 +1,9 @@
 # Written by scripts/api_stub.py (make docs-tables) from the configs of the methods.
 import torch
 from collections.abc import Sequence
-from moesaic.carve.dsmoe.config import DSMoEConfig
-from moesaic.carve.more.config import MoREConfig
-from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carving.dsmoe.config import DSMoEConfig
+from moesaic.carving.more.config import MoREConfig
+from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.config import Calibration
 from moesaic.data.text import Tokens
 from moesaic.estimates import estimate as estimate

@@ -27,7 +27,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", OMP_NUM_THREADS=
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 WARM = (
-    "moesaic.pipeline", "moesaic.report.page", "moesaic.exports", "moesaic.carve.more.method",
+    "moesaic.pipeline", "moesaic.report.page", "moesaic.exports", "moesaic.carving.more.method",
     "moesaic.methods.prune.pruning", "moesaic.observation.files", "moesaic.train.loop",
     "moesaic.metrics.measurement", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2_moe.modeling_qwen2_moe", "sklearn.cluster", "scipy.optimize",

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 import moesaic
 from moesaic import MoesaicError
 from moesaic.arch.lookup import base_arch
-from moesaic.carve.overlapping_layer import OverlappingLayer
-from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carving.overlapping_layer import OverlappingLayer
+from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.io.source import resolve
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream

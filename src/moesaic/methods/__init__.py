@@ -26,9 +26,9 @@ VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
 METHODS: Registry[type[MethodConfig]] = Registry(
     "moesaic.methods",
     {
-        "carve.more": "moesaic.carve.more.config:MoREConfig",
-        "carve.tomoe": "moesaic.carve.tomoe.config:ToMoEConfig",
-        "carve.dsmoe": "moesaic.carve.dsmoe.config:DSMoEConfig",
+        "carve.more": "moesaic.carving.more.config:MoREConfig",
+        "carve.tomoe": "moesaic.carving.tomoe.config:ToMoEConfig",
+        "carve.dsmoe": "moesaic.carving.dsmoe.config:DSMoEConfig",
         "prune.naee": "moesaic.methods.prune.config:PruneConfig",
         "slim.neurons": "moesaic.methods.slim.config:SlimConfig",
         "skip.naee": "moesaic.methods.skip.config:SkipConfig",

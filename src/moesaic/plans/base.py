@@ -342,8 +342,8 @@ def same(a: LayerPlan, b: LayerPlan) -> bool:
 KINDS: Registry[type[LayerPlan]] = Registry(
     "moesaic.plans",
     {
-        "carved": "moesaic.carve.carved_layer:CarvedLayer",
-        "overlapping": "moesaic.carve.overlapping_layer:OverlappingLayer",
+        "carved": "moesaic.carving.carved_layer:CarvedLayer",
+        "overlapping": "moesaic.carving.overlapping_layer:OverlappingLayer",
         "narrowed": "moesaic.plans.narrowed:NarrowedLayer",
         "pruned": "moesaic.plans.pruned:PrunedLayer",
         "slimmed": "moesaic.plans.slimmed:SlimmedLayer",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.dense import AttentionNames, Heads
-from moesaic.carve.budget import alignment
-from moesaic.carve.overlapping_layer import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
-from moesaic.carve.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
+from moesaic.carving.budget import alignment
+from moesaic.carving.overlapping_layer import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
+from moesaic.carving.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
 from moesaic.methods import figures
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON

@@ -22,7 +22,7 @@ class DSMoEConfig(MethodConfig):
         "Lv et al., DSMoE: Matrix-Partitioned Experts with Dynamic Routing for "
         "Computation-Efficient Dense LLMs"
     )
-    implementation: ClassVar[str] = "moesaic.carve.dsmoe.method:DSMoE"
+    implementation: ClassVar[str] = "moesaic.carving.dsmoe.method:DSMoE"
     library = ("accelerate", "train")
     variants: ClassVar[dict[str, str]] = {
         "top-k": "a fixed number of blocks (LLaMA-MoE)",

@@ -10,10 +10,10 @@ import torch
 
 from moesaic import hub
 from moesaic.arch.dense import Arch
-from moesaic.carve.budget import LayerSize, active_ratio, ffn_share, layer_sizes
-from moesaic.carve.carved_layer import CarvedLayer
-from moesaic.carve.dsmoe.config import DSMoEConfig
-from moesaic.carve.dsmoe.gates import SparseObjective
+from moesaic.carving.budget import LayerSize, active_ratio, ffn_share, layer_sizes
+from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.dsmoe.config import DSMoEConfig
+from moesaic.carving.dsmoe.gates import SparseObjective
 from moesaic.errors import MoesaicError
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.sentences import carved, number, some

@@ -46,8 +46,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Heads
-from moesaic.carve.budget import LayerSize
-from moesaic.carve.tomoe.config import ToMoEConfig
+from moesaic.carving.budget import LayerSize
+from moesaic.carving.tomoe.config import ToMoEConfig
 
 EMBEDDING, INPUT, HIDDEN = 128, 32, 64
 """d_e, and the sizes of the hypernetwork's input and of its state in each direction (Tab. 8)."""

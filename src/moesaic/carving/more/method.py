@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import Arch, DenseFFN
-from moesaic.carve.budget import (
+from moesaic.carving.budget import (
     LayerSize,
     Split,
     active_ratio,
@@ -19,10 +19,10 @@ from moesaic.carve.budget import (
     split_for_share,
     split_for_target,
 )
-from moesaic.carve.carved_ffn import NARROW
-from moesaic.carve.carved_layer import CarvedLayer
-from moesaic.carve.more.config import MoREConfig
-from moesaic.carve.more.formulas import (
+from moesaic.carving.carved_ffn import NARROW
+from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.more.config import MoREConfig
+from moesaic.carving.more.formulas import (
     COVERAGE,
     MoREStats,
     activated,

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
-from moesaic.carve.budget import layer_sizes
-from moesaic.carve.tomoe.config import ToMoEConfig
-from moesaic.carve.tomoe.masked import Masked
-from moesaic.carve.tomoe.masks import LayerShape, MaskingModules
+from moesaic.carving.budget import layer_sizes
+from moesaic.carving.tomoe.config import ToMoEConfig
+from moesaic.carving.tomoe.masked import Masked
+from moesaic.carving.tomoe.masks import LayerShape, MaskingModules
 from moesaic.data.text import Tokens
 from moesaic.distributed import process
 from moesaic.losses import predicting

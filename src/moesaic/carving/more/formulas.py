@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.carve.clustering import affinity_degree, cluster, fill, spectral_embedding
+from moesaic.carving.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.observation.stream import Site
 from moesaic.plans.regression import Ridge
 

@@ -24,7 +24,7 @@ class ToMoEConfig(MethodConfig):
         "Gao et al., ToMoE: Converting Dense Large Language Models to Mixture-of-Experts through "
         "Dynamic Structural Pruning, TMLR 2025"
     )
-    implementation: ClassVar[str] = "moesaic.carve.tomoe.method:ToMoE"
+    implementation: ClassVar[str] = "moesaic.carving.tomoe.method:ToMoE"
     library = ("accelerate", "train")
     variants: ClassVar[dict[str, str]] = {"more": "MoRE", "static": "static pruning"}
     bundles: ClassVar[dict[str, JSON]] = {"paper": PUBLISHED}

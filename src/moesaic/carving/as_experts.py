@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moesaic.arch.dense import Arch
-from moesaic.carve.targets import (
+from moesaic.carving.targets import (
     TARGETS,
     Layer,
     Sizes,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.carve.carved_ffn import CarvedFFN, carved_like, projections_like
-from moesaic.carve.carved_layer import CarvedLayer
-from moesaic.carve.heads import PartialAttention
-from moesaic.carve.overlapping_ffn import OverlappingFFN
-from moesaic.carve.routers import DRAWING
+from moesaic.carving.carved_ffn import CarvedFFN, carved_like, projections_like
+from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.heads import PartialAttention
+from moesaic.carving.overlapping_ffn import OverlappingFFN
+from moesaic.carving.routers import DRAWING
 from moesaic.errors import MoesaicError, shown
 from moesaic.modules.chance import Passage
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers

@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from moesaic.carve.dsmoe.config import DSMoEConfig
+from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.losses import next_token_loss, predicting
 from moesaic.train.objectives import Objective
 

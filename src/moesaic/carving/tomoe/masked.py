@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch
-from moesaic.carve.tomoe.masks import MaskingModules
+from moesaic.carving.tomoe.masks import MaskingModules
 
 
 class Masked:

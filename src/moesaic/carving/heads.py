@@ -85,7 +85,7 @@ class PartialAttention(nn.Module):
 
     Args:
         sizes: outputs of each projection, as they were.
-        header: of an :class:`~moesaic.carve.overlapping_layer.OverlappingLayer`.
+        header: of an :class:`~moesaic.carving.overlapping_layer.OverlappingLayer`.
         hidden_size: D.
         head_dim: A.
         value_start: the first row of the values in their projection.

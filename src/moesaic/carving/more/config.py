@@ -56,7 +56,7 @@ class MoREConfig(MethodConfig):
         "Zhang et al., Less Prune, MoRE Experts: Recognizing and Restructuring Latent Experts for "
         "Model Compression"
     )
-    implementation: ClassVar[str] = "moesaic.carve.more.method:MoRE"
+    implementation: ClassVar[str] = "moesaic.carving.more.method:MoRE"
     library = ("sklearn", "carve")
     variants: ClassVar[dict[str, str]] = {
         "static": "static pruning",

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 import torch
 
 from moesaic.arch.dense import Arch
-from moesaic.carve.budget import layer_sizes
-from moesaic.carve.more.config import MoREConfig, Variant
-from moesaic.carve.more.method import MoRE
-from moesaic.carve.overlapping_layer import OverlappingLayer
-from moesaic.carve.tomoe.config import ToMoEConfig
-from moesaic.carve.tomoe.decision import (
+from moesaic.carving.budget import layer_sizes
+from moesaic.carving.more.config import MoREConfig, Variant
+from moesaic.carving.more.method import MoRE
+from moesaic.carving.overlapping_layer import OverlappingLayer
+from moesaic.carving.tomoe.config import ToMoEConfig
+from moesaic.carving.tomoe.decision import (
     Learned,
     active_ratio,
     decide,
@@ -22,8 +22,8 @@ from moesaic.carve.tomoe.decision import (
     least_ratio,
     threshold_for,
 )
-from moesaic.carve.tomoe.masks import LayerShape, MaskingModules
-from moesaic.carve.tomoe.student import Student, StudentLoss, layer_shapes
+from moesaic.carving.tomoe.masks import LayerShape, MaskingModules
+from moesaic.carving.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.errors import MoesaicError
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.sentences import carved, number, some

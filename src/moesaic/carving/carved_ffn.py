@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, act_of, dense_ffn, weight_of
-from moesaic.carve.routers import DRAWING, WEIGHING, by_neuron, make_router, norm_scale
+from moesaic.carving.routers import DRAWING, WEIGHING, by_neuron, make_router, norm_scale
 from moesaic.modules.chance import Passage
 from moesaic.modules.phase import Phase
 from moesaic.types import Values
@@ -41,7 +41,7 @@ class CarvedFFN(nn.Module):
         names: which projection is gate, up and down.
         petals: neurons of each petal; what is left of the width is the backbone.
         top_k: petals a token runs.
-        routing: how they are chosen; see :mod:`moesaic.carve.routers`.
+        routing: how they are chosen; see :mod:`moesaic.carving.routers`.
         gate: options of a router that weighs.
         phase: tokens are routed at decoding alone, and prompts run every neuron; None: always.
         passage: the tokens that run, for routing that draws.
@@ -198,7 +198,7 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Modul
     Args:
         ffn: the base block.
         names: of its projections.
-        header: of a :class:`moesaic.carve.carved_layer.CarvedLayer`.
+        header: of a :class:`moesaic.carving.carved_layer.CarvedLayer`.
         layer: the decoder layer, which is told what runs where the header asks for that.
     """
     width = header["backbone"] + sum(header["petals"])

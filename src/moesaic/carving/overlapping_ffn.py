@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
-from moesaic.carve.carved_ffn import CarvedFFN
+from moesaic.carving.carved_ffn import CarvedFFN
 from moesaic.modules.chance import Passage
 
 FORMS = ("moe", "pseudo")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN, put
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.carve.carved_ffn import CarvedFFN, carved_like
-from moesaic.carve.routers import CHOOSING, WEIGHING, Router, by_neuron
+from moesaic.carving.carved_ffn import CarvedFFN, carved_like
+from moesaic.carving.routers import CHOOSING, WEIGHING, Router, by_neuron
 from moesaic.errors import shown
 from moesaic.plans.base import (
     Description,
@@ -59,7 +59,7 @@ class CarvedLayer(LayerPlan):
     top_k: int = 0
     """Experts that a token runs."""
     routing: str = "cosine"
-    """How they are chosen; see :mod:`moesaic.carve.routers`."""
+    """How they are chosen; see :mod:`moesaic.carving.routers`."""
     router_RD: Tensor | None = None
     """float32 (R, D): one row an expert."""
     down_DM: Tensor | None = None
@@ -190,7 +190,7 @@ class CarvedLayer(LayerPlan):
 
     @classmethod
     def exporter(cls, header: Header) -> Callable[..., Any] | None:
-        from moesaic.carve.as_experts import as_experts
+        from moesaic.carving.as_experts import as_experts
 
         return as_experts if header["petals"] else None
 
