@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 USER_VENV := .venv-user
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-vllm test-mlx test-llamacpp test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
+.PHONY: help demo test test-all test-vllm test-mlx test-llamacpp test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -38,6 +38,9 @@ test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto --dist worksteal
+
+test-all: test  ## The laws on every architecture, too
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto --dist worksteal -m nightly
 
 build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
 	scripts/setup_llamacpp.sh $(VENV) build/llamacpp

@@ -29,6 +29,19 @@ settings.register_profile("moesaic", derandomize=True)
 settings.load_profile("moesaic")
 
 
+BY_DAY = {"llama", "gemma2", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"}
+"""Architectures that span the rules; laws are tried on the others by ``make test-all``."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {}).values()
+        named = {value for value in values if isinstance(value, str)} & {*DENSE, *MOE}
+        if named - BY_DAY:
+            item.add_marker("nightly")
+
+
 @pytest.fixture(params=sorted(DENSE))
 def model_type(request: pytest.FixtureRequest) -> str:
     """Every dense architecture of the table."""

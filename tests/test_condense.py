@@ -330,7 +330,7 @@ def test_a_race_takes_less_text_and_chooses_the_same(
             raise KeyboardInterrupt
         return sums(self, chosen, candidates, leg)
 
-    run = {"calibration": tokens, "progress": folder}
+    run = {"calibration": tokens, "resume_from": folder}
     monkeypatch.setattr(LayerSearch, "sums", stopped)
     with pytest.raises(KeyboardInterrupt):
         condense(model, config, **run)
@@ -624,7 +624,7 @@ def test_a_recipe_condenses_and_says_what_it_did(tmp_path: Path, tokenizer: Any)
     tiny_moe("qwen2_moe").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     recipe = parse_recipe(
-        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n- condense: {{layers: 2}}\n"
+        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n- condense: {{count: 2}}\n"
         "calibration: {samples: 4, length: 32}\n"
         "evaluation: {length: 32, max_tokens: 256, rounds: 0, compare: ['1']}\n"
     )

@@ -20,7 +20,7 @@ from moesaic.io import dtypes
 from moesaic.io.dtypes import has_products, working_type
 from moesaic.io.source import Source
 
-QUICK = {"source": pages("calibration"), "samples": 12, "length": 32}
+QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
 CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
 
 
@@ -103,7 +103,7 @@ def test_it_is_measured_in_float32_and_said_once(
         model=str(folder),
         out=str(tmp_path / "out"),
         steps=(SlimConfig(keep=0.5, multiple=1),),
-        calibration=Calibration(**QUICK),
+        calibration=Calibration(QUICK["calibration"], 12, 32),
         evaluation=text,
     )
     record = run_recipe(asked)
@@ -127,7 +127,7 @@ def test_what_was_begun_in_one_type_is_not_continued_in_another(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on another machine."""
-    asked = {"progress": tmp_path / "work", **QUICK}
+    asked = {"resume_from": tmp_path / "work", **QUICK}
     supported = partial(monkeypatch.setattr, torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
     supported(lambda: True)
     moesaic.slim(str(folder), CONFIG, **asked)

@@ -159,7 +159,7 @@ def test_layers_of_other_weights_are_not_resumed(
     """S4: B resumed in A's folder mixed both models' layers."""
     call, config = VERBS[verb]
     a, b = (loaded(Path(name)) if live else name for name in pair)
-    options = {"calibration": tokens, "progress": tmp_path / "kept"}
+    options = {"calibration": tokens, "resume_from": tmp_path / "kept"}
     call(a, config, **options)
     with pytest.raises(MoesaicError, match="another request") as refused:
         call(b, config, **options)
@@ -171,7 +171,7 @@ def test_layers_of_another_dtype_are_not_resumed(
     pair: tuple[str, str], tokens: Tokens, tmp_path: Path
 ) -> None:
     """S4: layers decided in float32 and in bfloat16 were mixed."""
-    options = {"calibration": tokens, "progress": tmp_path / "kept"}
+    options = {"calibration": tokens, "resume_from": tmp_path / "kept"}
     moesaic.prune(pair[0], PruneConfig(keep=5), **options)
     with pytest.raises(MoesaicError, match="dtype was 'torch.float32', is 'torch.bfloat16'"):
         moesaic.prune(pair[0], PruneConfig(keep=5), dtype=torch.bfloat16, **options)
@@ -286,7 +286,7 @@ def tuned(folder: Path, **changes: Any) -> Any:
     given = {"seed": 0, "text": rows(), "config": {}, "teacher": None, **changes}
     model = tiny_model("llama", seed=given["seed"])
     config = TuneConfig(**{"what": "all", **A_RUN, **given["config"]})
-    options = {"text": given["text"], "teacher": given["teacher"], "progress": folder}
+    options = {"text": given["text"], "teacher": given["teacher"], "resume_from": folder}
     return moesaic.tune(model, config, **options)
 
 
@@ -341,7 +341,7 @@ def test_methods_that_train_go_on_only_as_they_began(
     config: Any, other: Any, tokens: Tokens, tmp_path: Path
 ) -> None:
     """S5: DSMoE's resume looked at no option, ToMoE's at no weight."""
-    options = {"calibration": tokens, "progress": tmp_path}
+    options = {"calibration": tokens, "resume_from": tmp_path}
     moesaic.carve(tiny_model("llama"), config, **options)
     with pytest.raises(MoesaicError, match="another request"):
         moesaic.carve(tiny_model("llama"), other, **options)

@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from rich.console import Console
 
 from moesaic import MoesaicError, report
+from moesaic.bars import Plain
 from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.methods import implementation
@@ -186,7 +186,8 @@ def said(record):
 
 
 def printed(record, width=80):
-    console = Console(width=width, file=io.StringIO())
+    console = Plain()
+    console.width, console.file = width, io.StringIO()
     console.print(report.terminal(record))
     return console.file.getvalue()
 

@@ -56,7 +56,7 @@ from moesaic.surgery import apply_plan
 
 CONFIG = MoREConfig(active=0.8, layers="all")
 MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
-QUICK = {"source": pages("calibration"), "samples": 12, "length": 32}
+QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
 
 
 def weights(folder):
@@ -73,7 +73,7 @@ def recipe(folder, out, **changes):
         "model": str(folder),
         "out": str(out),
         "steps": (CONFIG,),
-        "calibration": Calibration(**QUICK),
+        "calibration": Calibration(QUICK["calibration"], 12, 32),
         "evaluation": Evaluation(
             pages("evaluation"), length=64, max_tokens=512, rounds=0, new_tokens=4
         ),

@@ -276,12 +276,14 @@ def _fit(
     """
     if not held.features:
         return held.y_TO
-    least = math.inf
+    best, least = -1, _square(held.y_TO)
     for n, w_FD in enumerate(ridge_path([fitted], start_FD, strengths, TRIAL_STEPS)):
         error_TD = held.y_TO - held.times(w_FD)
         if _square(error_TD) >= least:
             break
         best, trial_FD, left_TD, least = n, w_FD, error_TD, _square(error_TD)
+    if best < 0:
+        return held.y_TO
     sure = {}
     for i, change_WD in held.split(trial_FD).items():
         rows, h_NW = held.features[i]
