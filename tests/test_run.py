@@ -125,7 +125,7 @@ def test_a_result_shows_itself(llama_folder, tmp_path):
     perplexity = f"{result.scores['result'].perplexity:.4g}"
     assert f"result {perplexity}, original " in repr(result)
     assert (tmp_path / "result.svg").read_text("utf-8") == marked(svg)
-    assert svg == result._repr_html_()
+    assert result._repr_html_().endswith(svg)
     assert svg.startswith("<svg")
     assert "Tokens by layer" in svg
     shown = Console(width=120, file=io.StringIO())
