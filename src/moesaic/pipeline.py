@@ -118,7 +118,7 @@ def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[
     both = method & (every | text)
     to_method = {"seed"} & both if config is None else set()
     if not VERBS[name].calibrates:
-        to_method = both
+        to_method = {*both}
     if not isinstance(options.get("teacher"), str):  # which is then a loaded model
         to_method.discard("teacher")
     own = {key: options[key] for key in options if key in method - both or key in to_method}
