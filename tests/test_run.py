@@ -1,13 +1,12 @@
 """The story from end to end on tiny models: carve, save, load, measure, fail, resume."""
 
-import inspect
 import io
 import json
 import logging
 import math
 import shutil
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +42,6 @@ from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
-from moesaic.methods import VERBS, methods_of
 from moesaic.metrics import measurement as measuring
 from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing_counts import routers
@@ -526,27 +524,10 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
         run_recipe(replace(asked, out=str(tmp_path / "other"), evaluation=Evaluation()))
 
 
-@pytest.mark.parametrize("verb", ["carve", "prune", "slim", "condense", "skip", "tune", "observe"])
-def test_a_notebook_is_told_every_option(verb):
-    """``moesaic.prune?`` names what ``RunArgs.of`` takes, and nothing else."""
-    told = inspect.signature(getattr(moesaic, verb))
-    named = {p.name for p in told.parameters.values() if p.kind is p.KEYWORD_ONLY}
-    taken = {of.name for of in (*fields(RunArgs), *fields(Calibration))} - {
-        "model",
-        "source",
-        "text",
-    }
-    assert named - {"gram_mb", "overwrite", "resume"} == taken
-    assert all(f"    {name}: " in getattr(moesaic, verb).__doc__ for name in taken)
-    for config in methods_of(verb).values() if verb in VERBS else ():
-        assert config.__name__ in getattr(moesaic, verb).__doc__
-        assert all(f"    {of.name}: " in config.__doc__ for of in fields(config))
-
-
 def test_nothing_is_drawn_and_scores_fit_a_screen(llama_folder, capfd):
     enable_progress_bar()
     try:
-        result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
+        result = moesaic.carve(str(llama_folder), CONFIG, progress=False, **QUICK)
         result.evaluation = evaluation_tokens(pages("evaluation"), result.job.tokenizer, 64, 256)
         assert len(repr(result.scores)) < 1500
         assert is_progress_bar_enabled()
