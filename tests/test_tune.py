@@ -378,7 +378,7 @@ def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     recipe = parse_recipe(
         f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n"
-        "- condense: {layers: 1, keep: shared+routed}\n"
+        "- condense: {count: 1, keep: shared+routed}\n"
         "- tune: {train: prose, steps: 2, length: 32, lr: 0.01}\n"
         "calibration: {samples: 4, length: 32}\n"
         "evaluation: {length: 32, max_tokens: 64, rounds: 0}\n"

@@ -72,7 +72,7 @@ def commands(place: Path) -> list[Command]:
     text = str(place / "text.jsonl")
     recipe = place / "recipe.yaml"
     recipe.write_text(
-        f"model: {place / 'moe'}\nout: out\nsteps:\n- prune: {{keep: 6}}\n- condense: {{layers: 1}}"
+        f"model: {place / 'moe'}\nout: out\nsteps:\n- prune: {{keep: 6}}\n- condense: {{count: 1}}"
         f"\ncalibration: {{source: {text}, samples: 6, length: 32}}\n"
         f"evaluation: {{data: {place / 'other.jsonl'}, length: 32, max_tokens: 256, rounds: 0, "
         "new_tokens: 2}\n"
