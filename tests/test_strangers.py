@@ -394,7 +394,7 @@ def test_a_chat_template_is_rendered_as_transformers_does(
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles') }}")
     with pytest.raises(TemplateError, match="roles"):
         rendered(tokenizer, TURNS)
-    with pytest.raises(MoesaicError, match="refuses a conversation: roles"):
+    with pytest.raises(MoesaicError, match="refuses a conversation .roles"):
         calibration_tokens([{"messages": TURNS}], tokenizer, 1, 4)
 
 

@@ -395,6 +395,7 @@ def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
 # --- the stated loss, and what it is trained with ------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 @pytest.mark.parametrize("what", ["all", "lora"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
 def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(

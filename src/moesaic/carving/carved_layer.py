@@ -192,7 +192,7 @@ class CarvedLayer(LayerPlan):
     def exporter(cls, header: Header) -> Callable[..., Any] | None:
         from moesaic.carving.as_experts import as_experts
 
-        return as_experts if header["petals"] else None
+        return as_experts if header.get("petals") else None
 
     # --- refit -----------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ Shape suffixes: N experts, W neurons of an expert, D hidden size, A size of a he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -184,6 +184,10 @@ class OverlappingLayer(LayerPlan):
             dropped=dropped,
             active_attention=1 - idle / use.attention,
         )
+
+    @classmethod
+    def exporter(cls, header: Header) -> Callable[..., Any] | None:
+        return CarvedLayer.exporter(header)
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
