@@ -437,7 +437,6 @@ class Session:
             self.points,
             overwrite=self.overwrite,
             resume=self.resume,
-            tell=print_notice,
             rounding=[*self.rounding],
         )
         assert record is not None
