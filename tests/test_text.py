@@ -861,12 +861,12 @@ def test_text_beside_statistics_is_refused_or_read(
         used = json.loads(printed)["calibration"]
         assert used.keys() == {"stats", "fingerprint", "samples", "length", "sources"}
         assert {name: used[name] for name in own} == own
-        assert [source["windows"] for source in used["sources"]] == [6, 5]
+        assert [source["windows"] for source in used["sources"]] == [11]
     code, printed, err = command(*prune, "--refit", *shipped, "--samples", 4, "--length", 20)
     assert code == 0, err
     used = json.loads(printed)["calibration"]
     assert (used["samples"], used["length"], used["observed"]) == (4, 20, own)
-    assert [source["windows"] for source in used["sources"]] == [6, 5, 4]
+    assert [source["windows"] for source in used["sources"]] == [11, 4]
 
 
 def test_text_that_only_refits_is_not_measured_either(
