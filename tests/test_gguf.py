@@ -180,9 +180,13 @@ def quantised(file, type):
 
 def theirs(file, config):
     """transformers' own load; it does not read the experts' width."""
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, config=config, dtype=torch.float32
     )
+    model.hf_quantizer = None  # its values are plain: it may be saved
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
 
 
 def same(model, other):
