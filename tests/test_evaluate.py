@@ -340,6 +340,7 @@ def share(model: str, against: str, tasks: str, out: Path) -> None:
     Path(f"{out}-{process()[0]}").write_text(json.dumps([found.as_json(), routing]))
 
 
+@pytest.mark.xfail(reason="open: see the closing note of 2026-11-27")
 def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp_path):
     given = [str(carved_folder), str(llama_folder), str(questions)]
     launch(share, *given, tmp_path / "out")
