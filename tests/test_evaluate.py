@@ -356,8 +356,8 @@ def run_shared(recipe: str) -> None:
     join_processes()
     run_recipe(parse_recipe(recipe))
 
-@pytest.mark.xfail(reason="open: see the closing note of 2026-11-27")
 
+@pytest.mark.xfail(reason="open: see the closing note of 2026-11-27")
 def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp_path):
     """Each has a share of the batches, and the record is that of one process."""
     asked = (
