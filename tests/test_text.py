@@ -229,7 +229,7 @@ def test_a_recipe_may_give_text_as_a_mapping(tmp_path: Path) -> None:
     """S10: data_dir and split can be named."""
     text = (
         f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
-        "- carve: {method: dsmoe, train: [{name: a/b, data_dir: py, weight: 2}, {name: code}]}\n"
+        "- tune: {steps: 3, train: [{name: a/b, data_dir: py, weight: 2}, {name: code}]}\n"
         "calibration: {source: {name: a/b, config: en, split: 'train[:50%]'}}\n"
         "evaluation: {data: {name: a/b, config: en, split: 'train[50%:]'}}\n"
     )
@@ -327,7 +327,7 @@ def test_text_that_is_trained_on_is_not_measured_on(folder: Any, tmp_path: Path)
         check_apart([used], measured)
     text = (
         f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
-        f"- carve: {{method: dsmoe, train: '{file}'}}\nevaluation: {{data: '{file}'}}\n"
+        f"- tune: {{steps: 3, train: '{file}'}}\nevaluation: {{data: '{file}'}}\n"
     )
     with pytest.raises(MoesaicError, match="are calibrated or trained on too"):
         check_run(parse_recipe(text))
