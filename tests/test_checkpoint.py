@@ -157,12 +157,16 @@ def test_existing_out_needs_overwrite(tmp_path):
     assert (out / "config.json").read_text() == "2"
 
 
-def test_what_is_replaced_is_removed_when_the_new_folder_is_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_is_replaced_is_removed_when_the_new_folder_is_there(tmp_path, monkeypatch, exchange):
     """Killed at any moment, a name has a whole folder or none: one half removed looks foreign."""
     out, seen, removed = tmp_path / "out", [], shutil.rmtree
+    if not exchange:
+        monkeypatch.setattr("moesaic.io.outputs._exchanged", lambda one, other: False)
 
     def watched(path, **options):
-        if Path(path).name.endswith(".replaced") and Path(path).exists():
+        old = Path(path) / "config.json"
+        if old.exists() and old.read_text() == "1":
             seen.append((out / "config.json").read_text())
         removed(path, **options)
 
