@@ -340,7 +340,6 @@ def share(model: str, against: str, tasks: str, out: Path) -> None:
     Path(f"{out}-{process()[0]}").write_text(json.dumps([found.as_json(), routing]))
 
 
-@pytest.mark.xfail(reason="open: see the closing note of 2026-11-27")
 def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp_path):
     given = [str(carved_folder), str(llama_folder), str(questions)]
     launch(share, *given, tmp_path / "out")
@@ -357,7 +356,6 @@ def run_shared(recipe: str) -> None:
     run_recipe(parse_recipe(recipe))
 
 
-@pytest.mark.xfail(reason="open: see the closing note of 2026-11-27")
 def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp_path):
     """Each has a share of the batches, and the record is that of one process."""
     asked = (

@@ -188,10 +188,13 @@ def scored(
     result = Scored(tokens, measured, runs, together, device, dtype)
     if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
-        figures = {
-            name: measure_tasks(result.model(name), tokenizer, tasks, settings.limit)
-            for name in track(runs, "Tasks", len(runs))
-        }
+        asked = [] if process()[0] else [*runs]  # lm-eval answers the first process alone
+        (figures, *_) = gathered(
+            {
+                name: measure_tasks(result.model(name), tokenizer, tasks, settings.limit)
+                for name in track(asked, "Tasks", len(asked))
+            }
+        )
         for name, score in measured.items():
             measured[name] = with_tasks(score, figures[name], figures.get("original"))
     return result

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def measure_tasks(
     model: Model, tokenizer: Tokenizer, tasks: Sequence[Task], limit: int | None = None
 ) -> dict[str, JSON]:
-    """Return every task's figures, by its name. All processes compute all of them.
+    """Return every task's figures, by its name. Of several processes the first alone is answered.
 
     Args:
         model: in memory.
