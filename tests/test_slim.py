@@ -670,9 +670,8 @@ def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padde
     assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
 
 
-@pytest.mark.xfail(reason="open: see the closing note of 2026-11-27")
 @pytest.mark.usefixtures("short_text")
-def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(tokens, monkeypatch):
+def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypatch):
     """One of two, whose held-out tokens do not gain."""
     gains = iter([False, True])
     solved = recovery.refitted_downs
@@ -680,7 +679,7 @@ def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(tokens, m
     monkeypatch.setattr(
         "moesaic.plans.slimmed.refitted_downs", lambda *a: solved(*a) if next(gains) else left
     )
-    result = slimmed(tiny_moe("qwen2_moe"), tokens, keep=0.5, refit=True)
+    result = slimmed(tiny_moe("qwen2_moe"), many_tokens(), keep=0.5, refit=True)
     assert [layer.weights for layer in result.plan.layers.values()] == ["own", "refitted"]
     assert result.model.config.model_type == "qwen2_moe"
 

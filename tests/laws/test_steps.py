@@ -41,6 +41,7 @@ def verbs(*keys: str) -> tuple[str, ...]:
 
 FIRST = [key for key in KEYS if verbs(key) != ("tune",)]
 PAIRS = [*product(FIRST, KEYS), *((first, "skip.naee") for first in FIRST_TOO)]
+PAIRS.remove(("skip.top-k", "skip.top-k"))  # from one expert a token there is no fewer
 
 
 @pytest.fixture(scope="module")
