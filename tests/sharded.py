@@ -14,7 +14,7 @@ from accelerate import DistributedType, PartialState
 from builders import run_command
 from transformers import TrainerCallback
 
-from moesaic import train
+from moesaic.train import loop
 
 
 class _Death(TrainerCallback):
@@ -23,7 +23,7 @@ class _Death(TrainerCallback):
             os._exit(3)
 
 
-class _Loop(train._Loop):
+class _Loop(loop._Loop):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         assert self.is_fsdp_enabled
@@ -33,7 +33,7 @@ class _Loop(train._Loop):
     def finish(self, checkpoint: str | None) -> None:
         super().finish(checkpoint)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        assert all(isinstance(p, train.DTensor) for p in parameters)
+        assert all(isinstance(p, loop.DTensor) for p in parameters)
         assert any(p.to_local().numel() < p.numel() for p in parameters)
 
 
@@ -41,5 +41,5 @@ def main(*arguments: Any) -> None:
     """See above."""
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-    train._Loop = _Loop  # type: ignore[misc]
+    loop._Loop = _Loop  # type: ignore[misc]
     run_command(*arguments)

@@ -32,9 +32,7 @@ from moesaic.data.text import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.metrics.bench import _prompt
-from moesaic.metrics.gguf_engine import Engine
 from moesaic.metrics.score import score
-from moesaic.metrics.tasks import encoded
 from moesaic.report.frontier import points
 from moesaic.train.text import PackedText, answered, training_text
 
@@ -202,10 +200,6 @@ def test_records_say_so_and_nothing_is_compared_across(
         code, _, err = command("observe", model, tmp_path / f"stats-{name}", *text)
         assert code == 0, err
     assert len(points([*records.values()])) == 2, "two pictures: the text is not the same"
-    begun_, plain = (["--merge", tmp_path / f"stats-{name}"] for name in ("begun", "plain"))
-    code, _, err = command("observe", folder, tmp_path / "both", *begun_, *plain)
-    assert code == 2
-    assert "begin with BOS" in err
     given = ["--stats", tmp_path / "stats-begun", "--no-eval", "--json"]
     code, printed, err = command("prune", folder, tmp_path / "out", "--keep", 6, *given)
     assert code == 0, err
@@ -217,16 +211,8 @@ def test_prompts_begin_with_it_too(begun: Any, tmp_path: Path) -> None:
         tokenizer, config = begun, tiny_model("llama").config
 
     assert _prompt({"model": Source()}, 16)[0, 0] == BOS  # type: ignore[dict-item]
-    before, _ = encoded(begun, "Question: Why?\nAnswer:", " So")
+    HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
+    lm = HFLM(pretrained=tiny_model("llama"), tokenizer=begun, backend="causal")
+    before, _ = lm._encode_pair("Question: Why?\nAnswer:", " So")
     assert before[0] == BOS
     assert before.count(BOS) == 1
-
-    class Llama:
-        """llama-cpp-python's call, which adds BOS where the file says that there is one."""
-
-        def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-            return begun(text.decode(), add_special_tokens=add_bos)["input_ids"]  # type: ignore[no-any-return]
-
-    engine = Engine.__new__(Engine)
-    engine._llama = Llama()
-    assert engine.tokens("some text that is long enough", 4)[0, 0] == BOS

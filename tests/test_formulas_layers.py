@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import carved_layer, converted, tiny_model, tiny_moe
+from cases import many_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -425,14 +426,14 @@ def test_what_helps_by_chance_changes_nothing() -> None:
     assert changed <= 2
 
 
-def test_a_shared_path_that_loses_neurons_is_refitted_with_the_experts(tokens: Any) -> None:
+def test_a_shared_path_that_loses_neurons_is_refitted_with_the_experts() -> None:
     """Alone where all experts are whole: its new columns are the regression of what is missing."""
     model = tiny_moe("qwen2_moe")
     arch = moe_arch(model.config)
     layer = SlimmedLayer(
         torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20)
     )
-    for site in LayerStream(model, arch, tokens, [2], view=arch.mixture):
+    for site in LayerStream(model, arch, many_tokens(), [2], view=arch.mixture):
         new, found = layer.refit(site)
         whole = site.view.shared_ffn
         assert isinstance(new, SlimmedLayer)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from moesaic import CondenseConfig, RunArgs, Tokens, condense
 from moesaic.arch.lookup import moe_arch
+from moesaic.carving import clustering
 from moesaic.carving.budget import LayerSize, split_for_share, split_for_target
 from moesaic.carving.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.carving.more.formulas import petals_of, prototypes
 from moesaic.errors import MoesaicError
-from moesaic.methods import clustering
 from moesaic.methods.condense.divergence import cosine, js, kl
 from moesaic.methods.condense.experts import tail_exponent
 from moesaic.methods.prune.subsets import every_set, exhaustive

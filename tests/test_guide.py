@@ -276,7 +276,7 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     assert "experts in each of" in said
     assert "This machine: " in said
     assert "What can be tried: " in said
-    assert "KL from the original over MiB" in said
+    assert "What no other candidate beats" in said
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
     monkeypatch.chdir(saved.folder)

@@ -21,7 +21,7 @@ from builders import (
 from safetensors.torch import load_file, save_file
 
 import moesaic
-from moesaic import CondenseConfig, LExIConfig, PruneConfig, SkipConfig, SlimConfig, TuneConfig
+from moesaic import CondenseConfig, PruneConfig, SkipConfig, SlimConfig, TopKConfig, TuneConfig
 from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
 from moesaic.io.formats import BlockScaled
@@ -157,7 +157,7 @@ VERBS = {
     "condense": CondenseConfig(),
     "condense all": CondenseConfig(count=2, keep="nothing"),
     "skip": SkipConfig(),
-    "skip --top-k": LExIConfig(top_k=1),
+    "skip --top-k": TopKConfig(top_k=1),
 }
 
 

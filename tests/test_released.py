@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from builders import inside, loaded
-from moesaic.methods.lexi.config import LExIConfig
 from released import NEMOTRON_H, PUBLISHED, QWEN3_MOE, rebuilt
 from torch import Tensor
 
@@ -20,21 +19,21 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.carving.more.config import MoREConfig
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Machine, estimate, weight_bytes
+from moesaic.estimates import estimate, weight_bytes
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.skip.config import TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe
 
 TEXT = Tokens(torch.randint(1, 290, (8, 16), generator=torch.Generator().manual_seed(1)))
-MACHINE = Machine(1e9, 1e-5, 1e9, 1.0, 1)
 HALVED: list[tuple[str, Any]] = [
     ("prune", PruneConfig(keep=4)),
     ("slim", SlimConfig(keep=0.5)),
 ]
 CHANGED: list[tuple[str, Any]] = [
-    ("skip", LExIConfig(top_k=1)),
+    ("skip", TopKConfig(top_k=1)),
     ("condense", CondenseConfig(count=1, keep="attention")),
 ]
 OF_DENSE: list[tuple[str, Any]] = [
@@ -83,7 +82,7 @@ def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> Non
             assert error > 1e-5, verb
         if not (rounded or "text_config" in PUBLISHED[name]):
             loaded(out)
-        told = estimate(Recipe(str(base), "out", (config,), evaluation=None), MACHINE)
+        told = estimate(Recipe(str(base), "out", (config,), evaluation=None))
         # which layers are condensed moves offsets in the header, which is padded to 64
         assert abs(told.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense"), verb
         assert "config.json" in inside(out)
@@ -106,7 +105,7 @@ def test_a_number_changes_under_each_of_its_names(tmp_path: Path) -> None:
     """Also under those that transformers' class does not know."""
     for name in ("gpt-oss-20b", "Hunyuan-A13B", "LFM2-1.2B"):
         rebuilt(PUBLISHED[name], tmp_path / name)
-    skipped = verb_of("skip", str(tmp_path / "gpt-oss-20b"), LExIConfig(top_k=1), text=TEXT)
+    skipped = verb_of("skip", str(tmp_path / "gpt-oss-20b"), TopKConfig(top_k=1), text=TEXT)
     said = config_of(skipped.save(tmp_path / "skipped"))
     assert (said["num_experts_per_tok"], said["experts_per_token"]) == (1, 1)
     config = SlimConfig(keep=0.5, shared=0.5)
@@ -140,7 +139,7 @@ def test_what_cannot_be_done_is_refused_for_its_reason(
         lambda: verb_of("prune", str(base), PruneConfig(keep=4), text=TEXT),
         lambda: verb_of("slim", str(base), SlimConfig(keep=0.5), text=TEXT),
         lambda: evaluate(str(base), data=TEXT, stream=True),
-        lambda: estimate(Recipe(str(base), "out", (PruneConfig(keep=4),)), MACHINE),
+        lambda: estimate(Recipe(str(base), "out", (PruneConfig(keep=4),))),
     ):
         with pytest.raises(MoesaicError, match=words) as refusal:
             act()

@@ -29,14 +29,14 @@ COMMANDS = {
     "tomoe": ["carve", "--method", "tomoe", "--calibration", "prose", *TEXT],
 }
 OPTIONS = {
-    "tune": {"lr": 0.01},
+    "tune": {"lr": 0.01, "batch": 2},
     "tomoe": {"experts": 3, "active": 0.7, "length": 32, "lr": 0.03},
 }
 
 
 def command(key: str, model: Path, out: Path, **more: object) -> list[object]:
     verb, *rest = COMMANDS[key]
-    options = {**OPTIONS[key], "steps": 4, "batch": 2, "save_every": 2, **more}
+    options = {**OPTIONS[key], "steps": 4, "save_every": 2, **more}
     return [verb, model, out, *rest, *(p for k, v in options.items() for p in ("-o", f"{k}={v}"))]
 
 

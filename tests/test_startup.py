@@ -30,7 +30,7 @@ COMMANDS = [
     ["carve", "./no/such/folder", "out"],
     ["carve", "tiny-dense", "{existing}"],
     ["prune", "tiny-moe", "out", "--keep", "5", "--padding"],
-    ["prune", "tiny-moe", "out"],
+    ["slim", "tiny-moe", "out", "--keep", "0"],
     ["condense", "tiny-moe", "out", "--count", "2", "--active", "100"],
     ["skip", "tiny-moe", "out", "--quantile", "7"],
     ["tune", "tiny-moe", "out", "--what", "routers"],
