@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -151,5 +152,7 @@ def _with_lora(model: Model, rank: int) -> tuple[Model, dict[str, torch.nn.Param
     except ImportError as error:
         raise MoesaicError("what lora needs: pip install peft") from error
     options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+    with warnings.catch_warnings():  # peft has patterns of its own for parameters not trained here
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     return adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad}
