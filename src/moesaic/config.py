@@ -374,7 +374,7 @@ class Evaluation(Options):
         flag="--baseline",
     )
     rounds: int = option(
-        3, "Rounds of the speed comparison; 0 leaves speed and memory out.", minimum=0, seldom=True
+        5, "Rounds of the speed comparison; 0 leaves speed and memory out.", minimum=0, seldom=True
     )
     prompt: str = option("The capital of France is", "Continued by every model.", seldom=True)
     new_tokens: int = option(40, "Tokens that the prompt is continued by.", minimum=1, seldom=True)

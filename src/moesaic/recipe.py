@@ -326,7 +326,9 @@ def checked(cls: type[D], data: object, where: str) -> D:
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
         names = [f.name for f in fields(cls)]
         if first["type"] == "unexpected_keyword_argument":
-            owner = f" of {cls.name}" if issubclass(cls, MethodConfig) else ""
+            owner = ""
+            if issubclass(cls, MethodConfig):
+                owner = f" of {cls.name if len(methods_of(cls.verb)) > 1 else cls.verb}"
             raise MoesaicError(
                 f"{place} is not an option{owner}; known: {', '.join(names)}."
                 f"{meant(first['loc'][-1], names)}"

@@ -130,5 +130,8 @@ def moe_arch(config: Config) -> MoEArch:
     format_of(quantization_of(config))
     arch = base_arch(config)
     if not isinstance(arch, MoEArch):
-        raise MoesaicError(f"{config.model_type} has no routed experts: carve it first.")
+        raise MoesaicError(
+            f"{config.model_type} has no routed experts. For a smaller file: slim. For fewer "
+            "weights per token: carve."
+        )
     return arch

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from moesaic.record import Record
 
-ALL = "--help-all"
+HELP, ALL = ["-h", "--help"], "--help-all"
 RUNS = ("dry_run", "overwrite", "resume", "push", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
 LAST = (*RUNS, "evaluate", "merge")
@@ -46,12 +46,21 @@ class Guided(TyperGroup):
     ) -> tuple[str | None, Command | None, list[str]]:
         """The command that words are of, its name, and its own words."""
         word = args[0]
+        if word == "help":
+            named = [name for name in args[1:2] if name in self.commands]
+            if named:
+                return named[0], self.commands[named[0]], ["--help"]
+            typer.echo(ctx.get_help())
+            ctx.exit()
         if word not in self.commands and names_model(word):
             return GUIDE, self.commands[GUIDE], args
         if word not in self.commands and not word.startswith("-"):
             commands = [name for name, command in self.commands.items() if not command.hidden]
             hint = meant(word, [*commands, *NAMES])
-            raise MoesaicError(f"No such command: {word}. Models by name: {MODELS}.{hint}")
+            raise MoesaicError(
+                f"No such command: {word}.{hint} Commands: {', '.join(commands)} (moesaic --help "
+                f"describes them). Models by name: {MODELS}."
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -61,6 +70,7 @@ app = typer.Typer(
     "searches, and offers what to do with what it finds.",
     epilog="Examples: moesaic tiny-moe, moesaic prune tiny-moe out --keep 6",
     no_args_is_help=True,
+    context_settings={"help_option_names": HELP},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -71,6 +81,10 @@ class Brief(TyperCommand):
 
     options: ClassVar[Sequence[Option]] = ()
     example: ClassVar[str] = ""
+
+    def get_help_option_names(self, ctx: Context) -> list[str]:
+        """Return them in their order, which click takes from a set."""
+        return sorted(super().get_help_option_names(ctx), key=ctx.help_option_names.index)
 
     def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the help of the method that ``--method`` names, else of the first one."""
@@ -163,7 +177,7 @@ def register(
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     vars(command)["__signature__"] = signature.replace(parameters=ordered)
     cls = type("Brief", (Brief,), {"options": options, "example": example})
-    names = ["--help", ALL] if any(o.common for o in options) else ["--help"]
+    names = [*HELP, ALL] if any(o.common for o in options) else HELP
     app.command(
         name,
         cls=cls,

@@ -84,12 +84,14 @@ class Option:
         """As a parameter of a function that typer takes."""
         kind = list[str] if self.kind is list else self.kind
         words = {bool: None, int: "INT", float: "NUMBER"}
+        parser = {int: _whole, float: _number}.get(self.kind)
         info = typer.Option(
             *self.flag.split(),
             help=self.help,
             metavar=self.metavar or words.get(self.kind, "TEXT"),
             show_default=False,
             hidden=self.hidden,
+            parser=parser,
         )
         annotation: object = Annotated[kind | None, info]
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -100,6 +102,24 @@ class Option:
         if self.commas:
             return [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if self.kind is list else value
+
+
+def _number(text: str) -> float:
+    """Return a number that a user wrote."""
+    try:
+        return float(text)
+    except ValueError:
+        share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+        hint = f"; {text.strip()} is {float(share[1]) / 100:g}" if share else ""
+        raise typer.BadParameter(f"{text!r} is not a number{hint}.") from None
+
+
+def _whole(text: str) -> int:
+    """Return a whole number that a user wrote."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number.") from None
 
 
 def option(config: type[DataclassInstance], name: str, *, flag: str = "", help: str = "") -> Option:

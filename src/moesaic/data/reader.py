@@ -256,7 +256,8 @@ def check_there(source: TextSource) -> None:
         if path.stat().st_size == 0:
             raise MoesaicError(f"{source.name} is empty.")
         return
-    if path.suffix in FILES or source.name.startswith((".", "/")):
+    stray = path.suffix and "/" not in source.name  # a data set has its owner before a slash
+    if path.suffix in FILES or source.name.startswith((".", "/")) or stray:
         raise MoesaicError(f"No text file at {source.name}.")
 
 
@@ -378,6 +379,9 @@ def _readable(where: str) -> Iterator[None]:
         yield
     except (ValueError, OSError, RecursionError) as error:
         kind = Path(where).suffix or "text"
+        if kind != "text" and kind not in FILES:
+            kinds = ", ".join(sorted(FILES))
+            raise MoesaicError(f"{where} is not text ({error}). Give {kinds}.") from error
         raise MoesaicError(f"{where} cannot be read as {kind}: {error}") from error
 
 

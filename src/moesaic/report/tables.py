@@ -201,9 +201,11 @@ TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
 
 
 def ratio_cell(record: Record, what: str) -> Cell:
-    """A speed relative to the original's, in words too."""
+    """Return a speed relative to the original's, in words too; no number where it is unclear."""
     ratio = figure(record.measured, "speed_ratio", what)
     word = pace(ratio, _ratio_spread(record, what))
+    if word == UNCLEAR:
+        return Cell("", word, TONES[word], ratio)
     return Cell(numbers.times(ratio), word, TONES.get(word, ""), ratio)
 
 
