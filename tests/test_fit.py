@@ -385,7 +385,7 @@ def test_the_original_alone_may_be_best(
     assert {f.name for f in (out / "moesaic").iterdir()} >= {"model-q8_0.gguf", "result.json"}
     (said,) = words.summary(record)
     assert re.fullmatch(
-        r"moesaic/model-q8_0.gguf has [\d.]+\sMiB, perplexity [\d.]+, and is 0.000 nats .*",
+        r"moesaic/model-q8_0.gguf has [\d.]+\sMB, perplexity [\d.]+, and is 0.000 nats .*",
         said.text,
     )
 

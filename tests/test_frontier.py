@@ -132,7 +132,7 @@ def test_what_a_search_tried_is_drawn():
     assert drawing.count("point result") == 1
     assert drawing.count("point comparison") == 2
     assert drawing.count("point beaten") == 1
-    assert "slim: 1.00\N{NO-BREAK SPACE}MiB, KL 0.200<" in drawing
+    assert "slim: 1.05\N{NO-BREAK SPACE}MB, KL 0.200<" in drawing
     assert "front" not in drawing  # the chosen one is smaller and loses less than the other
 
 

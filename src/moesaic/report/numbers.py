@@ -127,13 +127,12 @@ def duration(seconds: float) -> str:
 
 @_any
 def memory(size: float) -> str:
-    """Bytes, in binary units, to three digits.
+    """Return bytes in decimal units, as budgets are given, to three digits.
 
     >>> [memory(v).replace(NBSP, " ") for v in (4_195_250_176, 734_003_200, 7_261_056)]
-    ['3.91 GiB', '700 MiB', '6.92 MiB']
+    ['4.20 GB', '734 MB', '7.26 MB']
     """
-    gib = size / 2**30
-    return f"{rate(gib)}{NBSP}GiB" if gib >= 1 else f"{rate(size / 2**20)}{NBSP}MiB"
+    return f"{rate(size / 1e9)}{NBSP}GB" if size >= 1e9 else f"{rate(size / 1e6)}{NBSP}MB"
 
 
 def between(least: int, most: int) -> str:
