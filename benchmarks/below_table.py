@@ -1,4 +1,4 @@
-"""The table and the picture of docs/frontier.md: KL over bytes, above and below plain types.
+"""The tables and pictures of docs/frontier.md and README: KL over bytes, above and below plain types.
 
 python benchmarks/below_table.py       writes them, from below.json
 """
@@ -23,6 +23,8 @@ Points = dict[tuple[str, str], list[tuple[float, ...]]]
 SOURCES = ("prose", "reference", "code")
 COLUMNS = 3
 """Panels of a line."""
+INK = "#7d858c"
+"""Of text that is read on white and on black."""
 DRAWN = (
     "q6_k",
     "q5_k_m",
@@ -73,10 +75,41 @@ def table(rows: Points) -> Iterator[str]:
         yield f"| {words} | {' | '.join(figures)} |"
 
 
+GAINS = (
+    ("SmolLM2-135M, dense", "smollm2", "iq3_xxs", "fit --memory 86958KB"),
+    ("eight copies of SmolLM2", "smollm2-mixture", "q4_k_m", "2 of eight, q8_0"),
+    ("wide-moe", "wide-moe", "iq2_xxs", "fit --memory 3947KB"),
+    ("tiny-moe", "tiny-moe", "iq1_s", "fit --memory 2614KB"),
+    ("tiny-moe", "tiny-moe", "by layer", "fit --memory 2090KB"),
+    ("tiny-moe", "tiny-moe", "iq3_xxs", "fit --memory 3315KB"),
+    ("SmolLM2-135M, dense", "smollm2", "iq3_xxs", "slim to 3/5, iq3_xxs"),
+)
+"""README's rows: what a model is called and its name, a plain quantised file, and ours."""
+
+
+def gains(record: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: a plain quantised file, and ours of its bytes or less."""
+    models = {
+        model: {name.replace("`", ""): points for (_, name), points in rows.items()}
+        for model, rows in grouped(record).items()
+    }
+    yield "| model | quantised alone | MB | KL | Moesaic | MB | KL |"
+    yield "|---|---|---:|---:|---|---:|---:|"
+    for called, model, plain, ours in GAINS:
+        cells = [called]
+        for name in (plain, ours):
+            points = models[model][name.removeprefix("fit ")]
+            sizes, kls, *_ = zip(*points, strict=True)
+            label = {"by layer": "types by layer"}.get(name, name)
+            cells += [f"`{label}`", stats([mean(sizes)], 2), stats(kls, 3)]
+        yield f"| {' | '.join(cells)} |"
+
+
 def tables() -> dict[str, str]:
     """By name."""
-    of_models = {f"below-{model}": table(rows) for model, rows in grouped(read("below")).items()}
-    written = {**of_models, "skills": skills(read("skills"))}
+    record = read("below")
+    of_models = {f"below-{model}": table(rows) for model, rows in grouped(record).items()}
+    written = {**of_models, "skills": skills(read("skills")), "gains": gains(record)}
     return {name: "\n".join(lines) + "\n" for name, lines in written.items()}
 
 
@@ -139,9 +172,52 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+LABELLED = {
+    "by layer": ("the smallest quantised file", (9, 4)),
+    "--memory 2090KB": ("fit, of that size", (-8, -36)),
+    "--memory 1310KB": ("fit, smaller still", (9, 4)),
+}
+"""Points that README's picture names: what it says, and where."""
+
+
+def first(record: Mapping[str, Any], file: Path) -> None:
+    """README's picture: one mixture, quantised alone and by fit."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 13})
+    figure, axes = plt.subplots(figsize=(8.5, 4.2))
+    lines: dict[str, list[tuple[float, float]]] = {FIT: [], PLAIN: []}
+    for (kind, name), points in grouped(record)["tiny-moe"].items():
+        line = lines.get(PLAIN if kind == LAYERS else kind)
+        if line is None:
+            continue
+        point = mean(p[0] for p in points), mean(p[1] for p in points)
+        line.append(point)
+        words, place = LABELLED.get(name.replace("`", ""), ("", (0, 0)))
+        if words:
+            side = "right" if place[0] < 0 else "left"
+            axes.annotate(
+                f"{words}:\n{point[0]:.2f} MB, KL {point[1]:.2f}",
+                point, place, textcoords="offset points", ha=side, color=INK,
+            )  # fmt: skip
+    for kind, label in ((PLAIN, "quantised alone"), (FIT, "moesaic fit")):
+        axes.plot(*zip(*sorted(lines[kind]), strict=True), "o-", color=COLOURS[kind], label=label)
+    axes.set(yscale="log", xlim=(1.1, 4.4), ylim=(0.002, 1.2))
+    axes.set_xlabel("megabytes of the GGUF file", color=INK)
+    axes.set_ylabel("KL from the original", color=INK)
+    axes.tick_params(colors=INK, which="both")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(INK)
+    axes.legend(frameon=False, labelcolor=INK, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None}, transparent=True)
+
+
 def main() -> None:
-    page = DOCS / "frontier.md"
-    page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
+    for page in (DOCS / "frontier.md", DOCS.parent / "README.md"):
+        page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
+    first(read("below"), DOCS / "images" / "first.svg")
     picture(read("below"), DOCS / "images" / "below.svg")
 
 

@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/slim.md, and README's of mixtures.
+"""The tables and the picture of docs/slim.md.
 
 python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json,
                                       slim_refit.json and slim_refit_before.json
@@ -181,35 +181,6 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     )
 
 
-SHOWN = {
-    "slim --allocate layers+experts": "no: widths differ",
-    "slim --allocate experts": "no: widths differ",
-    "slim": "yes",
-    "slim --recipe paper": "no: widths differ",
-    "prune": "yes",
-    "prune --score reap": "yes",
-    "prune --recipe paper": "yes",
-    "prune --score frequency --no-refit": "yes",
-}
-"""README's rows, and whether a result is of the original's own architecture."""
-PAPERS = {"slim --recipe paper": " (CAMERA)", "prune --recipe paper": " (NAEE)"}
-
-
-def half(record: Mapping[str, Any]) -> Iterator[str]:
-    """README's table, Markdown: half of the experts' parameters."""
-    models = models_of(record)
-    yield f"| half of the experts' parameters | {' | KL | '.join(models)} | KL | native |"
-    yield "|---|" + "---:|---:|" * len(models) + "---|"
-    whole = [f"{record['results'][m]['ships']['perplexity']:.2f} | 0" for m in models]
-    yield f"| the original | {' | '.join(whole)} | |"
-    for command, native in SHOWN.items():
-        cells = []
-        for model in models:
-            runs = [f["ships"] for f in draws(record["results"], model, "0.5", command).values()]
-            cells += [stats([f["perplexity"] for f in runs], 2), stats([f["kl"] for f in runs], 3)]
-        yield f"| `{command}`{PAPERS.get(command, '')} | {' | '.join(cells)} | {native} |"
-
-
 REFITTED = ("slim --no-refit", "slim", "slim --allocate experts", "prune --no-refit", "prune")
 """The rows of each mixture that is refitted by former code too."""
 
@@ -253,13 +224,13 @@ def tables() -> dict[str, str]:
         for name in ("slim", "slim_mixture", "slim_refit", "slim_refit_before")
     )
     contents = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    contents |= {"halves": [*half(alone)], "refitted": [*refitted(*both)]}
+    contents["refitted"] = [*refitted(*both)]
     return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 
 def main() -> None:
-    for page in (HERE.parent / "README.md", HERE.parent / "docs" / "slim.md"):
-        page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
+    page = HERE.parent / "docs" / "slim.md"
+    page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
     panels = [
         (json.loads((HERE / f"{name}.json").read_text()), model)
         for name, models in (

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 WIDTH, HEIGHT = 80, 50
 WRONG = {
     "carve": ["tiny-moe out --method more", "tiny-dense out --active 2", "tiny-dense"],
-    "prune": ["tiny-dense out --keep 6", "tiny-moe out --keep 9", "tiny-moe out"],
+    "prune": ["tiny-dense out --keep 6", "tiny-moe out --keep 9", "tiny-moe"],
     "slim": ["tiny-moe out --keep 2", "tiny-moe"],
     "condense": ["tiny-dense out --count 2", "tiny-moe out --count 99"],
     "skip": ["tiny-dense out --quantile 0.5", "tiny-moe out --quantile 5"],
