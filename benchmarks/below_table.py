@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/frontier.md and README: KL over bytes, above and below plain types.
+"""The tables and pictures of docs/frontier.md and README: KL over bytes, beside plain types.
 
 python benchmarks/below_table.py       writes them, from below.json
 """

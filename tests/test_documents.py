@@ -246,7 +246,9 @@ def test_nobody_is_told_to_install_a_name_that_no_index_has() -> None:
     places = [*PAGES, *SCRIPTS, ROOT / "Dockerfile", *(ROOT / "src").rglob("*.py")]
     for place in {*places} - {ROOT / "src/moesaic/errors.py"}:  # which makes the right command
         text = place.read_text("utf-8").replace(how_to_install("tasks"), "")
-        assert not re.search(r"pip install [^\n`]*(?<![\w/])moesaic\b(?!\[\w+\] @ git\+)", text), place
+        assert not re.search(r"pip install [^\n`]*(?<![\w/])moesaic\b(?!\[\w+\] @ git\+)", text), (
+            place
+        )
     assert how_to_install() in (ROOT / "README.md").read_text("utf-8")
 
 

@@ -541,7 +541,8 @@ def test_model_card():
     assert yaml.safe_load(front) == {
         "base_model": "org/model",
         "library_name": "transformers",
-        "tags": ["moesaic", "mixture-of-experts"],
+        "base_model_relation": "finetune",
+        "tags": ["moesaic", "mixture-of-experts", "moe"],
         "pipeline_tag": "text-generation",
     }
     assert "````yaml\n" + recipe + "````" in body

@@ -18,7 +18,14 @@ HUB_IDS = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "gemma3-270m": "google/gemma-3-270m",
 }
-TAGS = ["moesaic", "mixture-of-experts"]
+TAGS = ("moesaic", "mixture-of-experts", "moe")
+TAGS_OF = {
+    "prune": ("expert-pruning", "pruned"),
+    "slim": ("pruned",),
+    "condense": ("expert-pruning", "pruned"),
+    "tune": ("finetuned",),
+}
+"""What people search for on the hub, by the verb of a step."""
 
 
 def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
@@ -33,7 +40,8 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
     front = {
         "base_model": HUB_IDS.get(model, model),
         "library_name": "transformers",
-        "tags": TAGS,
+        "base_model_relation": "finetune",  # of the hub's kinds the one for changed weights
+        "tags": [*TAGS, *dict.fromkeys(t for s in record.steps for t in TAGS_OF.get(s.verb, ()))],
         "pipeline_tag": "text-generation",
     }
     parts = [
