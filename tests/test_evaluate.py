@@ -526,3 +526,33 @@ def test_a_recipe_with_a_wrong_task_is_refused_before_any_work(llama_folder, tmp
     with pytest.raises(MoesaicError, match=r"tasks: no file at none.jsonl"):
         moesaic.run_recipe(wrong)
     assert not any(tmp_path.iterdir())
+
+
+def test_anybodys_checkpoint_is_judged(command, llama_folder, tmp_path):
+    """A sentence, KL with its interval, quantised files beside it; as Markdown, too."""
+    theirs = tiny_model("llama")
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "down_proj" in name:
+                weight.mul_(0.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    for file in llama_folder.glob("tokenizer*"):
+        (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
+    asked = ["eval", tmp_path / "theirs", "--against", llama_folder, "--max-tokens", 600]
+    asked += ["--length", 32, "--baseline", "q8_0"]
+    code, printed, err = command(*asked, "--json")
+    assert code == 0, err
+    figures = json.loads(printed)
+    low, high = figures["kl_interval"]
+    assert 0 <= low < figures["kl"] < high
+    assert 0 < figures["baselines"]["q8_0"]["kl"] < figures["kl"]
+    code, shown, _ = command(*asked)
+    assert code == 0
+    assert "KL from the original" in shown
+    code, card, _ = command(*asked, "--card")
+    assert code == 0
+    assert "| KL from the original, nats | – |" in card
+    assert "q8\\_0" in card
+    for wrong in (["--card"], ["--baseline", "q8_0"]):
+        code, _, err = command("eval", tmp_path / "theirs", *wrong)
+        assert (code, "needs --against" in err) == (2, True), err

@@ -430,7 +430,7 @@ def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
     assert scores["q4_0"]["perplexity"] == again.perplexity
     assert record.measured["files"]["q4_0"] == scores["q4_0"]["total_bytes"] == size
     said = " ".join(sentence.text for sentence in words.summary(record))
-    assert "The original rounded to q8_0, " in said
+    assert "The original quantised to q8_0, " in said
     names = [point.kind for point in frontier.points([record])[str(moe_folder.name)]]
     assert {"q8_0", "q4_0"} <= set(names)
 

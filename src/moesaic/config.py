@@ -369,7 +369,7 @@ class Evaluation(Options):
     )
     baselines: tuple[str, ...] = option(
         (),
-        "Also measure the original rounded to this type, as a GGUF file of it is: q8_0, q5_0 or "
+        "Also measure the original quantised to this type, as a GGUF file of it is: q8_0, q5_0 or "
         "q4_0. Repeatable.",
         flag="--baseline",
     )

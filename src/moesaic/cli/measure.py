@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,7 @@ from moesaic.types import JSON
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from moesaic.record import Record
 
 Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
 Original = Annotated[
@@ -44,14 +46,17 @@ def place(options: JSON) -> JSON:
 def evaluate(
     model: Model,
     against: Original = None,
+    card: Annotated[bool, typer.Option("--card", help="Print Markdown for a model card.")] = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
-    """Measure perplexity, size and active ratio; tasks; beside another model."""
+    """Judge any checkpoint beside its original: KL, perplexity, size, tasks, quantised files."""
     for name in (model, against or model):
         check_name(name)
     where = place(options)
     evaluation = Evaluation(**options)  # before anything slow is imported
+    if not against and (card or evaluation.baselines):
+        raise MoesaicError(f"{'card' if card else 'baselines'} needs against=ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
     settings = {**options, **where}
     from moesaic.bars import bars
@@ -62,10 +67,38 @@ def evaluate(
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
-    by_model = {model: result}
-    if against:
-        by_model[beside(model, against)] = result["against"]
-    emit(as_json, figures, score_tables(by_model, evaluation.max_tokens))
+    if not against:
+        emit(as_json, figures, score_tables({model: result}, evaluation.max_tokens))
+        return
+    from moesaic import report
+
+    record = judged(model, against, figures, evaluation)
+    if card and not as_json:
+        sys.stdout.write(report.verdict(record))
+    else:
+        emit(as_json, figures, report.terminal(record))
+
+
+def judged(model: str, against: str, figures: JSON, evaluation: Evaluation) -> Record:
+    """Return the figures of ``eval`` as the record of a run that made the one of the other."""
+    from moesaic.io.source import resolve
+    from moesaic.record import Record
+
+    sources = {"original": resolve(against), "result": resolve(model)}
+    baselines: JSON = figures.get("baselines", {})
+    files = {name: source.checkpoint.nbytes() for name, source in sources.items()}
+    files |= {name: scores["total_bytes"] for name, scores in baselines.items()}
+    measured = {
+        "evaluation": {"data": evaluation.data or "shipped", "length": evaluation.length or 512},
+        "files": files,
+        "scores": {"original": figures["against"], "result": figures, **baselines},
+    }
+    model_type = str(sources["result"].config.model_type)
+    native = model_type == sources["original"].config.model_type
+    return Record(
+        model=against, out=model, model_type=model_type, native=native, steps=[], layers=[],
+        measured=measured,
+    )  # fmt: skip
 
 
 def beside(model: str, against: str) -> str:
@@ -174,7 +207,7 @@ def generate(
 def commands() -> None:
     """Make these commands."""
     names = ("tasks", "limit", "shots", "generations", "stream", "data", "length", "max_tokens")
-    text = [option(Evaluation, name) for name in names]
+    text = [option(Evaluation, name) for name in (*names, "baselines")]
     speed = [option(Bench, field.name) for field in fields(Bench)]
     where = [DEVICE, DTYPE]
     register("eval", evaluate, "moesaic eval out --against smollm2", [*text, *where])

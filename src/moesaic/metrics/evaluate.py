@@ -49,6 +49,7 @@ def evaluate(
     shots: int | None = Evaluation.shots,
     generations: bool = Evaluation.generations,
     stream: bool = Evaluation.stream,
+    baselines: Sequence[str] = Evaluation.baselines,
     tokenizer: Tokenizer | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
@@ -73,6 +74,8 @@ def evaluate(
         shots: examples before each question; None for the task's own.
         generations: continue fixed prompts, and tell how the continuations repeat themselves.
         stream: read models given by name layer by layer in any case.
+        baselines: types of :data:`~moesaic.config.ROUNDED`; the original, given by name, is
+            measured quantised to each.
         tokenizer: for texts and tasks, when ``model`` is loaded.
         device: where to compute, when a model is a name.
         dtype: floating-point type, when a model is a name; None for the checkpoint's own.
@@ -93,12 +96,16 @@ def evaluate(
         shots=shots,
         generations=generations,
         stream=stream,
+        baselines=tuple(baselines),
     )
     models = {"model": source_or_model(model, revision, token)}
     if against is not None:
         models["original"] = source_or_model(against)
     if tokenizer is None and isinstance(model, Made):
         tokenizer = model.tokenizer
+    original = models.get("original")
+    if baselines and not isinstance(original, Source):
+        raise MoesaicError("baselines are of the original: pass its name or folder as against.")
     tokenizer = _tokenizer(models, data, settings, tokenizer)
     tokens = _tokens(models["model"], data, tokenizer, settings)
     for each in models.values():
@@ -112,7 +119,17 @@ def evaluate(
         for name in models:
             repetition = repeated(result.model(name), tokenizer, track=track)
             result.scores[name] = replace(result.scores[name], generations=repetition)
-    return replace(result.scores["model"], against=result.scores.get("original"))
+    quantised: dict[str, Score] = {}
+    if baselines and isinstance(original, Source):
+        from moesaic.metrics.rounding import rounded_scores
+
+        if not have_room([original], device, torch.float32):
+            raise MoesaicError(f"baselines needs {original.name} in float32, and it does not fit.")
+        reference = Layerwise(original, device, dtype, keep=True)
+        rounded = rounded_scores(original, reference, tokens, baselines, device, track)
+        quantised = {type: score for type, score, _ in rounded}
+    against_score = result.scores.get("original")
+    return replace(result.scores["model"], against=against_score, baselines=quantised)
 
 
 @dataclass

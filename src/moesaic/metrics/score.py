@@ -91,6 +91,17 @@ class Score(Quality):
     """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
     against: Score | None = None
     """The model that this one was compared with."""
+    baselines: Mapping[str, Score] = field(default_factory=dict, repr=False)
+    """By type, the original quantised to it, compared with the original."""
+
+    @property
+    def kl_interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of ``kl``, by its spread over windows; None of one window."""
+        if len(self.kl_N) < 2:
+            return None
+        kl_N = torch.tensor(self.kl_N, dtype=torch.float64)
+        error = 1.96 * (kl_N.std() / len(kl_N) ** 0.5).item()
+        return max(kl_N.mean().item() - error, 0.0), kl_N.mean().item() + error
 
     def __repr__(self) -> str:
         """Quality and size, in one line."""
@@ -118,6 +129,10 @@ class Score(Quality):
             value = getattr(self, name)
             if value not in (None, {}):
                 figures[name] = value
+        if self.kl_interval:
+            figures["kl_interval"] = [*self.kl_interval]
+        if self.baselines:
+            figures["baselines"] = {name: s.as_json() for name, s in self.baselines.items()}
         if self.against is not None:
             figures["against"] = self.against.as_json()
         return figures

@@ -4,7 +4,7 @@ Nothing here measures, and nothing is known here of any method: everything that 
 was done stands in the record. What was not measured is left out.
 """
 
-from moesaic.report.card import model_card
+from moesaic.report.card import model_card, verdict
 from moesaic.report.console import terminal
 from moesaic.report.page import html
 from moesaic.report.picture import frontier_picture, picture
@@ -19,4 +19,5 @@ __all__ = [
     "speed_words",
     "terminal",
     "title",
+    "verdict",
 ]

@@ -88,6 +88,11 @@ def _loading(record: Record, repo: str) -> str:
     return f"## Loading it\n\n{needs}\n\n{_fence(code, 'python')}"
 
 
+def verdict(record: Record) -> str:
+    """Return what was measured of any model beside its original, as Markdown for a card."""
+    return printable("\n\n".join([_inline(words.outcome(record)), *_measured(record)]) + "\n")
+
+
 def _measured(record: Record) -> list[str]:
     """What was measured: a list, tables, and on what."""
     lines = []

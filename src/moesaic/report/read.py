@@ -73,7 +73,7 @@ def unit(record: Record) -> str:
 def variants(record: Record) -> dict[str, str]:
     """Comparisons in words, by name."""
     described = {name: words for step in record.steps for name, words in step.variants.items()}
-    return described | {name: f"the original rounded to {name}" for name in rounded(record)}
+    return described | {name: f"the original quantised to {name}" for name in rounded(record)}
 
 
 def rounded(record: Record) -> list[str]:
@@ -123,7 +123,9 @@ def done(record: Record) -> str:
 
 
 def title(record: Record) -> str:
-    """One line: what was made of what, how far."""
+    """Return one line: what was made of what, how far; or what was measured beside what."""
+    if not record.steps:
+        return f"{model_name(record)} and {record.out}"
     return ", ".join(part for part in (model_name(record), done(record)) if part)
 
 

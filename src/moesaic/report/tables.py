@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from moesaic.data.questions import HEADLINE
@@ -63,6 +63,14 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
 )
 
 
+def _with_interval(record: Record, name: str, kl: Cell) -> Cell:
+    """Return a model's KL with half of its 95 % interval beside it, where that is known."""
+    interval = _pair(record.measured, "scores", name, "kl_interval")
+    if interval is None or not kl.text:
+        return kl
+    return replace(kl, note=f"± {numbers.share((interval[1] - interval[0]) / 2)}")
+
+
 def score_table(record: Record) -> Table:
     """Quality and size of all models that were scored; no rows if none was.
 
@@ -74,6 +82,11 @@ def score_table(record: Record) -> Table:
         key: (label, [cell(form, figure(scores, name, key)) for name in columns])
         for label, key, form in SCORES
     }
+    if "kl" in rows:
+        rows["kl"] = (
+            rows["kl"][0],
+            [_with_interval(record, n, c) for n, c in zip(columns, rows["kl"][1], strict=True)],
+        )
     files = [cell(numbers.memory, read.size(record, name, "on disk")) for name in columns]
     stored = [cell(tenths, read.stored_ratio(record, name)) for name in columns]
     rows["files"] = "files on disk", files

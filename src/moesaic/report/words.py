@@ -260,7 +260,7 @@ def _where(record: Record, name: str) -> str:
     if name in read.rounded(record):
         sizes = (read.size(record, n, "on disk") for n in (name, "result"))
         theirs, ours = map(numbers.memory, sizes)
-        return f", {theirs} for {ours},"
+        return f", {theirs} against {ours},"
     what, ratio = read.compared_ratio(record)
     theirs, ours = (numbers.percent(ratio(n), 1) for n in (name, "result"))
     if numbers.NONE in (theirs, ours):
