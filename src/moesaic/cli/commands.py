@@ -299,6 +299,7 @@ def _foretell(recipe: Recipe, as_json: bool) -> None:
 def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     """Run a recipe; None in all processes but the first."""
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    print_start(recipe.model)
     from moesaic import pipeline
     from moesaic.bars import bars
 
@@ -312,6 +313,13 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
         return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
         interrupted(recipe.out)
+
+
+def print_start(model: str) -> None:
+    """Print on a terminal's stderr that a model is read, before libraries take seconds to import."""
+    if sys.stderr.isatty():
+        sys.stderr.write(bounded(f"Reading {model} ...") + "\n")
+        sys.stderr.flush()
 
 
 def print_notice(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.commands import columns, emit, register
+from moesaic.cli.commands import columns, emit, print_start, register
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
 from moesaic.config import (
     Bench,
@@ -59,6 +59,7 @@ def evaluate(
         raise MoesaicError(f"{'card' if card else 'baselines'} needs against=ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
     settings = {**options, **where}
+    print_start(model)
     from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.metrics.evaluate import evaluate
@@ -138,6 +139,7 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **opti
     Bench(**options)  # before anything slow is imported
     for name in (model, against or model):
         check_name(name)
+    print_start(model)
     from rich.console import Group
 
     from moesaic import report
