@@ -316,7 +316,7 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
 
 
 def print_start(model: str) -> None:
-    """Print on a terminal's stderr that a model is read, before libraries take seconds to import."""
+    """Print on a terminal that a model is read, before libraries take seconds to import."""
     if sys.stderr.isatty():
         sys.stderr.write(bounded(f"Reading {model} ...") + "\n")
         sys.stderr.flush()
