@@ -399,7 +399,7 @@ def test_the_original_alone_may_be_best(
             ["--parameters", "4e6", "--type", "q8_0"],
             "--type needs a budget of bytes, such as --memory",
         ),
-        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], "convert_hf_to_gguf.py"),
+        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], 'pip install "moesaic[gguf]"'),
         ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
     ],
 )
@@ -407,6 +407,7 @@ def test_files_that_cannot_be_made_are_refused_at_once(
     model: str, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setattr("moesaic.exports.llamacpp.installed", lambda *_: [])
     with pytest.raises(MoesaicError) as raised:
         CliRunner().invoke(
             app, ["fit", model, str(tmp_path / "out"), *options], catch_exceptions=False
