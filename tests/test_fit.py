@@ -25,7 +25,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, apart, calibration_tokens
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 from moesaic.estimates import Built
 from moesaic.exports.mixed import Layout, Sensitivities, tensor_types
 from moesaic.exports.quantiser import Rounded
@@ -399,7 +399,7 @@ def test_the_original_alone_may_be_best(
             ["--parameters", "4e6", "--type", "q8_0"],
             "--type needs a budget of bytes, such as --memory",
         ),
-        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], 'pip install "moesaic[gguf]"'),
+        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], how_to_install("gguf")),
         ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
     ],
 )

@@ -788,12 +788,12 @@ def test_an_installed_llamacpp_comes_first(monkeypatch):
     """Where it cannot be loaded xllamacpp is taken; without either one command is named."""
     there = {"llama_cpp": [], "xllamacpp": []}
     monkeypatch.setattr(gguf_engine, "installed", lambda package, _: there[package])
-    with pytest.raises(MoesaicError, match=r'llama.cpp: pip install "moesaic\[gguf\]"$'):
+    with pytest.raises(MoesaicError, match=re.escape(gguf_engine.MISSING) + "$"):
         library.__wrapped__()
     broken = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "llama_cpp", broken)
     there["llama_cpp"] = ["llama_cpp.py"]
-    with pytest.raises(MoesaicError, match=r'pip install "moesaic\[gguf\]" \(.*llama_cpp'):
+    with pytest.raises(MoesaicError, match=re.escape(gguf_engine.MISSING) + r" \(.*llama_cpp"):
         library.__wrapped__()
     monkeypatch.undo()
     if files := gguf_engine.installed("xllamacpp", "xllamacpp*.so"):
