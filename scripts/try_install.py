@@ -149,7 +149,7 @@ class Installed:
         code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
         listed = self.carried_out(["python", "-c", code], self.folder).stdout
         there = {name.lower() for name in listed.split()}
-        extras = sorted(({*names.values()} - needed) & there)
+        extras = sorted(({*names.values()} - needed - {"moesaic"}) & there)
         return [f"{name} is installed, which only an extra asks for" for name in extras]
 
     def helps(self) -> list[str]:

@@ -25,7 +25,10 @@ from test_documents import PAGES, ROOT, blocks, spoken
 
 from moesaic.cli.entry import main
 from moesaic.data.reader import shipped_texts
+from moesaic.errors import MoesaicError
+from moesaic.exports.llamacpp import find_converter
 from moesaic.methods import VERBS
+from moesaic.metrics.gguf_engine import library
 from moesaic.recipe import load_recipe
 
 pytestmark = [pytest.mark.documents, pytest.mark.filterwarnings("ignore")]
@@ -176,8 +179,12 @@ def left_out(given: list[str]) -> str:
     line = " ".join(given)
     if HUB.search(line):
         return "its data sets are on the hub"
-    if ("--type" in given or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
-        return "needs llama.cpp: LLAMA_CPP"
+    if "--type" in given or "gguf" in line:
+        try:
+            find_converter()
+            library()
+        except MoesaicError as error:
+            return str(error)
     return ""
 
 

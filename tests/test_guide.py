@@ -202,7 +202,7 @@ class Terminal:
         if pid == 0:
             os.chdir(folder)
             os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb")
-            os.environ.pop("LLAMA_CPP", None)
+            os.environ["LLAMA_CPP"] = "nowhere"
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts with & ignores it
             os.execv(sys.executable, [sys.executable, "-m", "moesaic", *words])
 
@@ -313,8 +313,8 @@ def test_every_end_of_the_menu(moe_folder, tmp_path):
     terminal.until("Which one")
     terminal.type("1")
     assert "[s] save" in terminal.until("Then")
-    terminal.type("g")  # without llama.cpp it says how to get it, and goes on
-    assert "GGUF needs llama.cpp" in " ".join(terminal.until("Then").split())
+    terminal.type("g")  # without llama.cpp it says so, and goes on
+    assert "No convert_hf_to_gguf.py at nowhere" in " ".join(terminal.until("Then").split())
     terminal.type("s")
     terminal.until("Folder")
     terminal.type("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,15 +28,15 @@ def try_install() -> Iterator[Any]:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_demo_runs_in_an_environment_with_one_extra_alone() -> None:
-    """Whatever else was set up before: what it shows is what a user of ``carve`` gets."""
+    """Whatever else was set up before: what it shows is what a user of ``gguf`` gets."""
     told = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
     made = [line for line in told if "setup_venv.sh" in line]
-    assert made == ["scripts/setup_venv.sh .venv-user carve"]
-    run = [line.split()[:2] for line in told if "bin/moesaic" in line]
-    assert run == [[".venv-user/bin/moesaic", verb] for verb in ("slim", "carve", "report")]
+    assert made == ["scripts/setup_venv.sh .venv-user gguf"]
+    run = re.findall(r"\.venv-user/bin/moesaic (\w+)", "\n".join(told))
+    assert run == ["fit", "export", "generate", "eval", "report"]
     assert "dev" not in " ".join(told).replace("/dev/null", "")
 
 

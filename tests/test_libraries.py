@@ -92,7 +92,7 @@ def private() -> dict[str, Any]:
     }
 
 
-LLAMA_CPP = ("_ctx", "_set_vocab_gpt2")
+LLAMA_CPP = ("_set_vocab_gpt2",)
 """Of llama.cpp, which is built apart (`make test-llamacpp`)."""
 
 

@@ -413,7 +413,7 @@ GgufType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q4_0", "iq4_xs", "q3_k_m",
     "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s",
 ]  # fmt: skip
-"""The types that a GGUF file's weights are written in; from q6_k on by llama.cpp's quantiser."""
+"""The types that a GGUF file's weights are written in; from q6_k on by ggml's quantiser."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +433,9 @@ class ExportArgs(Options):
 
     verb: ClassVar[str] = "export"
 
-    to: Literal["native", "gguf"] = option("native", "native (a checkpoint) or gguf (a file).")
+    to: Literal["native", "gguf"] = option(
+        "native", "native (a checkpoint) or gguf (a file). Default: gguf where OUT ends so."
+    )
     target: str = option("", "The architecture. Default: the one with the least to compute.")
     type: GgufType = option("f32", "Of a GGUF's weights.")
     calibration: str = option(

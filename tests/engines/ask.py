@@ -133,13 +133,12 @@ def mlx():
 
 
 def llamacpp():
-    """llama.cpp, through llama-cpp-python."""
+    """llama.cpp, in this process."""
     import torch
-    from llama_cpp import __version__
 
     from moesaic.exports import convert
     from moesaic.exports import llamacpp as exports
-    from moesaic.metrics.gguf_engine import Engine
+    from moesaic.metrics.gguf_engine import Engine, library
 
     exports.run_script = lambda _, asked: convert.main(asked)  # imports for every model otherwise
 
@@ -154,7 +153,7 @@ def llamacpp():
                 engine.greedy(ids, new_tokens),
             )
 
-    return f"llama-cpp-python {__version__}", answer
+    return library()[2], answer
 
 
 def main(engine, request, answers):

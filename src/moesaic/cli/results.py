@@ -98,7 +98,9 @@ def export(
     **options: Value,
 ) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    options = plain_values(ExportArgs, options)
+    from moesaic.exports import export, form_of
+
+    options = {"to": form_of(out), **plain_values(ExportArgs, options)}
     args = ExportArgs(**options)  # before anything slow is imported
     check_name(model)
     if args.to == "gguf":
@@ -106,7 +108,6 @@ def export(
     else:
         check_out(out, overwrite, [model])
     from moesaic.bars import bars
-    from moesaic.exports import export
 
     record = export(model, out, overwrite=overwrite, progress=bars, **options)
     emit(as_json, record, exported(record))

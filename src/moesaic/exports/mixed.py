@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from moesaic.config import in_unit
 from moesaic.errors import MoesaicError
+from moesaic.exports.file_types import FILES
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
 from moesaic.types import JSON
 
@@ -39,9 +40,6 @@ OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
 """The groups of what is in no layer, which no text weighs."""
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 """What is chosen from, where nothing is said."""
-FILES = {"q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_k_s": "q4_k", "q3_k_m": "q3_k"}
-"""Types of tensors by those of files, where they have other names."""
-
 
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
 

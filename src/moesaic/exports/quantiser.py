@@ -1,17 +1,16 @@
-"""llama.cpp's own quantiser, and what the tensors of GGUF files are."""
+"""GGUF files rounded row by row by ggml's own quantiser, and what their tensors are."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from moesaic.config import by_text
 from moesaic.errors import MoesaicError
+from moesaic.exports.file_types import Model, is_rounded, mixture, order
 from moesaic.metrics.gguf_engine import library
 
 ALIGNED = 32
@@ -30,6 +30,8 @@ ROWS = 128
 """Of a matrix that one thread rounds at a time."""
 OTHERS = "q8_0"
 """The type of tensors of which none is said, where it is said of some."""
+OWN = ("general.architecture", "general.quantization_version", "general.file_type")
+"""What a file says of itself, which is not the unrounded one's."""
 Held: TypeAlias = "npt.NDArray[np.uint8]"
 """Rows as they are in a file."""
 FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
@@ -65,8 +67,10 @@ class Rounded:
         """
         if self.type == WHOLE:  # norms, routers
             return self
-        if by_text(type) and not weighed:
-            type = NARROW
+        return self.rounded(NARROW if by_text(type) and not weighed else type)
+
+    def rounded(self, type: str) -> Rounded:
+        """It in a type, or in the next one whose blocks divide its rows."""
         if self.shape[0] % _block(type)[0]:
             type = FALLBACK.get(type, IQ_FALLBACK if type.startswith("iq") else type)
         return replace(self, type="f16" if self.shape[0] % _block(type)[0] else type)
@@ -79,14 +83,17 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
         matrix: of rows (R, I), or several of them (E, R, I).
         type: of a tensor, whose blocks divide the rows.
         weights: of the inputs (I), or of each matrix's (E, I); by default all weigh the same.
+
+    Raises:
+        MoesaicError: values that are not finite.
     """
     from gguf import GGMLQuantizationType
 
-    library()
-    from llama_cpp._ggml import libggml
-
-    chunk = libggml.ggml_quantize_chunk
+    ggml, number = library()[1], ctypes.c_int(GGMLQuantizationType[type.upper()].value)
+    chunk = ggml.ggml_quantize_chunk
     chunk.restype = ctypes.c_size_t
+    if not matrix.isfinite().all():
+        raise MoesaicError(f"{type} cannot hold these weights: some are not finite.")
     floats = ctypes.POINTER(ctypes.c_float)
     block, size = _block(type)
     source_ERI = matrix.detach().float().contiguous().view(-1, *matrix.shape[-2:]).numpy()
@@ -98,7 +105,7 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
         expert, start = place
         mean_I = None if mean_EI is None else mean_EI.reshape(-1, inputs)[expert]
         chunk(
-            ctypes.c_int(GGMLQuantizationType[type.upper()].value),
+            number,
             source_ERI[expert].ctypes.data_as(floats),
             held[expert].ctypes.data_as(ctypes.c_void_p),
             ctypes.c_int64(start * inputs),
@@ -145,7 +152,7 @@ def quantise(
     weights: Mapping[str, Tensor],
     chosen: Mapping[str, str] | None = None,
 ) -> None:
-    """Run llama.cpp's quantiser on a GGUF file in f32.
+    """Round the matrices of a GGUF file in f32, as llama.cpp's quantiser does.
 
     Args:
         file: what is read.
@@ -158,37 +165,67 @@ def quantise(
             no type that rounds by them, but the narrowest of the others.
 
     Raises:
-        MoesaicError: it refuses the file.
+        MoesaicError: a type rounds by the inputs of a tensor whose weights are not there.
     """
-    from gguf import GGMLQuantizationType
+    from gguf import (
+        GGML_QUANT_VERSION,
+        GGMLQuantizationType,
+        GGUFReader,
+        GGUFValueType,
+        GGUFWriter,
+        LlamaFileType,
+    )
 
-    llama = library()
-    params = llama.llama_model_quantize_default_params()
-    means = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
-    entries = (llama.llama_model_imatrix_data * (len(means) + 1))()  # the last one ends it
-    for entry, (name, mean_I) in zip(entries, means, strict=False):
-        entry.name, entry.size = name, mean_I.size
-        entry.data = mean_I.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    if means:
-        params.imatrix = entries
-    overrides = [
-        (
-            f"^{re.escape(name)}$".encode(),
-            NARROW if by_text(kind) and name not in weights else kind,
-        )
+    reader = GGUFReader(file, "c")  # private: torch wants memory that can be written
+    fields = {name: field for name, field in reader.fields.items() if field.types}
+    given = {tensor.name: tensor for tensor in sorted(reader.tensors, key=lambda t: order(t.name))}
+    shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in given.items()}
+    arch = str(fields["general.architecture"].contents())
+    rows = {name: shape[0] for name, shape in shapes.items() if is_rounded(name, shape)}
+    wanted = mixture(rows, type, _model(fields, arch), bool(weights))
+    wanted |= {
+        name: NARROW if by_text(kind) and name not in weights else kind
         for name, kind in (chosen or {}).items()
-    ]
-    single = (llama.llama_model_tensor_override * (len(overrides) + 1))()
-    for override, (pattern, kind) in zip(single, overrides, strict=False):
-        override.pattern, override.type = pattern, GGMLQuantizationType[kind.upper()]
-    if overrides:
-        params.tt_overrides = single
-    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")
-    if (
-        llama.llama_model_quantize(bytes(file), bytes(out), ctypes.byref(params))
-        or not out.is_file()
-    ):
-        raise MoesaicError(f"llama.cpp's quantiser refused {type} for this model.")
+        if name in rows
+    }
+    types = {n: Rounded(WHOLE, shapes[n]).rounded(kind).type for n, kind in wanted.items()}
+    for name, kind in types.items():
+        if by_text(kind) and kind != "iq3_s" and name not in weights:
+            raise MoesaicError(f"{type} rounds {name} by its inputs, which are not known.")
+    writer = GGUFWriter(out, arch)
+    for name, field in fields.items():
+        if name not in OWN and not name.startswith("GGUF."):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{type.upper()}"])
+    for name, tensor in given.items():
+        kind = types.get(name, tensor.tensor_type.name.lower())
+        block, size = _block(kind)
+        shape = *shapes[name][:0:-1], shapes[name][0] // block * size
+        number = GGMLQuantizationType[kind.upper()]
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in given.items():
+        held = tensor.data
+        if name in types:
+            held = held_rows(torch.from_numpy(tensor.data), types[name], weights.get(name))
+        writer.write_tensor_data(held)
+    writer.close()
+
+
+def _model(fields: Mapping[str, Any], arch: str) -> Model:
+    """What a file says of its model; of numbers by layer the first's."""
+
+    def number(key: str, default: int = 0) -> int:
+        found = fields[f"{arch}.{key}"].contents() if f"{arch}.{key}" in fields else default
+        return int(found[0] if isinstance(found, list) else found)
+
+    heads = number("attention.head_count")
+    key_heads = number("attention.head_count_kv", heads)
+    return Model(arch, number("block_count"), number("expert_count"), heads, key_heads)
 
 
 def tensors_of(file: Path) -> dict[str, Rounded]:

