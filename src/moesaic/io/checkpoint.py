@@ -660,6 +660,10 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     except MoesaicError:
         raise
     except Exception as error:  # transformers raises anything over a config that is odd
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise MoesaicError(
+                f"transformers has no causal language model of the type {config.model_type}."
+            ) from error
         message = " ".join(str(error).split())
         raise MoesaicError(
             f"config.json describes no {config.model_type} that can be made: "
