@@ -149,10 +149,7 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
                 raise ValueError(f"{len(widths)} widths of {len(layers)} layers")
     for i, layer in enumerate(layers):
         kind = _kind_of(model.config, i)
-        if kind is None:
-            use = arch.use(layer)
-        else:
-            use = kind[0].use(layer, arch, kind[1], widths[i])
+        use = arch.use(layer) if kind is None else kind[0].use(layer, arch, kind[1], widths[i])
         for header in headers_of(model.config).get(i, []):
             use = KINDS[header["kind"]].refine(use, layer, arch, header)
         uses.append(use)
