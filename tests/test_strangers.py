@@ -167,6 +167,16 @@ def test_a_name_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
         header_of(tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_a_side_file_of_many_bytes_is_not_read(theirs: Path, name: str) -> None:
+    with (theirs / name).open("wb") as file:
+        file.truncate(1 << 36)  # takes no room
+    with pytest.raises(MoesaicError, match=rf"{name} has 68,719,476,736 bytes"):
+        moesaic.prune(str(theirs), keep=6)
+
+
 OF_BASE = {"widths": ["\ud800"] * 4, "hidden_size": "32", "experts": 3, "model_type": None}
 
 
