@@ -154,7 +154,9 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
         config.setdefault("vision_config", dict.fromkeys(PARTS, 1))
     for name, part in config.items():
         if isinstance(part, dict) and name in ("vision_config", "audio_config"):
-            part |= {k: PARTS[k] for k, size in part.items() if type(size) is int and k in PARTS}
+            small = {k: PARTS[k] for k, size in part.items() if type(size) is int and k in PARTS}
+            # a class may have names of its own for these, and large sizes behind them
+            part |= {k.removeprefix("vt_"): size for k, size in small.items()} | small
             part |= {"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in part else {}
     heads = text.get("num_attention_heads")
     own_keys = heads is not None and heads == text.get("num_key_value_heads")
@@ -334,6 +336,19 @@ FP8_BLOCKS = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+INT4_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "type": "int"},
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+}
+"""Kimi-K2.5's and Kimi-K2-Thinking's experts."""
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
@@ -361,6 +376,37 @@ DEEPSEEK_V3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,
     "vocab_size": 129280,
+}
+GLM_5_2: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "dtype": "bfloat16",
+    "first_k_dense_replace": 3,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_types": ["full"] * 3 + ["shared"] * 3 + ["full"] + ["shared"] * 2,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 6,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 9,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
 }
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -406,6 +452,7 @@ NEMOTRON_H: dict[str, Any] = {
     "vocab_size": 131072,
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "GLM-5.2": GLM_5_2,  # layers that use what another one's indexer chose
     "Mixtral-8x7B": {
         "model_type": "mixtral",
         "hidden_size": 4096,
@@ -419,6 +466,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
     },
     "Qwen3-30B-A3B-FP8": {**QWEN3_MOE, "quantization_config": FP8_BLOCKS},
+    "Kimi-K2.5": {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "quantization_config": INT4_GROUPS},
     "DeepSeek-V3": {**DEEPSEEK_V3, "quantization_config": FP8_BLOCKS},
     "gpt-oss-20b": {
         "model_type": "gpt_oss",

@@ -85,6 +85,7 @@ def test_a_question_may_hold_what_elsewhere_ends_a_line(tmp_path):
         ('{"question": "a?", "choices": ["b", "c"], "answer": true}', "answer True"),
         ('{"question": "a?", "choices": ["b", "b"], "answer": "b"}', "answer 'b'"),
         ('{"question": " ", "choices": ["b", "c"], "answer": 0}', "question is not text"),
+        ('{"question": "a?", "choices": ["b", "\\ud83d"], "answer": 0}', "surrogates not allowed"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(tmp_path, line, message):

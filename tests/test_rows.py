@@ -23,6 +23,8 @@ WHOLE = {
 EMPTY = {"null": None, "number": 7, "nan": float("nan"), "empty": "", "blank": " \n", "list": ["a"],
          "mapping": {"a": "b"}, "bool": True}  # fmt: skip
 
+HALF = "A \ud83d of a pair"
+
 
 def whole(schema: Any) -> dict[str, Any]:
     answer = {"answer": 1 if "choices" in schema.needs else "Two."}
@@ -49,7 +51,16 @@ def lacking() -> list[Any]:
     talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
     spoilt: list[Any] = [None, [], "Hi.", 3, [None], ["Hi."], [*talk, {"role": "assistant"}]]
     spoilt += [[talk[0], {**talk[1], "content": value}] for value in (None, 3, {"a": "b"})]
-    spoilt += [[talk[0], {"role": None, "content": "Yes?"}]]
+    spoilt += [
+        [talk[0], {"role": None, "content": "Yes?"}],
+        [talk[0], {**talk[1], "content": HALF}],
+    ]
+    rows += [
+        pytest.param({"text": "Words. " * 200}, {"text": HALF}, id="text-half"),
+        pytest.param(
+            whole(SCHEMAS[0]), {**whole(SCHEMAS[0]), SCHEMAS[0].needs[0]: HALF}, id="half"
+        ),
+    ]
     rows += [
         pytest.param({"messages": talk}, {"messages": value}, id=f"messages-{n}")
         for n, value in enumerate(spoilt)

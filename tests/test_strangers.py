@@ -167,6 +167,35 @@ def test_a_name_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
         header_of(tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_a_side_file_of_many_bytes_is_not_read(theirs: Path, name: str) -> None:
+    with (theirs / name).open("wb") as file:
+        file.truncate(1 << 36)  # takes no room
+    with pytest.raises(MoesaicError, match=rf"{name} has 68,719,476,736 bytes"):
+        moesaic.prune(str(theirs), keep=6)
+
+
+OF_BASE = {"widths": ["\ud800"] * 4, "hidden_size": "32", "experts": 3, "model_type": None}
+
+
+def test_what_a_converted_model_says_of_its_base_is_checked(
+    carved_folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((carved_folder / "config.json").read_text())
+    for base in (None, [], *({**config["moesaic"]["base"], k: v} for k, v in OF_BASE.items())):
+        section = {**config["moesaic"], "base": base}
+        (tmp_path / "config.json").write_text(json.dumps({**config, "moesaic": section}))
+        with pytest.raises(MoesaicError, match="config.json, moesaic cannot be read"):
+            moesaic.inspect(str(tmp_path))
+    short = {**config["moesaic"]["base"], "widths": [64]}
+    section = {**config["moesaic"], "base": short}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "moesaic": section}))
+    with pytest.raises(MoesaicError, match="1 widths of"):
+        moesaic.inspect(str(tmp_path))
+
+
 STATISTICS = {"layers": "x", "gram": [], "base": None, "tokens": "9", "sources": [1], "samples": {}}
 
 

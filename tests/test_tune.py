@@ -261,6 +261,20 @@ def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path
     assert torch.equal(got, want)
 
 
+def test_low_rank_updates_start_at_the_seed_alone() -> None:
+    """Not at whatever drew random numbers before them."""
+    model, weights = tiny_model("llama"), []
+    for before, seed in ((0, 0), (1, 0), (0, 1)):
+        torch.manual_seed(before)
+        state = torch.random.get_rng_state()
+        config = TuneConfig(what="lora", steps=2, lr=1e-2, seed=seed)
+        tuned = moesaic.tune(model, config, text=rows())
+        assert torch.equal(torch.random.get_rng_state(), state)
+        weights.append(tuned.model.model.layers[0].self_attn.q_proj.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
 def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
     model = tiny_model("llama")
     assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=rows()))

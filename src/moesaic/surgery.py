@@ -136,15 +136,20 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
     Args:
         model: dense or converted; a skeleton will do.
         arch: its architecture.
+
+    Raises:
+        MoesaicError: the config says of its base what fits no such model.
     """
-    section = getattr(model.config, "moesaic", None)
-    uses = []
-    for i, layer in enumerate(arch.layers(model)):
+    section, layers, uses = getattr(model.config, "moesaic", None), arch.layers(model), []
+    widths: tuple[int, ...] = ()
+    if section is not None:
+        with reading("config.json, moesaic"):
+            widths = BaseShape.load(section["base"]).widths
+            if len(widths) != len(layers):
+                raise ValueError(f"{len(widths)} widths of {len(layers)} layers")
+    for i, layer in enumerate(layers):
         kind = _kind_of(model.config, i)
-        if kind is None or section is None:
-            use = arch.use(layer)
-        else:
-            use = kind[0].use(layer, arch, kind[1], section["base"]["widths"][i])
+        use = arch.use(layer) if kind is None else kind[0].use(layer, arch, kind[1], widths[i])
         for header in headers_of(model.config).get(i, []):
             use = KINDS[header["kind"]].refine(use, layer, arch, header)
         uses.append(use)

@@ -33,7 +33,8 @@ MEMORY = 6 << 30
 """Bytes that all cases together may take beyond what is mapped before the first."""
 LONGEST = 1000
 """Characters of a message at most."""
-QUICK = ("--keep", "6", "--score", "aimer", "--no-eval")
+QUICK = ("--keep", "6", "--score", "aimer", "--no-refit", "--no-eval")
+MEASURING = ("--data", "TEXT", "--length", "16", "--max-tokens", "64")
 READING = ("--keep", "6", "--score", "frequency", "--samples", "2", "--length", "16", "--no-eval")
 
 
@@ -105,7 +106,7 @@ def mutated(random: Random, content: Any) -> Any:
                 holder[key] = odd(random)
         elif way == 3:
             holder[key] = random.choice([[value], {"x": value}, str(value), [value] * 3])
-        elif way == 4 and isinstance(value, int | float) and not isinstance(value, bool):
+        elif way == 4 and type(value) in (int, float) and abs(value) < 1e290:
             holder[key] = random.choice(
                 [-value, value + 0.5, str(value), value * 10**6, value + 1, 0, float(value)]
             )
@@ -196,9 +197,13 @@ def _key(random: Random, raw: bytearray) -> int:
     return raw.find(name) + len(name) + random.choice((0, 4))
 
 
+STEPS: Sequence[dict[str, Any]] = (
+    {"prune": {"keep": 6, "score": "aimer", "refit": False}},
+    {"slim": {"keep": 0.5, "refit": False}},
+    {"skip": {"top_k": 1}}, {"condense": {"count": 1, "keep": "attention"}},
+)  # fmt: skip
 RECIPE: dict[str, Any] = {
     "model": "moe", "out": "out",
-    "steps": [{"prune": {"keep": 6, "score": "aimer"}}],
     "calibration": {"source": "text.jsonl", "samples": 2, "length": 16}, "evaluation": None,
     "device": "cpu", "dtype": "auto",
 }  # fmt: skip
@@ -206,7 +211,7 @@ RECIPE: dict[str, Any] = {
 
 def recipe_file(random: Random, where: Path) -> None:
     """A recipe; its paths stay relative, so that nothing large is read."""
-    content = mutated(random, json.loads(json.dumps(RECIPE)))
+    content = mutated(random, json.loads(json.dumps({**RECIPE, "steps": [random.choice(STEPS)]})))
     text = json.dumps(content) if random.random() < 0.5 else None
     try:
         text = text or yaml.safe_dump(content)
@@ -274,6 +279,77 @@ def template(random: Random, where: Path) -> None:
         file.write_text(json.dumps(content))
 
 
+def text_as_json(random: Random, where: Path) -> None:
+    rows = [{"messages": TURNS} for _ in range(6)] if random.random() < 0.5 else [
+        {"text": "A tower with a light, by the sea. " * 20} for _ in range(6)
+    ]  # fmt: skip
+    where.write_bytes(text_of(random, mutated(random, json.loads(json.dumps(rows)))))
+
+
+def table(random: Random, where: Path) -> None:
+    """A Parquet file: its columns' names and types, or its bytes."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    words = "A tower with a light, by the sea. " * 20
+    columns = (
+        [words] * 4, [1, 2, 3, None], [None] * 4, [b"\xff\xfe", b"", b"x", None],
+        [["a"], [], None, []],
+        [{"text": words}] * 4, [1.5, math.nan, math.inf, None], [[{"role": "user"}]] * 4,
+        [True] * 4,
+        [words, None, "", "\x1b[2J"], [TURNS] * 4, [{"role": 3, "content": None}] * 4, [""] * 4,
+    )  # fmt: skip
+    names = ["text", "text", "messages", "prompt", "completion", "", "\x1b[2J", "tools", "\u202e"]
+    made = {random.choice(names): random.choice(columns) for _ in range(random.choice((1, 2, 3)))}
+    parquet.write_table(pa.table(made), where)
+    if random.random() < 0.4:
+        raw = bytearray(where.read_bytes())
+        for _ in range(random.choice((1, 3, 30))):
+            raw[random.randrange(len(raw))] = random.randrange(256)
+        where.write_bytes(bytes(raw[: random.choice((len(raw), random.randrange(len(raw)))) or 1]))
+
+
+def questions(random: Random, where: Path) -> None:
+    row = {"question": "What is at sea?", "choices": ["a lighthouse", "a desk"], "answer": 0}
+    rows = [json.loads(json.dumps(row)) for _ in range(3)]
+    mutated(random, rows[random.randrange(3)])
+    which = random.randrange(3)
+    lines = [json.dumps(row).encode() for row in rows]
+    if random.random() < 0.3:
+        lines[which] = text_of(random, rows[which])
+    where.write_bytes(b"\n".join(lines))
+
+
+def format_of_weights(random: Random, where: Path) -> None:
+    """What a config says of how weights are stored, or its list of tensors."""
+    file = where / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"] = mutated(random, content["quantization_config"])
+    file.write_bytes(
+        text_of(random, content) if random.random() < 0.1 else json.dumps(content).encode()
+    )
+
+
+def no_file(random: Random, where: Path) -> None:
+    """Something else in a file's place."""
+    files = [f for f in sorted(where.rglob("*")) if f.is_file()]
+    file = random.choice([*files, *(f for f in files if f.suffix == ".json")])
+    file.unlink()
+    way = random.randrange(8)
+    if way == 0:
+        file.mkdir()
+    elif way == 1:
+        os.mkfifo(file)
+    elif way < 6:
+        to = ("/dev/zero", "/etc/passwd", "nowhere", file.name)[way - 2]
+        file.symlink_to(to)
+    elif way == 6:
+        file.write_bytes(b"\0" * 1000)
+    else:
+        with file.open("wb") as sparse:
+            sparse.truncate(1 << 36)
+
+
 def unfinished(random: Random, where: Path) -> None:
     """Any file of what a run left."""
     file = random.choice([f for f in sorted(where.rglob("*")) if f.is_file() and f.stat().st_size])
@@ -308,6 +384,19 @@ KINDS = (
     Kind("recipes", "recipe.yaml", recipe_file, ("run", "IN", "out=out")),
     Kind("texts", "text.jsonl", text_file,
          ("prune", "MOE", "out", *READING, "--calibration", "IN")),
+    Kind("texts as JSON", "text.json", text_as_json,
+         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
+    Kind("texts as Parquet", "text.parquet", table,
+         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
+    Kind("tokens", "tokens.safetensors", header_file,
+         ("prune", "MOE", "out", *READING, "--calibration", "IN")),
+    Kind("questions", "questions.jsonl", questions, ("eval", "MOE", "--tasks", "IN", *MEASURING)),
+    Kind("generation_config.json", "moe", json_file("generation_config.json"),
+         ("prune", "IN", "out", *QUICK)),
+    Kind("formats of weights", "int4", format_of_weights, ("prune", "IN", "out", *QUICK)),
+    Kind("headers of packed weights", "int4", header_file, ("prune", "IN", "out", *QUICK)),
+    Kind("something else in a file's place", "moe", no_file,
+         ("prune", "IN", "out", *READING, "--calibration", "TEXT")),
     Kind("chat templates", "moe", template,
          ("prune", "IN", "out", *READING, "--calibration", "TURNS")),
     Kind("files of a partial run", "out.partial", unfinished,
@@ -344,10 +433,19 @@ class Watch:
 
 def prepare(place: Path) -> None:
     """What the cases need beside what commands and damage start from."""
+    import torch
+    from builders import tiny_tokenizer
     from gguf import GGUFWriter
+    from released import INT4_GROUPS, QWEN3_MOE, rebuilt
+    from safetensors.torch import save_file
 
     from moesaic import plan
 
+    rebuilt({**QWEN3_MOE, "quantization_config": INT4_GROUPS}, place / "int4")
+    tiny_tokenizer().save_pretrained(place / "int4")
+    save_file({"input_ids": torch.randint(1, 60, (8, 16))}, place / "tokens.safetensors")
+    for name in ("text.json", "text.parquet", "questions.jsonl"):
+        (place / name).touch()
     turns = [json.dumps({"messages": TURNS})] * 8
     (place / "turns.jsonl").write_text("\n".join(turns) + "\n")
     (place / "recipe.yaml").write_text("model: moe\n")
@@ -432,9 +530,11 @@ def tried(number: int, sound: Path, watch: Watch | None = None) -> tuple[str, st
     before = tree(cwd, cwd / "out.partial")
     if watch is not None:
         watch.seen.clear()
-    signal.signal(signal.SIGPROF, _ended)
+    for alarm in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(alarm, _ended)
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, 5 * SECONDS)  # what waits takes none of a processor
         code, said = called([str(there.get(part, part)) for part in kind.command])
     except TooLong:
         return kind.name, f"takes more than {SECONDS} seconds"
@@ -442,6 +542,7 @@ def tried(number: int, sound: Path, watch: Watch | None = None) -> tuple[str, st
         return kind.name, f"raises {type(error).__name__}: {error!s:.300}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     words = said.partition("Error:")[2].strip()
     after = {n: t for n, t in tree(cwd, cwd / "out.partial").items() if not n.startswith("out")}
     if watch is not None and watch.seen:

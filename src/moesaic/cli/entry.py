@@ -118,6 +118,10 @@ def quiet_libraries() -> None:
         module.set_verbosity_error()
         module.disable_progress_bar()
 
+    @wrapt.when_imported("datasets.utils.tqdm")
+    def without_bars(module: ModuleType) -> None:
+        module.disable_progress_bars()
+
 
 def _spare_stdout() -> None:
     """Put a question mark for what stdout's encoding lacks: a whole run may be behind the line."""

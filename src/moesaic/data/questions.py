@@ -173,6 +173,7 @@ def _question(row: object) -> JSON:
         raise ValueError("choices is not a list of two or more")
     if not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("a choice is not text")
+    "".join([question, *choices]).encode()  # half of a surrogate pair is no text
     answer = _right_one(row["answer"], choices)
     return {"question": question, "choices": choices, "answer": answer}
 

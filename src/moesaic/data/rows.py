@@ -87,6 +87,23 @@ class PromptAnswer:
     prompt: str
     answer: str
 
+    def __post_init__(self) -> None:
+        checked(self.prompt + self.answer)
+
+
+def checked(text: str) -> str:
+    """The text.
+
+    Raises:
+        Unusable: half of a surrogate pair is in it, which JSON may hold and no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = shown(text[max(0, error.start - 20) : error.end + 20])
+        raise Unusable(f"A row holds half of a surrogate pair, no character: {near}") from error
+    return text
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -377,14 +394,14 @@ def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
     Arguments and errors are those of :func:`asked`.
     """
     if isinstance(row, str):
-        return row
+        return checked(row)
     if isinstance(row, Mapping):
         plain = next((row[name] for name in PLAIN if isinstance(row.get(name), str)), None)
         if plain is not None:
-            return plain
+            return checked(plain)
     turns = _turns(row)
     if turns:
-        return _conversation(turns, _tools(row), tokenizer)
+        return checked(_conversation(turns, _tools(row), tokenizer))
     pair = asked(row)
     assert pair is not None
     return pair.prompt + pair.answer

@@ -648,6 +648,7 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+    from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     options = {} if dtype is None else {"dtype": dtype}
     if options:  # transformers writes the type into the config, so into a copy
@@ -660,6 +661,10 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     except MoesaicError:
         raise
     except Exception as error:  # transformers raises anything over a config that is odd
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise MoesaicError(
+                f"transformers has no causal language model of the type {config.model_type}."
+            ) from error
         message = " ".join(str(error).split())
         raise MoesaicError(
             f"config.json describes no {config.model_type} that can be made: "

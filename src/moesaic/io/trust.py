@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import MoesaicError
-from moesaic.io.headers import mapping_of
+from moesaic.io.headers import LARGEST, mapping_of
 from moesaic.io.layout import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
 from moesaic.types import Config, Values
 
@@ -164,6 +164,14 @@ def check_links(folder: Path) -> None:
             continue
         check_file(file, folder)
         check_fetched(file)
+        _check_size(file, folder)
+
+
+def _check_size(file: Path, folder: Path) -> None:
+    """Refuse a file larger than any tokenizer's, which other libraries would read whole."""
+    side = any(fnmatch(str(file.relative_to(folder)), name) for name in SIDE_FILES)
+    if side and file.is_file() and (size := file.stat().st_size) > LARGEST:
+        raise MoesaicError(f"{file} has {size:,} bytes; {LARGEST:,} are the most for such a file.")
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -176,9 +176,10 @@ class Layerwise:
         with torch.no_grad(), counted(model) as routing, set_mode(model, "always"):
             states, kwargs = stream.record()
             for block in track(stream.blocks(kwargs), label, stream.count):
+                outputs = block.outputs(states)
                 for b, batch in enumerate(batches):
                     routing.look_at(batch.attention_mask)
-                    states.replace(b, block.output(b, states[b]))
+                    states.replace(b, next(outputs))
         return _Kept(batches, stream, states, dict(routing))
 
 

@@ -187,7 +187,7 @@ class Block:
         return self._kwargs[batch][self.index]
 
     def output(
-        self, batch: int, states: Tensor, handed: object = None, layer: nn.Module | None = None
+        self, batch: int, states: Tensor, handed: object, layer: nn.Module | None = None
     ) -> Tensor:
         """What the layer makes of one batch's hidden states (B, L, D).
 

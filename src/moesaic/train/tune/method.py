@@ -66,7 +66,7 @@ class Tuning(Method[TuneConfig, Arch]):
         total = sum(p.numel() for p in live.parameters())
         g: dict[int, Tensor] = {}
         if config.what == "lora":
-            tuned, chosen = _with_lora(live, config.rank)
+            tuned, chosen = _with_lora(live, config)
         else:
             plan = args.plan if args.plan is not None else _plan(job)
             tuned, chosen = live, trainable(live, job.arch, config.what, plan)
@@ -145,14 +145,23 @@ def _plan(job: Job[Arch]) -> Plan | None:
     return None
 
 
-def _with_lora(model: Model, rank: int) -> tuple[Model, dict[str, torch.nn.Parameter]]:
-    """The model with low-rank updates of every linear module, and those updates by name."""
+def _with_lora(model: Model, config: TuneConfig) -> tuple[Model, dict[str, torch.nn.Parameter]]:
+    """The model with low-rank updates of every linear module, and those updates by name.
+
+    They start at random numbers of ``config.seed`` alone.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MoesaicError("what lora needs: pip install peft") from error
-    options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    with warnings.catch_warnings():  # peft has patterns of its own for parameters not trained here
+    options = {
+        "r": config.rank,
+        "lora_alpha": 2 * config.rank,
+        "target_modules": "all-linear",
+    }
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(config.seed)
+        # peft has patterns of its own for parameters not trained here
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     return adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad}
