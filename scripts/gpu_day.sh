@@ -27,19 +27,19 @@ if ! "$python" -c 'import gguf, pydantic' 2>/dev/null; then
 fi
 
 part() { # name, seconds, command...: output in name.txt; time and exit code in name.json
-    name=$1 limit=$2
+    part=$1 limit=$2  # a shell's variables are everyone's: loops below have a name, too
     shift 2
-    [ -f "$folder/$name.json" ] && return
+    [ -f "$folder/$part.json" ] && return
     left=$((end - $(date +%s)))
-    [ "$left" -lt 15 ] && echo "== $name: no time left" && return
+    [ "$left" -lt 15 ] && echo "== $part: no time left" && return
     [ "$left" -lt "$limit" ] && limit=$left
-    echo "== $name (at most $limit s)"
+    echo "== $part (at most $limit s)"
     start=$(date +%s)
-    timeout "$limit" "$@" >"$folder/$name.txt" 2>&1
+    timeout "$limit" "$@" >"$folder/$part.txt" 2>&1
     code=$?
     printf '{"command": "%s", "exit_code": %d, "seconds": %d}\n' \
-        "$(echo "$*" | tr '"' "'")" "$code" "$(($(date +%s) - start))" >"$folder/$name.json"
-    [ "$code" = 0 ] || tail -n 3 "$folder/$name.txt"
+        "$(echo "$*" | tr '"' "'")" "$code" "$(($(date +%s) - start))" >"$folder/$part.json"
+    [ "$code" = 0 ] || tail -n 3 "$folder/$part.txt"
 }
 moesaic() { part "$1" "$2" "$python" -m moesaic $3 --device "$4" --json; }
 ratio() { # name, on the GPU, on the CPU: their seconds beside each other

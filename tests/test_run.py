@@ -337,6 +337,13 @@ def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path,
     other = recipe(llama_folder, tmp_path / "out", evaluation=None, steps=(MoREConfig(active=0.9),))
     with pytest.raises(MoesaicError, match="another request"):
         run_recipe(other, resume=True)
+    layer = sorted((tmp_path / "out.partial").glob("layer-*"))[0]
+    sound = layer.read_bytes()
+    layer.write_bytes(sound.replace(b'"analysis\\"', b'"analysts\\"'))
+    assert layer.read_bytes() != sound
+    with pytest.raises(MoesaicError, match="it is not as it was written. Remove it"):
+        run_recipe(broken, resume=True)
+    layer.write_bytes(sound)
     observed = []
     looks = MoRE.observe
     monkeypatch.setattr(

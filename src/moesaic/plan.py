@@ -120,8 +120,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Changes with the decision, and with the weights that it was made from."""
-        text = json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
@@ -237,8 +236,11 @@ class Progress:
             with reading(file, "Remove it, and its layer is decided anew."):
                 header_of(file)
                 with safe_open(file, framework="pt") as opened:
-                    record = parsed(opened.metadata()["moesaic"], str(file))
+                    notes = opened.metadata()
                     tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+                if _digest(notes["moesaic"]) != notes["digest"]:
+                    raise ValueError("it is not as it was written")
+                record = parsed(notes["moesaic"], str(file))
                 check_fields(record, {"name": str, "layer": int, "analysis": dict})
                 layer = loaded(record["header"], tensors)
                 done[record["name"], record["layer"]] = (layer, record["analysis"])
@@ -259,12 +261,17 @@ class Progress:
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
         tensors = {key: tensor.contiguous() for key, tensor in layer.tensors().items()}
+        notes = {"moesaic": (text := json.dumps(record)), "digest": _digest(text)}
         with whole_file(file) as partial:
-            save_file(tensors, partial, metadata={"moesaic": json.dumps(record)})
+            save_file(tensors, partial, metadata=notes)
 
     def discard(self) -> None:
         """Forget everything that was kept."""
         discard(self.folder)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def differing(stored: Values, requested: Values) -> Iterator[str]:
