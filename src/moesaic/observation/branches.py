@@ -54,7 +54,7 @@ def branches(
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
             for place, (key, plan) in enumerate(plans.items(), 1):
                 some = [n for n in members if id(changes[n].get(block.index)) == key]
-                with _changed(block.layer, stream.arch, plan) as layer:
+                with changed(block.layer, stream.arch, plan) as layer:
                     if place == len(plans):  # the last branch reuses the states
                         block.run(hidden, layer)
                         regrouped.append((some, hidden))
@@ -67,9 +67,10 @@ def branches(
     return [by_change[n] for n in range(len(changes))]
 
 
-def _changed(
+def changed(
     layer: nn.Module, arch: Arch, plan: LayerPlan | StandIn | None
 ) -> AbstractContextManager[nn.Module | None]:
+    """Inside, what stands in a layer's place under a plan; None where nothing does."""
     if plan is None:
         return nullcontext()
     return applied(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
@@ -96,8 +97,8 @@ def divergences(
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
-    changed = finals[len(first) :]
-    different = [*dict.fromkeys(changed)]  # what is the same model is one object
+    ours = finals[len(first) :]
+    different = [*dict.fromkeys(ours)]  # what is the same model is one object
     windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
     sums_CN, tokens_N = list[torch.Tensor](), list[int]()
     try:
@@ -119,7 +120,7 @@ def divergences(
                 sums_CN.append(torch.stack(sums))
                 tokens_N.append(sum(map(len, chunks)))
         share = torch.tensor(tokens_N).double().mean().clamp(min=1.0)
-        places_C = [different.index(spill) for spill in changed]
+        places_C = [different.index(spill) for spill in ours]
         return torch.stack(sums_CN, 1)[places_C] / share
     finally:
         for spill in finals:

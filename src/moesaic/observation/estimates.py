@@ -1,0 +1,195 @@
+"""Estimated KL of changing a layer, from one forward and one backward pass over a model.
+
+Measuring what a change of a layer does to the output means running every later layer again. Here
+only the changed layer is run, and the layers after it are linearised. For each position s a label
+y_s is drawn from the model's own distribution, and the log-likelihood of the labels is carried
+back. With g_t its gradient at the layer's output for token t, and delta_t what the change does to
+that output (exact), a window of T predicted tokens has
+
+    v = sum_t <g_t, delta_t>        estimated KL = v^2 / 2        nats, of the whole window
+
+which is the quadratic form of the Fisher information in the direction of the change: labels of
+different positions are independent, so that mixed terms have expectation zero. Several draws of the
+labels are averaged. The v of changes in different layers add up before they are squared.
+
+Shape suffixes: C changes, K draws of labels, N windows, B windows of a batch, L tokens, D hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moesaic.types import Track, silent
+from moesaic.losses import predicting
+from moesaic.observation.branches import Change, StandIn, changed
+from moesaic.observation.stream import Block, LayerStream, Spill
+
+IN_MEMORY = 1 << 30
+"""Bytes of hidden states, and of gradients, that are kept in memory; the rest is on disk."""
+
+
+@dataclass
+class PricedLayer:
+    """One decoder layer, open, with what entered it and the gradient at its output.
+
+    Attributes:
+        block: the layer.
+        entering: hidden states before it, one entry a batch (B, L, D).
+    """
+
+    block: Block
+    entering: Sequence[Tensor]
+    _handed: Sequence[object]
+    _gradients: Sequence[Spill]
+    _leaving: Spill
+
+    @torch.no_grad()
+    def directional(self, stand_in: StandIn) -> Tensor:
+        """v (K, N), float64: the change of the labels' log-likelihood by a changed layer.
+
+        Args:
+            stand_in: makes of the layer what stands in its place.
+        """
+        v_KN = []
+        with stand_in(self.block.layer) as layer:
+            for b, (before, after) in enumerate(zip(self.entering, self._leaving, strict=True)):
+                delta = self.block.output(b, before, self._handed[b], layer) - after
+                v_KN.append(torch.stack([_per_window(delta * g[b]) for g in self._gradients]))
+        return torch.cat(v_KN, 1).cpu()
+
+
+@torch.no_grad()
+def priced_layers(
+    stream: LayerStream[object], draws: int = 1, seed: int = 0, track: Track = silent
+) -> Iterator[PricedLayer]:
+    """Run a model forward, and yield its layers from the last to the first, each open.
+
+    One layer's weights are in memory at a time, and each is read twice.
+
+    Args:
+        stream: the model, and the tokens.
+        draws: draws of labels; a draw costs about two forward passes.
+        seed: of the draws.
+        track: shows progress.
+    """
+    states, kwargs = stream.record()
+    batches = len(states)
+    entering, leaving = Spill(IN_MEMORY), Spill(IN_MEMORY)
+    gradients = [Spill(IN_MEMORY // draws) for _ in range(draws)]
+    handed: list[list[object]] = []
+    try:
+        for block in track(stream.blocks(kwargs), "Running the model", stream.count):
+            for before in states:
+                entering.append(before.clone())
+            handed.append(block.handed(states))
+            block.run(states)
+        for after in states:
+            leaving.append(after.clone())
+        _draw(stream, states, gradients, seed)
+        order = range(stream.count - 1, -1, -1)
+        for block in track(stream.blocks(kwargs, order=order), "Pricing changes", stream.count):
+            mine = [entering[block.index * batches + b] for b in range(batches)]
+            yield PricedLayer(block, mine, handed[block.index], gradients, leaving)
+            for b, before in enumerate(mine):
+                with torch.enable_grad():
+                    leaf = before.detach().requires_grad_()
+                    after = block.output(b, leaf, handed[block.index][b])
+                    for k, spill in enumerate(gradients):
+                        (gradient,) = torch.autograd.grad(
+                            after, leaf, spill[b].to(after.device), retain_graph=k < draws - 1
+                        )
+                        spill.replace(b, gradient)
+                leaving.replace(b, before)
+    finally:
+        for spill in (states, entering, leaving, *gradients):
+            spill.clear()
+
+
+def _draw(stream: LayerStream[object], last: Spill, into: Sequence[Spill], seed: int) -> None:
+    """Append batches of the gradient (B, L, D) of drawn labels' log-likelihood, a draw a spill.
+
+    Logits are made of one window at a time: those of a batch may be larger than a layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with stream.headed(logits=True, gradients=True) as finish:
+        for batch, states in zip(stream.batches, last, strict=True):
+            found: list[list[Tensor]] = [[] for _ in into]
+            for n, window in enumerate(states.split(1)):
+                one = batch.rows(slice(n, n + 1))
+                with torch.enable_grad():
+                    leaf = window.detach().requires_grad_()
+                    logits_TV = finish(one, leaf)[predicting(one.labels)].float()
+                    logp_TV = logits_TV.log_softmax(-1)
+                    p_TV = logp_TV.detach().exp().cpu()
+                    for k, gradients in enumerate(found):
+                        labels_T1 = torch.multinomial(p_TV, 1, generator=generator)
+                        likelihood = logp_TV.gather(1, labels_T1.to(logp_TV.device)).sum()
+                        (gradient,) = torch.autograd.grad(
+                            likelihood, leaf, retain_graph=k < len(found) - 1
+                        )
+                        gradients.append(gradient)
+            for spill, gradients in zip(into, found, strict=True):
+                spill.append(torch.cat(gradients))
+
+
+def _per_window(product: Tensor) -> Tensor:
+    """Sums (B) over all but the first axis, float64."""
+    return product.flatten(1).sum(1, dtype=torch.float64)
+
+
+def kl_of(v_KN: Tensor, tokens_N: Tensor) -> Tensor:
+    """Estimated KL (N) in nats a token, of ``v`` (K, N) and the predicted tokens of each window.
+
+    Windows weigh as much as they have tokens: the mean over windows is the mean over all tokens.
+
+    >>> kl_of(torch.tensor([[0.2, 0.0], [0.4, 0.0]]), torch.tensor([5, 5]))
+    tensor([0.0100, 0.0000])
+    """
+    return v_KN.square().mean(0) / 2 / tokens_N.double().mean().clamp(min=1.0).to(v_KN.dtype)
+
+
+def tokens_by_window(stream: LayerStream[object]) -> Tensor:
+    """Predicted tokens of each window of a stream (N)."""
+    return torch.cat([predicting(batch.labels).sum(1) for batch in stream.batches])
+
+
+def estimated(
+    stream: LayerStream[object],
+    changes: Sequence[Change],
+    draws: int = 1,
+    seed: int = 0,
+    track: Track = silent,
+) -> Tensor:
+    """Estimated KL(original || changed) of the next token's distribution, in nats a token.
+
+    The counterpart of :func:`moesaic.observation.branches.divergences`, for a fraction of its
+    time. It is 10 to 35 % low for small changes, and lower for large ones: use it to choose.
+
+    Args:
+        stream: the model, and the tokens.
+        changes: layers by number as they would be; what several share in a layer is one object.
+        draws: draws of labels.
+        seed: of the draws.
+        track: shows progress.
+
+    Returns:
+        for each change and window (C, N), float64.
+    """
+    tokens_N = tokens_by_window(stream)
+    v_CKN = torch.zeros(len(changes), draws, len(tokens_N), dtype=torch.float64)
+    for layer in priced_layers(stream, draws, seed, track):
+        users = defaultdict[int, list[int]](list)
+        for c, change in enumerate(changes):
+            if layer.block.index in change:
+                users[id(change[layer.block.index])].append(c)
+        for members in users.values():
+            plan = changes[members[0]][layer.block.index]
+            v_CKN[members] += layer.directional(partial(changed, arch=stream.arch, plan=plan))
+    return torch.stack([kl_of(v_KN, tokens_N) for v_KN in v_CKN])

@@ -1,0 +1,97 @@
+"""Estimated KL of changed layers, against measured KL and against its own definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from builders import MOE, tiny_model, tiny_moe
+from torch import nn
+
+from moesaic.arch.lookup import base_arch
+from moesaic.data.text import Tokens
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.observation.branches import divergences
+from moesaic.observation.estimates import estimated, priced_layers
+from moesaic.observation.stream import LayerStream
+
+
+def narrower(model_type: str, width: int) -> Any:
+    order = torch.arange(width)
+    if model_type in MOE:
+        return SlimmedLayer(torch.arange(8), order.repeat(8, 1), 16)
+    return NarrowedLayer(order, 64)
+
+
+@contextmanager
+def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
+    """The layer with noise of ``share`` of their spread on the FFN's down projections."""
+    generator = torch.Generator().manual_seed(3)
+    matrices = {p: p.detach().clone() for name, p in layer.named_parameters() if "down" in name}
+    assert matrices
+    with torch.no_grad():
+        for p, before in matrices.items():
+            p += share * before.std() * torch.randn(before.shape, generator=generator)
+        yield layer
+        for p, before in matrices.items():
+            p.copy_(before)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "deepseek_v3"])
+def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens) -> None:
+    """Of each layer alone and of all together, interactions included. Of mixtures whose routers
+    are random the last layer alone: behind any other, experts change by chance."""
+    model = (tiny_moe if model_type in MOE else tiny_model)(model_type, num_hidden_layers=3)
+    arch = base_arch(model.config)
+    stream = LayerStream(model, arch, padded, view=arch.view)
+    changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
+    changes += [{0: changes[0][0], 1: changes[1][1], 2: changes[2][2]}, {}]
+    measured = divergences(stream, changes).mean(1)
+    found = estimated(stream, changes, draws=128).mean(1)
+    assert found[-1] == 0
+    some = slice(2, 3) if model_type in MOE else slice(4)
+    assert measured[some].min() > 1e-7
+    torch.testing.assert_close(found[some], measured[some], rtol=0.25, atol=1e-8)
+
+
+def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=3)
+    arch = base_arch(model.config)
+    stream = LayerStream(model, arch, tokens, view=arch.view)
+    plans = [narrower("mixtral", width) for width in (4, 8, 12)]
+    changes = [{i: plan} for i in range(3) for plan in plans]
+    measured, found = divergences(stream, changes).mean(1), estimated(stream, changes, 8).mean(1)
+    logs = torch.stack([measured.log(), found.log()])
+    assert torch.corrcoef(logs)[0, 1] > 0.95
+    for layer in found.view(3, 3):
+        assert layer.argsort(descending=True).tolist() == [0, 1, 2]
+
+
+def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=3)
+    arch = base_arch(model.config)
+    opened: list[int] = []
+
+    @contextmanager
+    def opening(i: int) -> Iterator[None]:
+        opened.append(i)
+        yield
+
+    stream = LayerStream(model, arch, tokens, view=arch.view, open_layer=opening)
+    assert [layer.block.index for layer in priced_layers(stream)] == [2, 1, 0]
+    assert opened == [0, 1, 2, 2, 1, 0]
+
+
+def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=2)
+    arch = base_arch(model.config)
+    stream = LayerStream(model, arch, tokens, view=arch.view)
+    changes = [{0: narrower("mixtral", 8)}]
+    one, again, other = (estimated(stream, changes, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
