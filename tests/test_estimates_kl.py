@@ -14,11 +14,12 @@ from torch import nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
-from moesaic.plans.narrowed import NarrowedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.losses import divergence, log_probabilities
 from moesaic.observation.branches import divergences
 from moesaic.observation.estimates import estimated, priced_layers
-from moesaic.observation.stream import LayerStream
+from moesaic.observation.stream import BEFORE, LayerStream
+from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.slimmed import SlimmedLayer
 
 
 def narrower(model_type: str, width: int) -> Any:
@@ -83,7 +84,8 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
         yield
 
     stream = LayerStream(model, arch, tokens, view=arch.view, open_layer=opening)
-    assert [layer.block.index for layer in priced_layers(stream)] == [2, 1, 0]
+    places = [getattr(part, "block", None) for part in priced_layers(stream)]
+    assert [block and block.index for block in places] == [2, 1, 0, None]
     assert opened == [0, 1, 2, 2, 1, 0]
 
 
@@ -95,3 +97,33 @@ def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
     one, again, other = (estimated(stream, changes, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded: Tokens) -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    arch = base_arch(model.config)
+    stream = LayerStream(model, arch, padded, view=arch.view)
+
+    @contextmanager
+    def changed(name: str, whole: nn.Module) -> Iterator[nn.Module]:
+        weight = whole.get_parameter(name)
+        before, generator = weight.detach().clone(), torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            weight += 0.1 * before.std() * torch.randn(before.shape, generator=generator)
+            yield whole
+            weight.copy_(before)
+
+    def logits() -> torch.Tensor:
+        mask = padded.attention_mask
+        with torch.no_grad():
+            found = model(input_ids=padded.input_ids, attention_mask=mask).logits
+        return log_probabilities(found, padded.labels)
+
+    places = {"model.embed_tokens.weight": BEFORE, "lm_head.weight": 2}
+    changes = [{place: partial(changed, name)} for name, place in places.items()]
+    found, original = estimated(stream, changes, draws=128).mean(1), logits()
+    for name, kl, tolerance in zip(places, found.tolist(), (0.25, 1e-4), strict=True):
+        with changed(name, model):
+            measured = divergence(original, logits()).mean().item()
+        assert measured > 1e-6
+        assert kl == pytest.approx(measured, rel=tolerance)

@@ -29,13 +29,17 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports import quantiser
 from moesaic.exports.file_types import Model, mixture
-from moesaic.exports.mixed import Sensitivities, least
+from moesaic.exports.mixed import least
 from moesaic.exports.quantiser import types_of
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
 from moesaic.metrics import gguf_engine
+from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.gguf_engine import library
+from moesaic.metrics.score import qualities
+from moesaic.observation.estimates import estimated
+from moesaic.observation.stream import LayerStream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHITECTURES = {
@@ -539,11 +543,11 @@ def test_layers_get_the_types_that_lose_least_within_a_budget(model_type, roundi
     wanted = {name: "q2_k" if name == "attn 1" else "q8_0" for name in names}
     budget = whole.layout.size(wanted)
     assert narrow < budget < wide
-    assert whole.best(among, budget) == wanted
-    assert whole.layout.size(whole.best(among, budget - 1)) < budget
-    assert set(whole.best(among, narrow).values()) == {"q2_k"}
+    assert whole.rounder.best(among, budget) == wanted
+    assert whole.layout.size(whole.rounder.best(among, budget - 1)) < budget
+    assert set(whole.rounder.best(among, narrow).values()) == {"q2_k"}
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
-        whole.best(among, narrow - 1)
+        whole.rounder.best(among, narrow - 1)
     whole.mixed(tmp_path / "made.gguf", wanted)
     assert (tmp_path / "made.gguf").stat().st_size == budget
 
@@ -554,18 +558,19 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
 ):
     """Rows that blocks do not divide, and types that round by text, among them."""
     whole, file = rounding(model_type, width), tmp_path / "made.gguf"
-    types = dict.fromkeys(whole.live.matrices, "q2_k")
+    types = dict.fromkeys(whole.rounder.groups, "q2_k")
     types |= {"attn 0": "iq1_s", "down 1": "iq2_xxs", "gate-up 0": "q3_k", "attn 1": "q6_k"}
     assert types.keys() == {*whole.layout.rounded.values()}
-    before = {name: p.clone() for name, p in whole.live.model.named_parameters()}
+    batch = whole.tokens
     for chosen in (types, dict.fromkeys(types, "iq1_s"), dict.fromkeys(types, "q5_k")):
         whole.mixed(file, chosen)
         assert file.stat().st_size == whole.layout.size(chosen)
-        read = dict(resolve(str(file)).load("cpu", torch.float32).named_parameters())
-        with whole.live.rounded(chosen) as model:
-            for name, parameter in model.named_parameters():
-                assert torch.allclose(parameter, read[name], atol=1e-6), name
-    assert all(torch.equal(p, before[name]) for name, p in whole.live.model.named_parameters())
+        read = resolve(str(file)).load("cpu", torch.float32)
+        change = whole.rounder.change(chosen)
+        run = Layerwise(whole.native, dtype=torch.float32, change=change)
+        ((logits, _),) = run.run([batch]).logits
+        with torch.no_grad():
+            torch.testing.assert_close(logits, read(batch.input_ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("type", ["q8_0", "q4_k", "iq2_xxs"])
@@ -586,95 +591,26 @@ def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
         assert np.array_equal(held, np.concatenate(each))
 
 
-def test_only_choosing_types_takes_the_model_in_memory(rounding, tmp_path, monkeypatch):
-    """One type takes the importance matrix, which is made layer by layer."""
+def test_one_type_rounds_by_text_too(rounding, tmp_path):
     whole, file = rounding("qwen2"), tmp_path / "made.gguf"
-    monkeypatch.setattr("moesaic.exports.live.free_bytes", lambda device: 0)
     whole.uniform(file, "iq2_xxs")
     assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= {*whole.weights}
     assert "iq2_xxs" in types_of(file)
-    with pytest.raises(MoesaicError, match="in memory four times in float32"):
-        whole.best(
-            ["q8_0"], whole.layout.size(dict.fromkeys(whole.layout.rounded.values(), "q8_0"))
-        )
 
 
-def test_what_rounding_a_group_loses_is_measured_alone_or_among_the_others(rounding, monkeypatch):
-    """Each as the whole model with that group rounded; far types are left out among others, and
-    the type that a group is in already is not tried as a change."""
-
-    def sharp(model):  # so that what is lost is far above the last bits of float32
-        model.lm_head.weight.mul_(10)
-
-    live, among = rounding("mixtral", change=sharp).live, ("q8_0", "q4_k_m", "q2_k")
-    alone = live.sensitivities(among)
-    assert alone.types == ("q8_0", "q4_k", "q2_k")
-    near = dict.fromkeys(alone.groups, "q4_k") | {"down 1": "q2_k"}
-    kind = live.__class__
-    tried, real = [], kind.rounded
-
-    def rounded(self, types, within=""):
-        tried.extend(types.items() if len(types) == 1 else ())
-        return real(self, types, within)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "rounded", rounded)
-        others = live.sensitivities(among, near)
-    assert len(tried) == 2 * len(near) - 1  # of the one in q2_k only the next wider one
-    assert not {*tried} & {*near.items()}
-    for g, name in enumerate(alone.groups):
-        for c, type in enumerate(alone.types):
-            assert alone.loss_GC[g, c] == pytest.approx(live.loss({name: type}), rel=1e-5)
-            told = others.loss_GC[g, c]
-            if name == "down 1" and type == "q8_0":
-                assert told == np.inf
-            else:
-                assert told == pytest.approx(live.loss(near | {name: type}), rel=1e-5)
-    assert live.loss({}) == pytest.approx(0, abs=1e-7)
-
-
-def test_types_move_to_their_neighbours_as_long_as_that_loses_less(rounding, monkeypatch):
-    """The sum says that nothing is better than what two groups together do not lose."""
-    live = rounding("qwen2").live
-    kls = {"q8_0": 0.0, "q4_k": 0.1, "q2_k": 0.3}
-
-    def loss(self, types):
-        pair = types["attn 0"] == types["down 0"] == "q2_k"
-        return sum(kls[type] for type in types.values()) + pair
-
-    def sensitivities(self, among, near):
-        names, known = tuple(near), tuple(kls)
-        return Sensitivities(
-            names, known, np.array([[loss(None, near | {n: t}) for t in known] for n in names])
-        )
-
-    monkeypatch.setattr(type(live), "loss", loss)
-    monkeypatch.setattr(type(live), "sensitivities", sensitivities)
-    first = dict.fromkeys(live.matrices, "q4_k") | {"attn 0": "q2_k", "down 0": "q2_k"}
-    found = live.improved(first, tuple(kls), live.layout.size(first))
-    assert loss(None, found) < loss(None, first)
-    assert live.layout.size(found) <= live.layout.size(first)
-
-
-def test_what_rounding_loses_is_kept_and_only_new_types_are_measured(rounding, monkeypatch):
+def test_the_kl_of_rounding_a_group_is_estimated(rounding):
+    """Each as the whole model with that group rounded; tied embeddings with their head."""
     whole = rounding("qwen2")
-    one = whole.sensitivities(["q8_0", "q2_k"])
-    seen = []
-    real = type(whole.live).sensitivities
-    monkeypatch.setattr(
-        type(whole.live),
-        "sensitivities",
-        lambda self, types: seen.append(tuple(types)) or real(self, types),
+    rounder, tokens = whole.rounder, whole.tokens
+    stream = LayerStream.from_disk(
+        whole.native.checkpoint, whole.native.config, rounder.arch, tokens, view=lambda layer: layer
     )
-    two = whole.sensitivities(["q4_k_m", "q2_k", "q8_0"])
-    assert seen == [("q4_k",)]
-    assert two.types == ("q8_0", "q4_k", "q2_k")
-    assert np.array_equal(two.loss_GC[:, [0, 2]], one.loss_GC)
-    whole.sensitivities(["q4_k_m"])
-    assert len(seen) == 1
-    monkeypatch.setattr("moesaic.exports.llamacpp.library", lambda: (None, None, "another"))
-    whole.sensitivities(["q4_k_m"])
-    assert len(seen) == 2
+    found = estimated(stream, rounder.changes(["q5_k"]), 64).mean(1).tolist()
+    reference = Layerwise(whole.native, dtype=torch.float32, keep=True)
+    for group, kl in zip(rounder.groups, found, strict=True):
+        change = rounder.change({group: "q5_k"})
+        rounded = Layerwise(whole.native, dtype=torch.float32, change=change)
+        assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
 
 
 @pytest.mark.parametrize("config", [PruneConfig(keep=2), SlimConfig(keep=0.5, multiple=32)])

@@ -23,11 +23,12 @@ from moesaic import MoesaicError, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import GOALS, Goal
 from moesaic.config import Calibration
+from moesaic.families import Shape
 from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.prices import Prices, asked, key_of
 from moesaic.fitting.run import opened
 from moesaic.fitting.sizes import Weight
-from moesaic.ladder import Shape
 from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.rounding import rounded
@@ -145,11 +146,10 @@ def test_every_form_is_said_as_the_command_that_makes_it(shape, command, monkeyp
     asked: list[Recipe] = []
     monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
     steps = [
-        make(ladder.shares[0])
+        make(family.configs[0])
         for method in METHODS.values()
-        for ladder in method.ladders(shape)
-        for make in (ladder.quick, ladder.careful)
-        if make is not None
+        for family in method.families(shape)
+        for make in (lambda config: config, family.careful)
     ]
     assert len({type(step) for step in steps}) > 1
     for step in steps:
@@ -239,7 +239,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("guided")
     words = [str(moe_folder), "--memory", "180KB", *TEXT]
     terminal = Terminal(words, folder)
-    terminal.until("Trying candidates")
+    terminal.until("Measuring candidates")
     os.write(terminal.file, b"\x03")
     interrupted = [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
     terminal = Terminal([*words, "--resume"], folder)
@@ -275,7 +275,7 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     said = " ".join(saved.said.split())
     assert "experts in each of" in said
     assert "This machine: " in said
-    assert "What can be tried: " in said
+    assert "Estimated KL at 180KB: " in said
     assert "What no other candidate beats" in said
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
@@ -293,11 +293,13 @@ def test_of_what_is_fastest_no_way_is_named_that_keeps_a_tokens_work(tmp_path, m
     """prune leaves a token as many experts as before."""
     said: list[str] = []
     search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST, tell=said.append)
-    monkeypatch.setattr(search, "_tried_quickly", lambda *_: [])
+    steps = {key_of(config): 0.1 for config in asked(search.forms)}
+    search.prices = Prices({}, steps)
+    monkeypatch.setattr(search, "_try", lambda *_: None)
     with pytest.raises(MoesaicError):
         search.frontier([FAST])
-    (named,) = (line for line in said if line.startswith("What can be tried"))
-    assert "prune" not in named
+    (named,) = (line for line in said if line.startswith("Estimated KL"))
+    assert "drop" not in named
 
 
 def test_every_end_of_the_menu(moe_folder, tmp_path):

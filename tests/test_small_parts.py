@@ -138,13 +138,13 @@ def shown(view: object) -> str:
 def test_candidates_come_in_the_order_of_what_they_lose():
     def candidate(form: str, kl: float) -> dict[str, Any]:
         sizes = {"memory": 2**20, "active_parameters": 1000}
-        return {"form": form, "kl": kl, "loss": 0.1, "stage": "rough", **sizes}
+        return {"form": form, "kl": kl, "loss": 0.1, "estimated_kl": 0.2, **sizes}
 
     text = shown(fitting.tried([candidate("worse", 0.5), candidate("better", 0.25)]))
     assert text.index("better") < text.index("worse")
     row = next(line for line in text.splitlines() if "better" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "better", "1.05\u00a0MB", "1,000", "10.0%", "0.2500", "rough",
+        "better", "1.05\u00a0MB", "1,000", "10.0%", "0.2500", "0.2000",
     ]  # fmt: skip
 
 

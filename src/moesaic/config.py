@@ -30,7 +30,7 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError, meant, shown
-from moesaic.ladder import Ladder, Shape
+from moesaic.families import Family, Shape
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class MethodConfig(Options):
         return False
 
     @classmethod
-    def ladders(cls, model: Shape) -> Iterable[Ladder[MethodConfig]]:
+    def families(cls, model: Shape) -> Iterable[Family[Any]]:
         """Configs of rising size that ``fit`` tries on a model; none where nothing fits it."""
         return ()
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
-from moesaic import __version__
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import PLAIN, base_arch
 from moesaic.arch.mixture import MoEArch
@@ -24,25 +22,17 @@ from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import base_config, run_script
 from moesaic.exports.gguf_limits import lacking
-from moesaic.exports.live import Live, Types
-from moesaic.exports.mixed import (
-    TYPES,
-    Layout,
-    Sensitivities,
-    tensor_types,
-)
+from moesaic.exports.mixed import TYPES, Layout
 from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
+from moesaic.exports.rounder import Rounder
 from moesaic.io.checkpoint import shape_of
-from moesaic.io.headers import mapping_of
 from moesaic.io.mtp import is_mtp
-from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
-from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder, whole_file
+from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import MISSING, installed, library, split_otherwise
 from moesaic.per_layer_config import LAYERS
-from moesaic.surgery import routing_in
 from moesaic.types import JSON, Config, Track, silent
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -127,7 +117,7 @@ def export_gguf(
             if args.memory is None:
                 rounding.uniform(work, args.type)
             else:
-                rounding.mixed(work, rounding.best(args.among or TYPES, args.memory))
+                rounding.mixed(work, rounding.rounder.best(args.among or TYPES, args.memory))
         _check_vocabulary(work, source)
         counts = types_of(work)
         put_file(work, out, overwrite)
@@ -173,15 +163,15 @@ class Rounding:
         return calibration_tokens(self.text, self.native.tokenizer, SAMPLES, length)
 
     @cached_property
-    def live(self) -> Live:
-        """It in memory."""
+    def rounder(self) -> Rounder:
+        """It, rounded while it is in memory."""
         assert self.tokens is not None  # without text no types are chosen
-        return Live(self.native, self.layout, self.named, self.tokens, self.track)
+        return Rounder(self.native, self.layout, self.named, self.tokens, self.track)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """Of each matrix those of its inputs."""
-        return {} if self.tokens is None else self.live.weights
+        return {} if self.tokens is None else self.rounder.weights
 
     @cached_property
     def layout(self) -> Layout:
@@ -204,40 +194,6 @@ class Rounding:
         """A file with types by groups."""
         chosen = {name: types[group] for name, group in self.layout.rounded.items()}
         quantise(self.whole, out, OTHERS, self.weights, chosen)
-
-    @property
-    def _kept(self) -> Path:
-        """The file in the cache that keeps what it loses by types."""
-        assert self.tokens is not None  # without text no types are chosen
-        own = self.native.fingerprint, routing_in(self.native.config)
-        made_by = __version__, library()[2], *own
-        key = " ".join([*made_by, self.tokens.fingerprint])
-        return cache_folder() / f"types-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-    def _table(self) -> Sensitivities | None:
-        file = self._kept
-        return Sensitivities.load(mapping_of(file)) if file.is_file() else None
-
-    def sensitivities(self, types: Sequence[str]) -> Sensitivities:
-        """What it loses by types, of which each is measured once and kept in the cache."""
-        table = self._table()
-        if new := _new(types, table):
-            measured = self.live.sensitivities(new)
-            table = measured if table is None else table.beside(measured)
-            with whole_file(self._kept) as partial:
-                partial.write_text(json.dumps(table.as_json()), "utf-8")
-        assert table is not None
-        return table.among(tensor_types(types))
-
-    def best(self, among: Sequence[str], budget: int) -> Types:
-        """The types by groups that lose least within a budget.
-
-        Raises:
-            MoesaicError: it is out of reach, which is said before anything is measured.
-        """
-        self.layout.check(among, budget)
-        first, _ = self.sensitivities(among).choice(self.layout, budget)
-        return self.live.improved(first, among, budget)
 
 
 def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> None:
@@ -284,11 +240,6 @@ def puzzle_settings(config: Config) -> JSON:
         "block_configs": blocks,
         "moe_latent_size": config.moe_latent_size or 0,
     }
-
-
-def _new(types: Sequence[str], table: Sensitivities | None) -> list[str]:
-    """The types of tensors that a table does not have."""
-    return [type for type in tensor_types(types) if table is None or type not in table.types]
 
 
 def _names_of(file: Path, source: Source) -> Callable[[str], str | None]:

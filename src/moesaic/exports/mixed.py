@@ -1,10 +1,9 @@
-"""Types layer by layer: of all GGUF files within a budget the one whose rounding loses least.
+"""Types layer by layer: of all GGUF files within a budget the one of least estimated KL.
 
 A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, its shared
-expert, the embeddings, or the head. Each group is rounded alone to each type
-(:mod:`moesaic.exports.live`), and KL(original || rounded) measured on text. Losses this small
-nearly add up, so that the best types are a knapsack with one choice a group, of which scipy's milp
-finds the exact optimum:
+expert, the embeddings, or the head. What each loses by being rounded to each type is estimated
+(:mod:`moesaic.exports.rounder`). KLs this small nearly add up, so that the best types are a
+knapsack with one choice a group, of which scipy's milp finds the optimum:
 
     min sum_gt x_gt KL_gt  with  sum_gt x_gt bytes_gt <= budget,  sum_t x_gt = 1,  x_gt in {0, 1}
 
@@ -17,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -27,15 +26,11 @@ from moesaic.config import in_unit
 from moesaic.errors import MoesaicError
 from moesaic.exports.file_types import FILES
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
-from moesaic.types import JSON
 
-WINDOWS = 8
-"""Of the text by which groups are measured."""
-PER_WEIGHT = 16
-"""Bytes of memory for each weight while types are chosen: as it is, unrounded, in all types, and
-while it is read, in float32."""
-PARTS = 8
-"""Layers are told apart up to so many; of more, neighbours have the same types."""
+WINDOWS = 32
+"""Of the text by which the KL of groups is estimated."""
+GAP = 1e-4
+"""The share by which the sum of KL may lie above the least possible one."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
 """The groups of what is in no layer, which no text weighs."""
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
@@ -44,14 +39,14 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
 
 
-def group_of(name: str, layers: int) -> str:
+def group_of(name: str) -> str:
     """The group of a tensor by llama.cpp's name.
 
-    >>> group_of("blk.5.ffn_gate_exps.weight", 6), group_of("blk.5.ffn_down_exps.weight", 6)
+    >>> group_of("blk.5.ffn_gate_exps.weight"), group_of("blk.5.ffn_down_exps.weight")
     ('gate-up 5', 'down 5')
-    >>> group_of("blk.1.attn_q.weight", 32), group_of("blk.31.ffn_down_shexp.weight", 32)
-    ('attn 0', 'shared 7')
-    >>> group_of("token_embd.weight", 6), group_of("output.weight", 6)
+    >>> group_of("blk.1.attn_q.weight"), group_of("blk.31.ffn_down_shexp.weight")
+    ('attn 1', 'shared 31')
+    >>> group_of("token_embd.weight"), group_of("output.weight")
     ('embeddings', 'head')
     """
     match = re.match(r"blk\.(\d+)\.(?:(ffn_down)|(ffn))?(\w*)", name)
@@ -61,7 +56,7 @@ def group_of(name: str, layers: int) -> str:
     part = "down" if down else "gate-up" if ffn else "attn"
     if rest.endswith("_shexp"):
         part = "shared"
-    return f"{part} {int(number) * min(PARTS, layers) // layers}"
+    return f"{part} {number}"
 
 
 @dataclass(frozen=True)
@@ -78,9 +73,7 @@ class Layout:
     def rounded(self) -> dict[str, str]:
         """The group of each tensor that is rounded."""
         return {
-            name: group_of(name, self.layers)
-            for name, tensor in self.tensors.items()
-            if tensor.type != WHOLE
+            name: group_of(name) for name, tensor in self.tensors.items() if tensor.type != WHOLE
         }
 
     def bytes(self, names: Sequence[str], types: Sequence[str]) -> tuple[int, Numbers]:
@@ -127,51 +120,32 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """What a model loses where one group of its tensors is rounded."""
+    """KL where one group of a model's tensors is rounded."""
 
     groups: tuple[str, ...]
     types: tuple[str, ...]
-    loss_GC: Numbers
-    """KL from the model, nats a token; infinite where it was not measured."""
-
-    def as_json(self) -> JSON:
-        """All of it, lists for arrays."""
-        return {**vars(self), "loss_GC": self.loss_GC.tolist()}
-
-    @classmethod
-    def load(cls, record: JSON) -> Sensitivities:
-        """The inverse of :meth:`as_json`."""
-        return cls(tuple(record["groups"]), tuple(record["types"]), np.array(record["loss_GC"]))
-
-    def beside(self, other: Sensitivities) -> Sensitivities:
-        """With further types of the same groups."""
-        both = np.concatenate([self.loss_GC, other.loss_GC], axis=1)
-        return replace(self, types=self.types + other.types, loss_GC=both)
-
-    def among(self, types: Sequence[str]) -> Sensitivities:
-        """Of some of its types alone."""
-        places = [self.types.index(type) for type in types]
-        return replace(self, types=tuple(types), loss_GC=self.loss_GC[:, places])
+    kl_GC: Numbers
+    """Estimated KL from the model, nats a token."""
 
     def choice(self, layout: Layout, budget: int) -> tuple[dict[str, str], float]:
-        """The type of each group by which a file within a budget loses least.
+        """The type of each group by which a file within a budget has the least KL.
 
         Args:
             layout: of the file.
             budget: bytes.
 
         Returns:
-            types by group, and what they lose together.
+            types by group, and the sum of their KL.
 
         Raises:
             MoesaicError: no such file is small enough.
         """
         layout.check(self.types, budget)
         fixed, bytes_GC = layout.bytes(self.groups, self.types)
-        choice_G = least(self.loss_GC, bytes_GC, budget - fixed)
-        loss = sum(self.loss_GC[g, c] for g, c in enumerate(choice_G))
+        choice_G = least(self.kl_GC, bytes_GC, budget - fixed)
+        kl = sum(self.kl_GC[g, c] for g, c in enumerate(choice_G))
         types = {name: self.types[c] for name, c in zip(self.groups, choice_G, strict=True)}
-        return types, float(loss)
+        return types, float(kl)
 
 
 def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
@@ -184,11 +158,11 @@ def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=bits, reverse=True)) or (WHOLE,)
 
 
-def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
-    """The choice of each group by which losses add up to the least.
+def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
+    """The choice of each group of which the KL adds up to the least.
 
     Args:
-        loss_GC: what each choice loses; infinite where it is none.
+        kl_GC: of each choice.
         bytes_GC: what it takes.
         budget: that all may take together; the smallest ones take no more.
 
@@ -197,22 +171,21 @@ def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    count, choices = loss_GC.shape
+    count, choices = kl_GC.shape
     group_GX = np.kron(np.eye(count), np.ones(choices))
-    measured_X = np.isfinite(loss_GC.ravel())
-    loss_X = np.where(measured_X, loss_GC.ravel(), 0)
+    kl_X = kl_GC.ravel()
     with _stdout_to_stderr():
         solution = milp(
-            loss_X / max(loss_X.max(), 1e-30),  # the solver's tolerances are absolute
-            integrality=np.ones(loss_GC.size),
-            bounds=Bounds(0, measured_X.astype(float)),
+            kl_X / max(kl_X.max(), 1e-30),  # the solver's tolerances are absolute
+            integrality=np.ones(kl_GC.size),
+            bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint(group_GX, 1, 1),
                 LinearConstraint(bytes_GC.reshape(1, -1), -np.inf, budget),
             ],
-            options={"mip_rel_gap": 0},
+            options={"mip_rel_gap": GAP},
         )
-    return [int(c) for c in solution.x.reshape(loss_GC.shape).argmax(1)]
+    return [int(c) for c in solution.x.reshape(kl_GC.shape).argmax(1)]
 
 
 @contextmanager

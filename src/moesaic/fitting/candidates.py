@@ -30,8 +30,8 @@ class Candidate:
     weight: Weight
     score: JSON | None = None
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
-    stage: str = "rough"
-    """``rough`` or ``refined``: with how much care it was made."""
+    estimate: float = math.nan
+    """KL by the price table, before any refit."""
     types: Mapping[str, str] | None = None
     """Of a file whose layers differ, by group of tensors."""
     kl_N: tuple[float, ...] = ()
@@ -57,7 +57,8 @@ class Candidate:
 
     def as_json(self) -> JSON:
         """The form, the steps, sizes and figures."""
-        recipe = {"form": self.form, "stage": self.stage, "steps": steps_as_json(self.steps)}
+        steps = steps_as_json(self.steps)
+        recipe = {"form": self.form, "estimated_kl": self.estimate, "steps": steps}
         types = {"types": dict(self.types)} if self.types else {}
         return {**recipe, **types, **asdict(self.weight), **(self.score or {})}
 

@@ -31,7 +31,12 @@ class FitConfig(Options):
         "its bytes. Repeatable.",
         flag="--type",
     )
-    confirm: int = option(3, "Candidates that are refined, at most.", minimum=1)
+    confirm: int = option(3, "Candidates that are made and measured first.", minimum=1)
+    prices: str = option(
+        "",
+        "File with the estimated KL of every alternative: read if it exists, otherwise written, so "
+        "that another budget need not estimate anew.",
+    )
     windows: int = option(
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
     )

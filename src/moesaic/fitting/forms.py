@@ -1,9 +1,12 @@
-"""Forms of recipes whose size follows from one number, and the number that meets a budget."""
+"""Forms of recipes whose results differ in size alone: the families of all methods, and pairs."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
@@ -11,10 +14,9 @@ from moesaic.config import ExportArgs, MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports.quantiser import WHOLE
-from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.sizes import Steps, Weight
+from moesaic.families import Family, Shape
+from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
-from moesaic.ladder import Ladder, Shape
 from moesaic.methods import METHODS
 from moesaic.methods.mixtures import least_experts
 from moesaic.plans.dropped import cache_leaders
@@ -23,34 +25,73 @@ BLOCK = 32
 """Weights that GGUF's types round together, at least."""
 
 
-class Form(Ladder[Steps]):
-    """Whole recipes of one form, of which one number is open."""
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Recipes of one family of configs, after one config of another family or none."""
+
+    family: Family[Any]
+    before: Family[Any] | None = None
+    first: MethodConfig | None = None
+    """Of ``before``."""
+
+    @property
+    def name(self) -> str:
+        """The families' names, and the size of the first step."""
+        if self.before is None:
+            return self.family.name
+        ends = self.before.configs[0], self.before.configs[-1]
+        size = next(
+            (
+                f"{getattr(self.first, f.name):g} "
+                for f in fields(ends[0])
+                if len({getattr(end, f.name) for end in ends}) > 1
+            ),
+            "",
+        )
+        return f"{self.before.name} {size}, {self.family.name}".replace(" ,", ",")
 
     @property
     def single(self) -> bool:
         """Its recipes are of one step."""
-        return len(self.quick(self.shares[-1])) == 1
+        return self.first is None
+
+    @property
+    def count(self) -> int:
+        """How many recipes there are; the size of their results rises."""
+        return len(self.family.configs)
+
+    def steps(self, place: int, careful: bool = False) -> tuple[MethodConfig, ...]:
+        """The steps of the recipe of a number, as they are quickly made or with care."""
+        steps = [] if self.first is None else [(self.before, self.first)]
+        every = [*steps, (self.family, self.family.configs[place])]
+        return tuple(family.careful(c) if careful and family else c for family, c in every)
+
+
+def places_priced(family: Family[Any]) -> list[int]:
+    """The numbers of the configs whose KL is estimated, both ends among them.
+
+    >>> places_priced(Family("", range(20), lambda c: c, priced=3))
+    [0, 10, 19]
+    """
+    count = len(family.configs)
+    return sorted({round(n) for n in np.linspace(0, count - 1, min(count, family.priced))})
 
 
 def forms(source: Source, config: FitConfig) -> list[Form]:
-    """All forms of recipe that a model may be fitted by: ladders of methods, alone and in pairs.
+    """All forms of recipe that a model may be fitted by: families of methods, alone and in pairs.
 
     Raises:
         MoesaicError: the model is of no architecture that can be made smaller.
     """
     shape = _shape(source, config)
-    every = (ladder for method in METHODS.values() for ladder in method.ladders(shape))
-    ladders = [ladder for ladder in every if ladder.shares]
+    every = [f for m in METHODS.values() for f in m.families(shape) if f.configs]
     size = config.memory or config.parameters
     # where weights are to go, what keeps them all serves no budget
-    alone = [x for x in ladders if not x.reads_less or (config.active_parameters and not size)]
-    first = [x for x in ladders if not x.reads_less or config.active_parameters]
-    singles = [
-        Form(x.name, x.shares, _after((), x.quick), x.careful and _after((), x.careful))
-        for x in alone
-    ]
-    fills = [ladder for ladder in ladders if ladder.fills]
-    return singles + [form for fill in fills[-1:] for form in _pairs(first, fill)]
+    alone = [f for f in every if not f.reads_less or (config.active_parameters and not size)]
+    first = [f for f in every if not f.reads_less or config.active_parameters]
+    fills = [f for f in every if f.fills]
+    pairs = [Form(fill, f, c) for fill in fills[-1:] for f in first for c in f.first]
+    return [*map(Form, alone), *pairs]
 
 
 def ending(config: FitConfig) -> ExportArgs:
@@ -61,7 +102,7 @@ def ending(config: FitConfig) -> ExportArgs:
 
 
 def _shape(source: Source, config: FitConfig) -> Shape:
-    """What ladders follow from, read off headers.
+    """What families follow from, read off headers.
 
     Raises:
         MoesaicError: no layer routes, or the architecture is unknown.
@@ -93,71 +134,14 @@ def _shape(source: Source, config: FitConfig) -> Shape:
     )
 
 
-def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) -> Iterator[Form]:
-    """A rung of one ladder, and what is left of the budget filled by another."""
-    make = fill.careful or fill.quick
-    for rung in (rung for ladder in ladders for rung in ladder.rungs):
-        yield Form(
-            f"{rung.name}, {fill.name}",
-            fill.shares,
-            _after((rung.quick,), fill.quick),
-            _after((rung.careful,), make),
-        )
+def largest(numbers: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest number that fits, where all below it do; None where none does.
 
-
-def _after(first: Steps, make: Callable[[float], MethodConfig]) -> Callable[[float], Steps]:
-    return lambda share: (*first, make(share))
-
-
-def filed(form: Form, file: ExportArgs) -> Form:
-    """The same form with a file in the end."""
-
-    def ended(make: Callable[[float], Steps]) -> Callable[[float], Steps]:
-        return lambda share: (*make(share), file)
-
-    careful = form.careful and ended(form.careful)
-    return Form(f"{form.name}, {file.called}", form.shares, ended(form.quick), careful)
-
-
-def largest(
-    shares: Sequence[float], fits: Callable[[float], bool], guess: int | None = None
-) -> float | None:
-    """The largest share that fits, where all below it do; None where none does.
-
-    Args:
-        shares: rising.
-        fits: asked as seldom as can be.
-        guess: the place where it is looked for first.
-
-    >>> largest([0.25, 0.5, 0.75, 1.0], lambda share: share < 0.8), largest([0.5], lambda _: False)
-    (0.75, None)
-    >>> asked = []
-    >>> largest([1, 2, 3, 4, 5, 6, 7, 8], lambda s: not asked.append(s) and s < 6, guess=4), asked
-    (5, [5, 6])
+    >>> largest(range(5), lambda n: n < 4), largest([0], lambda _: False)
+    (3, None)
     """
-    low, high = 0, len(shares)  # all before low fit, none from high on
+    low, high = 0, len(numbers)  # all before low fit, none from high on
     while low < high:
         middle = (low + high) // 2
-        if guess is not None and low <= guess < high:
-            middle, guess = guess, guess + 1
-        low, high = (middle + 1, high) if fits(shares[middle]) else (low, middle)
-    return shares[low - 1] if low else None
-
-
-def guessed(shares: Sequence[float], least: Weight, most: Weight, config: FitConfig) -> int:
-    """The place of the largest share that fits if sizes rise evenly.
-
-    Args:
-        shares: rising.
-        least: of the first.
-        most: of the last.
-        config: the budget.
-    """
-    places = []
-    for name in BUDGETS:
-        budget, low, high = (getattr(sizes, name) for sizes in (config, least, most))
-        if budget is not None and high > low:
-            part = (budget - low) / (high - low)
-            share = shares[0] + part * (shares[-1] - shares[0])
-            places.append(bisect_right(shares, share + 1e-9) - 1)
-    return max(0, min(places, default=len(shares) - 1))
+        low, high = (middle + 1, high) if fits(numbers[middle]) else (low, middle)
+    return numbers[low - 1] if low else None

@@ -19,10 +19,10 @@ from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports.gguf_limits import lacking
-from moesaic.exports.live import Live
 from moesaic.exports.llamacpp import Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
+from moesaic.exports.rounder import Rounder
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
 from moesaic.types import JSON, Track, silent
@@ -52,7 +52,6 @@ class Files:
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
         self._sizes: dict[str, int] = {}
-        self._live: tuple[Path, Live] | None = None
 
     @cached_property
     def original(self) -> Rounding:
@@ -71,21 +70,18 @@ class Files:
                 convert(self._converter, folder, self.source.folder, partial, WHOLE)
         return Rounding(folder, whole, self.text, self.track)
 
-    def live(self, result: Path | None, built: Built) -> Live:
-        """The original or a result in memory, where it is rounded as in a file.
+    def rounder(self, result: Path | None, built: Built) -> Rounder:
+        """The original or a result, whose layers are rounded as in a file while they are open.
 
         Args:
             result: the folder of a result; None for the original.
             built: it without values.
         """
         if result is None:
-            return self.original.live
-        if self._live is None or self._live[0] != result:
-            tokens, source = self.original.tokens, resolve(str(result))
-            assert tokens is not None
-            live = Live(source, self.layout(built), self.original.named, tokens, self.track)
-            self._live = result, live
-        return self._live[1]
+            return self.original.rounder
+        tokens, source = self.original.tokens, resolve(str(result))
+        assert tokens is not None
+        return Rounder(source, self.layout(built), self.original.named, tokens, self.track)
 
     def layout(self, built: Built) -> Layout:
         """The tensors of a result's file, of the original's architecture."""

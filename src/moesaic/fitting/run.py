@@ -17,7 +17,6 @@ from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.search import Search
 from moesaic.hub import on_disk
 from moesaic.io.layout import RECORD, our_folder
@@ -155,7 +154,7 @@ def opened(
                 "with overwrite=True."
             )
         discard(work)
-    search = (FileSearch if config.types else Search)(recipe, config, work, track, tell)
+    search = Search(recipe, config, work, track, tell)
     Progress(work, _request(search, config)).begin()
     return search
 

@@ -1,60 +1,103 @@
-"""The search: every form of recipe at the size that loses least, measured, the best refined.
+"""The search: all alternatives of a model priced once, the best few within a budget measured.
 
-Candidates decide on calibration text, are compared on other windows of it that no candidate
-decided on, and the one that is chosen is measured on evaluation text, as every result is: the
-three share no rows.
+Candidates are decided on calibration text; they are priced and compared on other windows of it that
+none was decided on, and the one that is chosen is measured on evaluation text, as every result is:
+the three share no rows.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
-from moesaic.config import in_unit, parse_dtype
+from moesaic import __version__
+from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
+from moesaic.exports.mixed import tensor_types
+from moesaic.exports.rounder import Types
 from moesaic.fitting.candidates import Candidate, plainest, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.forms import Form, forms, guessed, largest
+from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files
+from moesaic.fitting.prices import Prices, asked, job_on, key_of
 from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
 from moesaic.io.source import resolve
 from moesaic.recipe import Recipe
+from moesaic.surgery import routing_in
 from moesaic.types import Track, silent
 
-SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Shares of the original's bytes that are tried where only a loss is given."""
-HALVINGS = 2
-"""Sizes that are tried between the smallest that keeps a loss and the next."""
+SHARES = tuple(n / 40 for n in range(12, 38))
+"""Shares of the original's bytes among which the smallest is sought where only a loss is given."""
 ACTIVE = "active_parameters"
-BEST, FILES = "best.yaml", "files"
-CLOSE = 1.25
-"""A single step is refined where it loses at most so many times what the best one does: refits
-were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
-FAR = 2.0
-"""No form is refined that loses more than so many times what the best one does."""
+BEST, FILES, PRICES = "best.yaml", "files", "prices.json"
+FAR = 4.0
+"""What is estimated at more than so many times the KL of the best is not measured: a refit leaves a
+seventh to nine tenths of it."""
+ROUNDS = 2
+"""Candidates that are measured, at most, because others were found to have more KL than estimated
+or less."""
+QUANTISE = "quantise"
+KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
+"""What steps of a verb do, in a word."""
 
-Sized = tuple[Form, float]
-"""A form, and the largest of its shares that meets a budget."""
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """What fits a budget, and its price."""
+
+    form: Form | None
+    """None where the original is quantised alone."""
+    place: int
+    """The number of the form's recipe."""
+    steps_kl: float
+    """Estimated KL of the steps, as quickly made."""
+    file: ExportArgs | None = None
+    types: Types | None = None
+    types_kl: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The form's, and that of the file."""
+        names = [] if self.form is None else [self.form.name]
+        return ", ".join(names if self.file is None else [*names, self.file.called])
+
+    @property
+    def steps(self) -> Steps:
+        """Made with care, the file as the last one."""
+        steps: Steps = () if self.form is None else self.form.steps(self.place, careful=True)
+        return steps if self.file is None else (*steps, self.file)
+
+    @property
+    def kind(self) -> str:
+        """What it does, in a word for each step."""
+        if self.form is None:
+            return QUANTISE
+        return " and ".join(KINDS.get(c.verb, c.verb) for c in self.form.steps(self.place))
+
+    def kl(self, levels: Levels) -> float:
+        """Estimated KL.
+
+        Args:
+            levels: by kind how many times the estimate is measured; of quantising for types.
+        """
+        of_types = levels.get(QUANTISE, 1.0) * self.types_kl
+        return of_types + (levels.get(self.kind, 1.0) if self.form else 0.0) * self.steps_kl
 
 
-class Trial(NamedTuple):
-    """A form, the share that it was tried at, and what came of it."""
-
-    form: Form
-    share: float
-    candidate: Candidate
+Levels = dict[str, float]
 
 
 class Search:
-    """Finds the recipe that loses least within a budget.
+    """Finds the recipe of least KL within a budget.
 
     Args:
         recipe: model, text, device and type; its steps are not looked at. Where it does not say how
@@ -62,7 +105,7 @@ class Search:
         config: the budget.
         work: a folder for what is finished.
         track: shows progress.
-        tell: shows a line, of what can be tried or what pays.
+        tell: shows a line, of what pays.
     """
 
     def __init__(
@@ -81,11 +124,18 @@ class Search:
         text = recipe.calibration.source
         self.files = Files(self.source, text, work / FILES, track) if config.types else None
         self._tried: dict[Steps, Candidate] = {}
+        self._single = False
+        """Only recipes of one step are looked at."""
 
     @property
     def tried(self) -> list[Candidate]:
         """The candidates that were measured."""
         return [*self._tried.values()]
+
+    @cached_property
+    def forms(self) -> list[Form]:
+        """All forms of recipe that the model may have."""
+        return forms(self.source, self.config)
 
     @cached_property
     def costs(self) -> Costs:
@@ -111,10 +161,9 @@ class Search:
         """
         config, _ = self.config, self.texts.both  # too little text is said at once
         self._check_needed()
-        every = forms(self.source, config)
-        chosen = self._best(every, config) if config.sized else self._smallest(every)
+        chosen = self._best(config) if config.sized else self._smallest()
         if chosen is None:
-            raise MoesaicError(self._out_of_reach(every))
+            raise MoesaicError(self._out_of_reach(self.forms))
         if config.max_loss is not None and chosen.loss > config.max_loss:
             raise MoesaicError(
                 f"max_loss {config.max_loss:g} is out of reach at that size: the best of "
@@ -129,27 +178,17 @@ class Search:
         """What one step alone makes of a model: the candidates that none beats, the largest first.
 
         Args:
-            budgets: falling; every form is tried at the largest size that meets the first, and at
-                the others those that lose little more than the best one did.
+            budgets: falling.
 
         Raises:
             MoesaicError: nothing meets any of them; names what would.
         """
         _ = self.texts.both  # too little text is said at once
-        every = forms(self.source, self.config)
-        singles = [form for form in every if form.single]
+        self._single = True
         for budget in budgets:
-            sized = self._sized(singles, budget)
-            if not sized:
-                continue
-            if not self._tried and self.tell is not None:
-                names = dict.fromkeys(form.name for form, _ in sized)
-                self.tell(f"What can be tried: {'; '.join(names)}.")
-            trials = self._tried_quickly(sized, budget)
-            self._refined(self._worth_care(trials, budget), budget)
-            singles = [trial.form for trial in _near(trials, FAR)] or singles
+            self._measured(budget)
         if not self._tried:
-            raise MoesaicError(self._out_of_reach(every))
+            raise MoesaicError(self._out_of_reach(self.forms))
         return unbeaten(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
 
     def leave_best(self) -> None:
@@ -160,20 +199,64 @@ class Search:
         file = self.work / BEST
         file.write_text(replace(self.recipe, steps=best.converted).to_yaml(), "utf-8")
         logging.getLogger(__name__).warning(
-            "Of %d candidates %s loses least so far. Its recipe is in %s, for moesaic run; "
+            "Of %d candidates %s has the least KL so far. Its recipe is in %s, for moesaic run; "
             "resumed, the search goes on.",
             len(self._tried),
             best.form,
             file,
         )
 
-    def _best(self, every: Sequence[Form], config: FitConfig) -> Candidate | None:
+    def _best(self, config: FitConfig) -> Candidate | None:
         """The best candidate within a budget of size; None where nothing fits."""
-        sized = self._sized(every, config)
-        if not sized:
-            return None
-        trials = self._worth_care(self._tried_quickly(sized, config), config)
-        return self._chosen([t.candidate for t in trials] + self._refined(trials, config))
+        candidates = self._measured(config)
+        return self._chosen(candidates) if candidates else None
+
+    def _measured(self, config: FitConfig) -> list[Candidate]:
+        """The best options within a budget, measured; then what is best by what they came to."""
+        options = [o for o in self._options(config) if math.isfinite(o.kl({}))]
+        options.sort(key=lambda option: option.kl({}))
+        if not options:
+            return []
+        self._say_what_pays(options, config)
+        firsts = {option.form: option for option in reversed(options)}  # the best of each form
+        near = [o for o in options if firsts[o.form] is o and o.kl({}) <= FAR * options[0].kl({})]
+        alone = [o for o in options if o.form is None]
+        near = [*alone, *(o for o in near if o.form is not None)][: config.confirm + len(alone)]
+        tried: dict[Option, Candidate] = {}
+        levels: Levels = {}
+        for option in self.track(near, "Measuring candidates", len(near)):
+            self._measure(option, config, tried, levels)
+        for _ in range(ROUNDS):
+            best = min(options, key=lambda option: option.kl(levels))
+            if best in tried or not self._measure(best, config, tried, levels):
+                break
+        return [*tried.values()]
+
+    def _measure(
+        self, option: Option, config: FitConfig, tried: dict[Option, Candidate], levels: Levels
+    ) -> bool:
+        """Measure an option, and what its kind comes to; False where it cannot be had."""
+        candidate = self._try(option, config)
+        if candidate is None:
+            return False
+        tried[option] = candidate
+        if option.form is None and option.types:
+            levels[QUANTISE] = candidate.kl / max(option.types_kl, 1e-12)
+        elif option.form is not None:
+            rest = candidate.kl - levels.get(QUANTISE, 1.0) * option.types_kl
+            level = max(rest, 0.1 * candidate.kl) / max(option.steps_kl, 1e-12)
+            levels[option.kind] = min(level, levels.get(option.kind, math.inf))
+        return True
+
+    def _say_what_pays(self, options: Sequence[Option], config: FitConfig) -> None:
+        """Show the best of each kind, once for each budget."""
+        if self.tell is not None:
+            kinds: dict[str, float] = {}
+            for option in options:
+                kinds.setdefault(option.kind, option.kl({}))
+            listed = ", ".join(f"{kind} {kl:.2g}" for kind, kl in kinds.items())
+            sizes = [_size(n, getattr(config, n)) for n in BUDGETS if getattr(config, n)]
+            self.tell(f"Estimated KL at {' and '.join(map(str, sizes))}: {listed}.")
 
     def _chosen(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The plainest of the best within ``max_loss``; where none is, what comes nearest to it."""
@@ -181,39 +264,108 @@ class Search:
         within = [c for c in candidates if limit is None or c.loss <= limit]
         return plainest(within) or min(candidates, key=lambda c: c.loss, default=None)
 
-    def _smallest(self, every: Sequence[Form]) -> Candidate:
-        """The smallest result whose loss is within ``max_loss``.
+    def _smallest(self) -> Candidate:
+        """The smallest result whose perplexity rises by no more than ``max_loss``.
 
         Raises:
             MoesaicError: there is none.
         """
-        limit, best, above, below = self.config.max_loss, None, 1.0, 0.0
+        limit, found = self.config.max_loss, dict[int, Candidate]()
         assert limit is not None
 
-        def within(share: float) -> Candidate | None:
-            memory = int(share * self.original.bytes)
-            candidate = self._best(every, replace(self.config, memory=memory))
-            return candidate if candidate is not None and candidate.loss <= limit else None
+        def within(number: int) -> bool:
+            memory = int(SHARES[::-1][number] * self.original.bytes)
+            candidate = self._best(replace(self.config, memory=memory))
+            if candidate is None or candidate.loss > limit:
+                return False
+            found[number] = candidate
+            return True
 
-        for share in SIZES:
-            candidate = within(share)
-            if candidate is None:
-                below = share
-                break
-            best, above = candidate, share
-        if best is None:
+        smallest = largest(range(len(SHARES)), within)
+        if smallest is None:
             least = min((candidate.loss for candidate in self.tried), default=0.0)
             raise MoesaicError(
-                f"max_loss {limit:g} is out of reach: at {SIZES[0]:.0%} of the bytes the best "
-                f"candidate loses {least:.3g}."
+                f"max_loss {limit:g} is out of reach: at {SHARES[-1]:.0%} of the bytes "
+                f"perplexity rises by {least:.3g}."
             )
-        for _ in range(HALVINGS):
-            share = (above + below) / 2
-            if candidate := within(share):
-                best, above = candidate, share
-            else:
-                below = share
-        return best
+        return found[smallest]
+
+    # --- prices ----------------------------------------------------------------------------------
+
+    @cached_property
+    def prices(self) -> Prices:
+        """The table, made where it is not there, and completed where it lacks something."""
+        deciding, pricing = self.texts.both
+        request = {
+            "weights": self.source.fingerprint,
+            "text": [deciding.fingerprint, pricing.fingerprint],
+            "routing": routing_in(self.source.config),
+            "dtype": self.recipe.dtype,
+            "version": __version__,
+        }
+        file = Path(self.config.prices or self.work / PRICES).expanduser()
+        prices = Prices.load(file, request)
+        lacking = [c for c in asked(self.forms) if key_of(c) not in prices.steps]
+        types = [type for type in self._tensor_types if type not in prices.types]
+        if lacking or types:
+            plans = self.trials.plans(lacking)
+            prices.steps |= {key_of(c): math.inf for c in lacking if c not in plans}
+            rounder = self.files.original.rounder if self.files and types else None
+            args = replace(self.trials.args(), text=pricing)
+            prices.add(job_on(args), plans, types, rounder, self.track)
+            prices.save(file)
+        return prices
+
+    @property
+    def _tensor_types(self) -> tuple[str, ...]:
+        """Types of tensors among which groups choose; none where a file has one type."""
+        mixed = self.files is not None and ending(self.config).memory is not None
+        return tensor_types(self.config.types) if mixed else ()
+
+    def _options(self, config: FitConfig) -> Iterator[Option]:
+        """What meets a budget, priced."""
+        file = ending(config) if self.files else None
+        if self.files and file:
+            yield from self._quantised(config, file)
+        shown = self.track(self.forms, "Looking for what fits", len(self.forms))
+        for form in (f for f in shown if f.single or not self._single):
+            for place in self._places(form, config, file):
+                kl = self.prices.of(form, place)
+                if file is None or file.memory is None:
+                    yield Option(form, place, kl, file)
+                    continue
+                with suppress(MoesaicError):
+                    types, types_kl = self._types(form.steps(place))
+                    yield Option(form, place, kl, file, types, types_kl)
+
+    def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Option]:
+        """The original's own files: of the widest type that fits, and with types by layer."""
+        assert self.files is not None
+        assert config.memory is not None
+        layout = self.files.original.layout
+        sizes = {type: layout.least([type]) for type in config.types}
+        fitting = [type for type, size in sizes.items() if size <= config.memory]
+        if fitting:
+            widest = max(fitting, key=lambda type: sizes[type])
+            plain = ExportArgs(to="gguf", type=widest)  # type: ignore[arg-type]
+            alike = self.prices.types.get(tensor_types([widest])[0], {})  # none where it is alone
+            yield Option(None, 0, 0.0, plain, None, sum(alike.values()))
+        if file.memory is not None and layout.least(config.types) <= config.memory:
+            types, kl = self._types(())
+            yield Option(None, 0, 0.0, file, types, kl)
+
+    def _types(self, steps: Steps) -> tuple[Types, float]:
+        """Types by groups for a result within the budget, and their KL.
+
+        Raises:
+            MoesaicError: the budget is out of reach, which is said before anything is priced.
+        """
+        assert self.files is not None
+        assert self.config.memory is not None
+        layout = self.files.layout(self.costs.built(steps))
+        layout.check(self.config.types, self.config.memory)
+        table = self.prices.sensitivities(self._tensor_types)
+        return table.choice(layout, self.config.memory)
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -228,51 +380,61 @@ class Search:
             f"{self.recipe.model} is within this budget as it is ({sizes}): give a smaller one."
         )
 
-    def share(self, form: Form, config: FitConfig) -> float | None:
-        """The largest of a form's shares that a budget has room for; None where none is it."""
+    def _places(self, form: Form, config: FitConfig, file: ExportArgs | None) -> Sequence[int]:
+        """The numbers of a form's recipes that are options within a budget.
 
-        def fits(share: float) -> bool:
-            weight = self.costs.weight(form.quick(share))
+        With types by layer each is one that leaves them room, otherwise the largest that fits.
+        """
+
+        def fits(place: int) -> bool:
+            steps: Steps = form.steps(place)
+            weight = self.costs.weight((*steps, file) if file else steps)
             return weight is not None and weight.meets(config)
 
-        shares = self._possible(form)
-        if not shares:
+        if file is not None and file.memory is not None:
+            native = (n for n in places_priced(form.family)[:-1] if self._possible(form, n))
+            return [*native]
+        possible = [n for n in range(form.count) if self._possible(form, n)]
+        if not possible:
             try:
-                self.costs.built(form.quick(form.shares[-1]))
+                self.costs.built(form.steps(form.count - 1))
             except MoesaicError as error:
                 self.trials.refused[form.name] = str(error)
-            return None
-        if not fits(shares[0]):
-            return None
-        if not form.single and fits(shares[-1]):
-            return None  # there is room left: with less of the first step it is another form
-        least, most = (self.costs.weight(form.quick(shares[i])) for i in (0, -1))
-        guess = guessed(shares, least, most, config) if least and most else None
-        return largest(shares, fits, guess)
+        if not possible or (not form.single and fits(possible[-1])):
+            return []  # there is room left: with less of the first step it is another form
+        place = largest(possible, fits)
+        return [] if place is None else [place]
 
-    def _possible(self, form: Form) -> tuple[float, ...]:
-        """A form's shares but those that are too little for it."""
-        shares = form.shares
-        while shares and self.costs.weight(form.quick(shares[0])) is None:
-            shares = shares[max(1, len(shares) // 8) :]
-        return shares
+    def _possible(self, form: Form, place: int) -> bool:
+        """Whether a recipe can be carried out, and its result may be chosen."""
+        weight = self.costs.weight(form.steps(place))
+        return weight is not None and (weight.native or not self.config.plain)
 
-    def _sized(self, every: Sequence[Form], config: FitConfig) -> list[Sized]:
-        """The forms that meet a budget."""
-        tracked = self.track(every, "Sizing candidates", len(every))
-        shares = ((form, self.share(form, config)) for form in tracked)
-        return [(form, share) for form, share in shares if share is not None]
+    def _least(self, every: Iterable[Form]) -> int:
+        """Bytes of the smallest file that any form comes to."""
+        assert self.files is not None
+        firsts = [f.steps(n) for f in every if (n := self._first(f)) is not None]
+        results = [self.costs.built(steps) for steps in [(), *firsts]]
+        if self._tensor_types:
+            return min(self.files.layout(built).least(self.config.types) for built in results)
+        return min(self.files.size(built, ending(self.config)) for built in results)
+
+    def _first(self, form: Form) -> int | None:
+        """The number of a form's smallest recipe that is possible; None where none is."""
+        return next((n for n in range(form.count) if self._possible(form, n)), None)
 
     def _out_of_reach(self, every: Iterable[Form]) -> str:
         """A message that names the smallest sizes within reach."""
-        reached = [(form, shares[0]) for form in every if (shares := self._possible(form))]
-        weights = [self.costs.weight(form.quick(share)) for form, share in reached]
-        possible = [w for w in weights if w is not None and (w.native or not self.config.plain)]
+        if self.files:
+            budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least(every))
+            return f"memory {budget} is out of reach: the least that works is {smallest}."
+        reached = [(form, n) for form in every if (n := self._first(form)) is not None]
+        possible = [self.costs.weight(form.steps(n)) for form, n in reached]
         if not possible:
             reasons = dict.fromkeys(self.trials.refused.values())
             return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"
         budgets = {n: getattr(self.config, n) for n in BUDGETS if getattr(self.config, n)}
-        least = {name: min(getattr(weight, name) for weight in possible) for name in budgets}
+        least = {n: min(getattr(w, n) for w in possible if w) for n in budgets}
         short = [name for name in budgets if least[name] > budgets[name]]
         sentences = [
             f"{name} {_size(name, budgets[name])} is out of reach: the least that works is "
@@ -284,61 +446,26 @@ class Search:
 
     # --- trials ----------------------------------------------------------------------------------
 
-    def _tried_quickly(self, sized: Sequence[Sized], config: FitConfig) -> list[Trial]:
-        """Every form at its largest size as it is quickly made, those that lose least first."""
-        trials = []
-        for form, share in self.track(sized, "Trying candidates", len(sized)):
-            candidate = self._try(form.name, form.quick(share), "rough", config)
-            if candidate is not None:
-                trials.append(Trial(form, share, candidate))
-        return sorted(trials, key=lambda trial: trial.candidate.kl)
-
-    def _worth_care(self, trials: Sequence[Trial], config: FitConfig) -> list[Trial]:
-        """Those that may come out best: the first, and single steps near the best single one."""
-        first = _near(trials, FAR)[: config.confirm]
-        singles = _near([t for t in trials if len(t.candidate.steps) == 1], CLOSE)
-        return first + [trial for trial in singles if trial not in first]
-
-    def _refined(self, trials: Sequence[Trial], config: FitConfig) -> list[Candidate]:
-        """Candidates made with more care."""
-        careful = [(t.form.name, t.form.careful(t.share)) for t in trials if t.form.careful]
-        tracked = self.track(careful, "Refining", len(careful))
-        candidates = (self._try(name, steps, "refined", config) for name, steps in tracked)
-        return [candidate for candidate in candidates if candidate]
-
-    def _try(
-        self,
-        form: str,
-        steps: Steps,
-        stage: str,
-        config: FitConfig,
-        types: Mapping[str, str] | None = None,
-    ) -> Candidate | None:
+    def _try(self, option: Option, config: FitConfig) -> Candidate | None:
         """A candidate with its figures; None where it is impossible, or above the budget."""
-        weight = self.costs.weight(steps)
+        weight = self.costs.weight(option.steps)
         if weight is None or not weight.meets(config):
             return None
         if self.config.plain and not weight.native:
             return None
+        name, kl = option.name, option.kl({})
         try:
-            candidate = Candidate(form, steps, weight, stage=stage, types=types)
+            candidate = Candidate(name, option.steps, weight, estimate=kl, types=option.types)
             candidate = self.trials.measured(candidate)
         except MoesaicError as error:  # the weights have no such form: biases, other activations
-            self.trials.refused[form] = str(error)
+            self.trials.refused[option.name] = str(error)
             return None
         if not candidate.weight.meets(config):
             return None
-        before = self._tried.get(steps)
-        if before is None or candidate.kl < before.kl:
-            self._tried[steps] = candidate
+        self._tried[option.steps] = candidate
         return candidate
 
 
 def _size(name: str, value: float) -> str | int:
     """A size in the words of its budget."""
     return in_unit(int(value)) if name == "memory" else int(value)
-
-
-def _near(trials: Sequence[Trial], factor: float) -> list[Trial]:
-    """Of trials, those that lose least first, the ones that lose little more than the first."""
-    return [t for t in trials if t.candidate.kl <= factor * trials[0].candidate.kl]

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import torch
 
-from moesaic import __version__
-from moesaic.arch.dense import Arch
-from moesaic.arch.lookup import base_arch
 from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
@@ -25,24 +22,19 @@ from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
 from moesaic.io.headers import mapping_of, reading
 from moesaic.io.layout import FOLDER, our_folder
-from moesaic.io.names import cache_folder
 from moesaic.io.outputs import remove, whole_file, whole_folder
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
-from moesaic.observation.branches import divergences
+from moesaic.observation.branches import Change
 from moesaic.observation.files import observe
-from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
-from moesaic.surgery import routing_in
 from moesaic.types import JSON, Track, give_back
 
 STATS = "observed.stats"
-WINDOWS = 16
-"""Of the text that chooses: on them steps are measured alone."""
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
@@ -91,38 +83,22 @@ class Trials:
                 remove(folder)
         return candidate.scored(score)
 
-    def alone(self, steps: Sequence[MethodConfig]) -> dict[MethodConfig, float]:
-        """What each of several first steps loses without any rounding: KL, nats a token.
+    def plans(self, configs: Sequence[MethodConfig]) -> dict[MethodConfig, Change]:
+        """The layers that configs would make, decided as quickly as they say.
 
-        Decided as quickly as they say, applied to the layers in passing and measured together on
-        the first windows that choose. What was measured once is kept in the cache. A step that the
-        model cannot have loses infinitely much.
+        Those that the model cannot have are left out, and noted as refused.
         """
-        deciding, choosing = self.texts.both
-        windows = choosing.rows(slice(WINDOWS))
-        prints = self.source.fingerprint, deciding.fingerprint, windows.fingerprint
-        name = _key([__version__, *prints, str(self.dtype), routing_in(self.source.config)])
-        file = cache_folder() / f"steps-{name}.json"
-        losses: dict[str, float] = mapping_of(file) if file.is_file() else {}
-        keys = {step: _key(steps_as_json((step,))) for step in steps}
-        plans = {}
-        for step, key in keys.items():
-            if key not in losses:
-                try:
-                    args = self.args(stats=self.costs.decided(step, 0))
-                    plan = convert(step, args).plan
-                    assert plan is not None  # those of ladders decide layer by layer
-                    plans[key] = plan.layers
-                except MoesaicError as error:
-                    self.refused[step.verb] = str(error)
-        if plans:
-            job: Job[Arch] = Job(self.args(), base_arch)
-            stream = job.stream((), lambda layer: layer, windows)
-            kl_CN = divergences(stream, [*plans.values()], self.track)
-            losses |= dict(zip(plans, kl_CN.mean(1).tolist(), strict=True))
-            with whole_file(file) as partial:
-                partial.write_text(json.dumps(losses), "utf-8")
-        return {step: losses.get(key, torch.inf) for step, key in keys.items()}
+        plans: dict[MethodConfig, Change] = {}
+        for config in self.track(configs, "Deciding alternatives", len(configs)):
+            try:
+                args = self.args(stats=self.costs.decided(config, 0))
+                plan = convert(config, args).plan
+            except MoesaicError as error:
+                self.refused[config.verb] = str(error)
+            else:
+                assert plan is not None  # those of families decide layer by layer
+                plans[config] = plan.layers
+        return plans
 
     def baselines(self) -> list[JSON]:
         """What rounding alone makes of the model; nothing where there is no room for it."""
@@ -192,9 +168,10 @@ class Trials:
             yield self._runner(Source("candidate", result)), None
             remove(result)
         elif candidate.types:
-            live = files.live(result, self.costs.built(candidate.converted))
-            with live.rounded(candidate.types) as model:
-                yield Whole(model), live.layout.size(candidate.types)
+            rounder = files.rounder(result, self.costs.built(candidate.converted))
+            change = rounder.change(candidate.types)
+            run = Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
+            yield run, rounder.layout.size(candidate.types)
         else:
             out = files.folder / "candidate.gguf"
             size = files.make(result, out, file)["bytes"]
@@ -203,8 +180,7 @@ class Trials:
             out.unlink()
 
     def _runner(self, source: Source) -> Runner:
-        room = have_room((source,), *self._place)
-        return Whole.of(source, *self._place) if room else Layerwise(source, *self._place)
+        return Layerwise(source, *self._place)
 
     @property
     def _place(self) -> tuple[str, torch.dtype | None]:

@@ -21,7 +21,7 @@ from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
 from moesaic.modules.phase import set_mode
-from moesaic.observation.stream import LayerStream, Spill
+from moesaic.observation.stream import LayerStream, PartChange, Spill
 from moesaic.types import Model, Track, logits_alone, silent
 
 T = TypeVar("T")
@@ -124,6 +124,8 @@ class Layerwise:
         dtype: floating-point type; None for the checkpoint's own, or what stands in for it
             (:func:`~moesaic.io.dtypes.working_type`).
         keep: keep the last layer's outputs, so that the same batches pass the layers only once.
+        change: entered with each part of the model while its weights are present; see
+            :attr:`moesaic.observation.stream.LayerStream.change`.
 
     Raises:
         MoesaicError: the architecture is unknown.
@@ -135,8 +137,9 @@ class Layerwise:
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         keep: bool = False,
+        change: PartChange | None = None,
     ) -> None:
-        self.source, self.keep = source, keep
+        self.source, self.keep, self.change = source, keep, change
         self._kept: _Kept | None = None
         self.device = own_device(device)
         self.dtype = working_type(source.config, dtype, self.device)
@@ -172,6 +175,7 @@ class Layerwise:
             model=self.shape,
             spill_bytes=SPILL,
         )
+        stream.change = self.change or stream.change
         model = self.shape
         with torch.no_grad(), counted(model) as routing, set_mode(model, "always"):
             states, kwargs = stream.record()

@@ -10,7 +10,8 @@ that output (exact), a window of T predicted tokens has
 
 which is the quadratic form of the Fisher information in the direction of the change: labels of
 different positions are independent, so that mixed terms have expectation zero. Several draws of the
-labels are averaged. The v of changes in different layers add up before they are squared.
+labels are averaged. The v of changes in different layers add up before they are squared. A changed
+head needs no estimate: its KL is measured.
 
 Shape suffixes: C changes, K draws of labels, N windows, B windows of a batch, L tokens, D hidden
 size, V vocabulary.
@@ -19,20 +20,28 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moesaic.types import Track, silent
-from moesaic.losses import predicting
+from moesaic.data.text import Tokens
+from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.observation.branches import Change, StandIn, changed
-from moesaic.observation.stream import Block, LayerStream, Spill
+from moesaic.observation.stream import BEFORE, Block, LayerStream, Spill
+from moesaic.plans.base import LayerPlan
+from moesaic.types import Track, silent
 
 IN_MEMORY = 1 << 30
 """Bytes of hidden states, and of gradients, that are kept in memory; the rest is on disk."""
+LOGITS = 1 << 29
+"""Bytes of the model's own logits that are kept while changes of its head are measured."""
+
+
+PartStandIn = Callable[[nn.Module], AbstractContextManager[nn.Module | None]]
 
 
 @dataclass
@@ -51,7 +60,7 @@ class PricedLayer:
     _leaving: Spill
 
     @torch.no_grad()
-    def directional(self, stand_in: StandIn) -> Tensor:
+    def directional(self, stand_in: PartStandIn) -> Tensor:
         """v (K, N), float64: the change of the labels' log-likelihood by a changed layer.
 
         Args:
@@ -65,19 +74,59 @@ class PricedLayer:
         return torch.cat(v_KN, 1).cpu()
 
 
+@dataclass
+class PricedEnds:
+    """What lies around the layers, beside what the layers are given and make.
+
+    Attributes:
+        gradients: at the first layer's input, a draw a spill, one entry a batch (B, L, D).
+        first: the first layer's input.
+    """
+
+    stream: LayerStream[object]
+    gradients: Sequence[Spill]
+    first: Spill
+
+    @torch.no_grad()
+    def directional(self, stand_in: PartStandIn) -> Tensor:
+        """v (K, N), float64, of changed embeddings.
+
+        Args:
+            stand_in: changes those of the model while the context lasts.
+        """
+        stream, before = self.stream, self.stream.change
+        stream.change = lambda model, place: stand_in(model) if place == BEFORE else nullcontext()
+        try:
+            states, _ = stream.record()
+        finally:
+            stream.change = before
+        v_KN = [
+            torch.stack([_per_window((after - was) * g[b]) for g in self.gradients])
+            for b, (after, was) in enumerate(zip(states, self.first, strict=True))
+        ]
+        states.clear()
+        return torch.cat(v_KN, 1).cpu()
+
+
 @torch.no_grad()
 def priced_layers(
-    stream: LayerStream[object], draws: int = 1, seed: int = 0, track: Track = silent
-) -> Iterator[PricedLayer]:
+    stream: LayerStream[object],
+    draws: int = 1,
+    seed: int = 0,
+    track: Track = silent,
+    last: Callable[[Spill], None] | None = None,
+) -> Iterator[PricedLayer | PricedEnds]:
     """Run a model forward, and yield its layers from the last to the first, each open.
 
-    One layer's weights are in memory at a time, and each is read twice.
+    One layer's weights are in memory at a time, and each is read twice. What lies around the layers
+    comes in the end.
 
     Args:
         stream: the model, and the tokens.
         draws: draws of labels; a draw costs about two forward passes.
         seed: of the draws.
         track: shows progress.
+        last: is shown the last layer's output, one entry a batch (B, L, D).
     """
     states, kwargs = stream.record()
     batches = len(states)
@@ -92,6 +141,8 @@ def priced_layers(
             block.run(states)
         for after in states:
             leaving.append(after.clone())
+        if last is not None:
+            last(states)
         _draw(stream, states, gradients, seed)
         order = range(stream.count - 1, -1, -1)
         for block in track(stream.blocks(kwargs, order=order), "Pricing changes", stream.count):
@@ -107,6 +158,7 @@ def priced_layers(
                         )
                         spill.replace(b, gradient)
                 leaving.replace(b, before)
+        yield PricedEnds(stream, gradients, leaving)
     finally:
         for spill in (states, entering, leaving, *gradients):
             spill.clear()
@@ -174,7 +226,9 @@ def estimated(
 
     Args:
         stream: the model, and the tokens.
-        changes: layers by number as they would be; what several share in a layer is one object.
+        changes: layers by number as they would be; what several share in a layer is one object. The
+            model with other embeddings has the number :data:`~moesaic.observation.stream.BEFORE`,
+            with another head the number of layers.
         draws: draws of labels.
         seed: of the draws.
         track: shows progress.
@@ -184,12 +238,46 @@ def estimated(
     """
     tokens_N = tokens_by_window(stream)
     v_CKN = torch.zeros(len(changes), draws, len(tokens_N), dtype=torch.float64)
-    for layer in priced_layers(stream, draws, seed, track):
-        users = defaultdict[int, list[int]](list)
+    head_C = torch.zeros(len(changes), dtype=torch.float64)
+
+    def users(place: int) -> Iterator[list[int]]:
+        """The changes that share what stands at a place."""
+        every = defaultdict[int, list[int]](list)
         for c, change in enumerate(changes):
-            if layer.block.index in change:
-                users[id(change[layer.block.index])].append(c)
-        for members in users.values():
-            plan = changes[members[0]][layer.block.index]
-            v_CKN[members] += layer.directional(partial(changed, arch=stream.arch, plan=plan))
-    return torch.stack([kl_of(v_KN, tokens_N) for v_KN in v_CKN])
+            if place in change:
+                every[id(change[place])].append(c)
+        yield from every.values()
+
+    def heads(states: Spill) -> None:
+        for members in users(stream.count):
+            head_C[members] = _head_divergence(stream, states, changes[members[0]][stream.count])
+
+    for part in priced_layers(stream, draws, seed, track, heads):
+        place = part.block.index if isinstance(part, PricedLayer) else BEFORE
+        for members in users(place):
+            plan = changes[members[0]][place]
+            v_CKN[members] += part.directional(partial(changed, arch=stream.arch, plan=plan))
+    return torch.stack([kl_of(v_KN, tokens_N) for v_KN in v_CKN]) + head_C[:, None]
+
+
+def _head_divergence(
+    stream: LayerStream[object], states: Spill, plan: LayerPlan | StandIn
+) -> float:
+    """KL(original || changed head), nats a token, of the windows whose logits may be kept."""
+    assert not isinstance(plan, LayerPlan)
+    kept, bytes = list[tuple[Tokens, Tensor, Tensor]](), 0
+    with stream.headed(logits=True) as finish:
+        for batch, last in zip(stream.batches, states, strict=True):
+            for n, window in enumerate(last.split(1)):
+                if bytes < LOGITS:
+                    one = batch.rows(slice(n, n + 1))
+                    p_TV = log_probabilities(finish(one, window), one.labels)
+                    kept.append((one, window, p_TV))
+                    bytes += p_TV.nbytes
+        sums, tokens = 0.0, 0
+        with plan(stream.model):
+            for one, window, p_TV in kept:
+                q_TV = log_probabilities(finish(one, window), one.labels)
+                sums += divergence(p_TV, q_TV).sum().item()
+                tokens += len(p_TV)
+    return sums / max(tokens, 1)

@@ -162,6 +162,10 @@ class Site(Generic[V_co]):
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
 """The ``id`` of a :class:`Spill` of hidden states, a batch's number, and the layer passed."""
+PartChange = Callable[[nn.Module, int], AbstractContextManager[object]]
+"""Changes a part of a model at a place while the context lasts."""
+BEFORE = -1
+"""The place of what stands before the first layer, where layers are numbered."""
 CARRIED = object()
 """Stands, while arguments are recorded, for what the layer before hands on."""
 
@@ -315,6 +319,19 @@ class LayerStream(Generic[V_co]):
         self._open_rest = open_rest
         self._open_head = open_head
         self._open_layer = open_layer
+        self.change: Callable[[nn.Module, int], AbstractContextManager[object]] = lambda *_: (
+            nullcontext()
+        )
+        """Entered with each layer and its number while its weights are present. The model itself is
+        given with :data:`BEFORE` for the embeddings, and with the number of layers for the head."""
+
+    @contextmanager
+    def _opened(self, place: int) -> Iterator[None]:
+        inside = 0 <= place < self.count
+        part = self.arch.layers(self.model)[place] if inside else self.model
+        opening = self._open_rest if place == BEFORE else self._open_head
+        with self._open_layer(place) if inside else opening(), self.change(part, place):
+            yield
 
     @classmethod
     def from_disk(
@@ -468,7 +485,7 @@ class LayerStream(Generic[V_co]):
         """
         carried: dict[Key, object] = {}
         for i in range(self.count if stop is None else stop) if order is None else order:
-            with self._open_layer(i):
+            with self._opened(i):
                 yield Block(i, self.arch.layers(self.model)[i], kwargs, carried, self._batches)
 
     @contextmanager
@@ -493,7 +510,7 @@ class LayerStream(Generic[V_co]):
             with self._replaced(replay), torch.set_grad_enabled(gradients):
                 return self._run(self.model if logits else self._body, batch)[0]
 
-        with self._open_rest(), self._open_head() if logits else nullcontext():
+        with self._opened(BEFORE), self._opened(self.count) if logits else nullcontext():
             yield finish
 
     def heads(
@@ -597,7 +614,7 @@ class LayerStream(Generic[V_co]):
             kwargs[-1].append(arguments)
             return states
 
-        with self._open_rest(), self._replaced(identity):
+        with self._opened(BEFORE), self._replaced(identity):
             for batch in self._batches:
                 kwargs.append([])
                 self._run(self._body, batch)

@@ -346,8 +346,8 @@ def tried(record: Record) -> tuple[str, Markup] | None:
     out, plane, _ = scatter([at for _, at in candidates], MEMORY, KL, (52.0, 28.0, 520.0, 256.0))
     for candidate, (size, loss) in candidates:
         x, y = plane.at(size, loss)
-        ours, rough = candidate.get("steps") == chosen, candidate.get("stage") == "rough"
-        kind = "result" if ours else "beaten" if rough else "comparison"
+        ours = candidate.get("steps") == chosen
+        kind = "result" if ours else "comparison"
         form = numbers.plain(candidate.get("form"))
         tip = escape(f"{form}: {numbers.memory(size)}, KL {numbers.share(loss)}")
         out.append(
@@ -355,8 +355,8 @@ def tried(record: Record) -> tuple[str, Markup] | None:
             f'<circle r="{7 if ours else 4}"/><title>{tip}</title></g>'
         )
     how = (
-        f"{len(candidates)} candidates, on calibration text that nothing was decided on; pale ones "
-        "as they are quickly made. Blue: chosen. The line: none is smaller and loses less."
+        f"{len(candidates)} candidates, on calibration text that nothing was decided on. Blue: "
+        "chosen. The line: none is smaller and loses less."
     )
     label = "Candidates by the memory they take and what they lose"
     return how, svg(out, 540, 300, label)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.ladder import FINEST, Ladder, Shape, shares_of
+from moesaic.families import FINEST, Family, Shape, shares_of
 from moesaic.types import JSON
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
@@ -143,17 +143,13 @@ class MoREConfig(MethodConfig):
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
 
     @classmethod
-    def ladders(cls, model: Shape) -> Iterator[Ladder[MoREConfig]]:
+    def families(cls, model: Shape) -> Iterator[Family[MoREConfig]]:
         if model.experts or model.native:
             return
         petals = partial(cls, layers="all", experts=64, top_k=0, router="ridge")
-        yield Ladder(
-            "carve",
-            shares_of(FINEST, FINEST // 4, 2),
-            lambda share: petals(active=share),
-            lambda share: petals(active=share, refit=True),
-            reads_less=True,
-        )
+        configs = [petals(active=share) for share in shares_of(FINEST, FINEST // 4, 2)]
+        refitted = partial(replace, refit=True)
+        yield Family("carve", configs, refitted, priced=3, reads_less=True)
 
     def check(self) -> None:
         if self.share is not None and self.active != type(self).active:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.ladder import Ladder, Rung, Shape
+from moesaic.families import Family, Shape
 from moesaic.types import JSON, Values
 
 CD_MOE = (
@@ -127,36 +127,23 @@ class CondenseConfig(MethodConfig):
             )
 
     @classmethod
-    def ladders(cls, model: Shape) -> Iterator[Ladder[CondenseConfig]]:
+    def families(cls, model: Shape) -> Iterator[Family[CondenseConfig]]:
         if not model.experts or not model.replaceable:
             return
         kinds = ["shared"] if model.shared else []
         kinds += [] if model.native else [*WITHOUT_FFN]
-        parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
         for kind in kinds:
             most = model.layers - (model.leaders if kind == "nothing" else 0)
-            options: JSON = {"keep": kind}
-            if model.layers > SEARCHED:
-                options["layer_search"] = "rank" if kind == "shared" else "cosine"
+            options: JSON = {"keep": kind, "refit": False}
+            options["layer_search"] = "rank" if kind == "shared" else "cosine"
             if model.native:  # such a result has no gate token by token
                 options["shared_gate"] = "mean"
-            quick = partial(cls, **options, refit=False)
-            careful = partial(cls, **options, refit=kind == "shared")
-
-            def of_share(share: float, make: Callable[..., CondenseConfig]) -> CondenseConfig:
-                return make(count=round((1 - share) * model.layers))
-
-            yield Ladder(
-                f"condense to {kind}",
-                tuple(1 - n / model.layers for n in range(most, 0, -1)),
-                partial(of_share, make=quick),
-                partial(of_share, make=careful) if kind == "shared" else None,
-                [
-                    Rung(f"condense {n} to {kind}", quick(count=n), careful(count=n))
-                    for n in sorted(parts - {model.layers})
-                    if n <= most
-                ],
-            )
+            search = "racing" if model.layers <= SEARCHED else options["layer_search"]
+            careful = partial(replace, refit=kind == "shared", layer_search=search)
+            every = [cls(count=n, **options) for n in range(most, 0, -1)]
+            parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
+            few = [c for c in every if c.count in parts - {model.layers}]
+            yield Family(f"condense to {kind}", every, careful, few, priced=3)
 
     @property
     def credit(self) -> str:

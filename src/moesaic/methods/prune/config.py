@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.ladder import FINEST, Ladder, Rung, Shape, shares_of
+from moesaic.families import FINEST, Family, Shape, shares_of
 from moesaic.methods.prune.criteria import CRITERIA, NAEE, Criterion
 from moesaic.registry import InWords
 from moesaic.types import Values
@@ -84,33 +85,20 @@ class PruneConfig(MethodConfig):
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
     @classmethod
-    def ladders(cls, model: Shape) -> Iterator[Ladder[PruneConfig]]:
+    def families(cls, model: Shape) -> Iterator[Family[PruneConfig]]:
         if not model.experts:
             return
         counts = range(model.fewest, model.experts + 1, model.groups)
-        yield Ladder(
-            "prune",
-            shares_of(model.experts, model.fewest, model.groups),
-            lambda share: cls(keep=round(share * model.experts), refit=False),
-            lambda share: cls(keep=round(share * model.experts), refit=True),
-            [
-                Rung(f"prune {count}", cls(keep=count, refit=False), cls(keep=count, refit=True))
-                for count in _at_least(counts, [share * model.experts for share in KEPT])
-                if count < model.experts
-            ],
-        )
+        few = _at_least(counts, [share * model.experts for share in KEPT])
+        every, first = ([cls(keep=n, refit=False) for n in of] for of in (counts, few))
+        refitted = partial(replace, refit=True)
+        yield Family("prune", every, refitted, [c for c in first if c.keep < model.experts])
         if model.layers > 1 and not model.native:
             total = model.layers * model.experts
-            yield Ladder(
-                "prune spread",
-                shares_of(total, model.layers * model.fewest, max(1, total // FINEST)),
-                lambda share: cls(
-                    keep=share * model.experts, allocate="layers", score=QUICK, refit=False
-                ),
-                lambda share: cls(
-                    keep=share * model.experts, allocate="layers", score=QUICK, refit=True
-                ),
-            )
+            shares = shares_of(total, model.layers * model.fewest, max(1, total // FINEST))
+            spread = partial(cls, allocate="layers", score=QUICK, refit=False)
+            every = [spread(keep=share * model.experts) for share in shares]
+            yield Family("prune spread", every, refitted, priced=3)
 
     @property
     def chosen(self) -> Criterion:

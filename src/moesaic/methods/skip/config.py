@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
-from moesaic.ladder import Ladder, Rung, Shape
+from moesaic.families import Family, Shape
 from moesaic.methods.prune.criteria import NAEE
 from moesaic.types import Values
 
@@ -82,14 +82,8 @@ class TopKConfig(MethodConfig):
     top_k: int = option(1, "Experts that a token runs in every layer.", minimum=1)
 
     @classmethod
-    def ladders(cls, model: Shape) -> Iterator[Ladder[TopKConfig]]:
+    def families(cls, model: Shape) -> Iterator[Family[TopKConfig]]:
         few = {round(share * model.top_k) for share in (3 / 4, 1 / 2)} - {0, model.top_k}
-        rungs = [Rung(f"{n} a token", *[cls(top_k=n)] * 2) for n in sorted(few)]
-        shares = tuple(n / model.top_k for n in range(1, model.top_k))
-        if not shares:
-            return
-
-        def of_share(share: float) -> TopKConfig:
-            return cls(top_k=round(share * model.top_k))
-
-        yield Ladder("experts a token", shares, of_share, rungs=rungs, reads_less=True)
+        configs, first = ([cls(top_k=n) for n in of] for of in (range(1, model.top_k), sorted(few)))
+        if configs:
+            yield Family("experts a token", configs, lambda c: c, first, reads_less=True)

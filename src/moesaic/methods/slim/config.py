@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.ladder import FINEST, Ladder, Shape, shares_of
+from moesaic.families import FINEST, Family, Shape, shares_of
 from moesaic.methods.slim.scores import SCORES, Score
 from moesaic.registry import InWords
 from moesaic.types import JSON, Values
@@ -81,33 +82,34 @@ class SlimConfig(MethodConfig):
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
     @classmethod
-    def ladders(cls, model: Shape) -> Iterator[Ladder[SlimConfig]]:
+    def families(cls, model: Shape) -> Iterator[Family[SlimConfig]]:
         from moesaic.observation.stats import neuron_pairs  # torch is here by now
 
         pairs = model.experts and neuron_pairs(model.experts, model.width) <= PAIRS_BYTES
-        score = BEST if pairs else "energy"
+        careful = partial(replace, score=BEST if pairs else "energy", refit=True)
 
-        def ladder(name: str, shares: tuple[float, ...], **options: Any) -> Ladder[SlimConfig]:
-            return Ladder(
-                name,
-                shares,
-                lambda share: cls(keep=share, score="energy", refit=False, **options),
-                lambda share: cls(keep=share, score=score, refit=True, **options),
-                fills=True,
-            )
+        def family(
+            name: str,
+            shares: tuple[float, ...],
+            priced: int = 8,
+            fills: bool = True,
+            **options: Any,
+        ) -> Family[SlimConfig]:
+            configs = [cls(keep=s, score="energy", refit=False, **options) for s in shares]
+            return Family(name, configs, careful, priced=priced, fills=fills)
 
-        yield ladder("slim", model.widths)
-        best, shares, options = "slim", model.widths, JSON()
+        yield family("slim", model.widths)
+        best, shares, options, few = "slim", model.widths, JSON(), 8
         if model.uneven:
             one_each = -(-FINEST // model.width)
             shares, options = shares_of(FINEST, one_each), {"allocate": "experts", "multiple": 1}
-            yield ladder("slim uneven", shares, **options)
+            yield family("slim uneven", shares, **options)
             best, options = f"{best} uneven, spread", {**options, "allocate": "layers+experts"}
+            few = 3
         if model.shared:
-            half = ladder(f"{best} shared", shares, shared=0.5, **options)
-            yield replace(half, fills=False)
+            yield family(f"{best} shared", shares, few, fills=False, shared=0.5, **options)
         if model.uneven:
-            yield ladder(best, shares, **options)
+            yield family(best, shares, few, **options)
 
     @property
     def uneven(self) -> bool:

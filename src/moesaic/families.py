@@ -1,4 +1,4 @@
-"""What a method offers to ``fit``: configs of rising size, told from a model's shape.
+"""What a method offers to ``fit``: configs of rising size, by a model's shape.
 
 Imports no torch.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-C_co = TypeVar("C_co", covariant=True)
+C = TypeVar("C")
 FINEST = 128
 """Shares that are told apart where nothing else limits them."""
 
@@ -55,32 +55,23 @@ class Shape:
         return tuple(n / self.width for n in range(step, self.width + 1, step))
 
 
-@dataclass(frozen=True)
-class Rung(Generic[C_co]):
-    """A config of a coarse ladder, after which a fine one may fill a budget."""
+@dataclass(frozen=True, eq=False)
+class Family(Generic[C]):
+    """Configs of one method that differ in the size of the result alone."""
 
     name: str
-    quick: C_co
-    careful: C_co
-
-
-@dataclass(frozen=True)
-class Ladder(Generic[C_co]):
-    """Configs of one form, of which one number is open."""
-
-    name: str
-    shares: tuple[float, ...]
-    """The values of that number, rising: the larger, the larger the result."""
-    quick: Callable[[float], C_co]
-    """The config that is quick to carry out."""
-    careful: Callable[[float], C_co] | None = None
-    """Of the same size, made with more care."""
-    rungs: Sequence[Rung[C_co]] = ()
-    """A few of its configs, to be followed by a ladder that fills."""
+    configs: Sequence[C]
+    """Quick to carry out; the size of the result rises."""
+    careful: Callable[[C], C]
+    """Makes of a config the one whose result is as large, made with more care."""
+    first: Sequence[C] = ()
+    """A few of them, after each of which another family may fill a budget."""
+    priced: int = 8
+    """As many of them are priced; KL of those between is interpolated."""
     fills: bool = False
-    """It may follow a rung of another method; of several such ladders the last one does."""
+    """It may follow another method; of several such families the last one does."""
     reads_less: bool = False
-    """All weights stay; a token uses fewer of them."""
+    """All weights are kept; a token uses fewer of them."""
 
 
 def shares_of(count: int, start: int, step: int = 1) -> tuple[float, ...]:

@@ -1,0 +1,219 @@
+"""A model with the values that a GGUF file would hold, one layer in memory at a time.
+
+Rows are rounded by ggml's own quantiser, as llama.cpp rounds those of a file, and put in place of
+the matrices of a layer while it is open, so that a file is measured without being written and read.
+
+Shape suffixes: R rows, I inputs of a matrix, E routed experts, G groups, C choices (types).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.exports.importance import importance, names_in
+from moesaic.exports.mixed import (
+    EMBEDDINGS,
+    HEAD,
+    OUTSIDE,
+    WINDOWS,
+    Layout,
+    Sensitivities,
+    tensor_types,
+)
+from moesaic.exports.quantiser import held_rows, values_of
+from moesaic.io.checkpoint import path_of, shape_of
+from moesaic.io.source import Source
+from moesaic.observation.branches import Change, StandIn
+from moesaic.observation.estimates import estimated
+from moesaic.observation.stream import BEFORE, LayerStream, PartChange
+from moesaic.types import Model, Track, silent
+
+Types = Mapping[str, str]
+"""Of tensors, by group."""
+DRAWS = 4
+"""Draws of labels by which the KL of rounding is estimated."""
+
+
+class Rounder:
+    """A native model, of which groups of tensors are rounded while they are in memory.
+
+    Args:
+        source: the checkpoint.
+        layout: of its file.
+        named: llama.cpp's name of a module by transformers'.
+        tokens: the text by which it is rounded, and by which types are chosen.
+        track: shows progress.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        named: Callable[[str], str | None],
+        tokens: Tokens,
+        track: Track = silent,
+    ) -> None:
+        self.source, self.layout, self.named = source, layout, named
+        self.arch = base_arch(source.config)
+        self.tokens, self.track = tokens, track
+
+    @cached_property
+    def weights(self) -> Mapping[str, Tensor]:
+        """By llama.cpp's name of a matrix those of its inputs (I,), of all experts (E I,)."""
+        return importance(self.source, self.tokens, self.named, self.track)
+
+    # --- matrices --------------------------------------------------------------------------------
+
+    @cached_property
+    def groups(self) -> Mapping[str, int]:
+        """The groups of what is rounded, each with its layer or its place around them.
+
+        Raises:
+            MoesaicError: of a tensor of the file no matrix of the model is known.
+        """
+        shape = shape_of(self.source.config)
+        layers = self.arch.layers(shape)
+        parts = {BEFORE: shape, **dict(enumerate(layers)), len(layers): shape}
+        found = {name: place for place, part in parts.items() for name in self._held(part, place)}
+        if unknown := {*self.layout.rounded} - {*found, *self._fused(layers)}:
+            raise MoesaicError(
+                f"memory: types cannot be chosen for {', '.join(sorted(unknown)[:3])}, which "
+                f"{self.source.config.model_type} has under other names; give a type instead."
+            )
+        return {self.layout.rounded[name]: place for name, place in found.items()}
+
+    def _fused(self, layers: nn.ModuleList) -> Iterator[str]:
+        """Names of tensors that transformers has in one with the first of their names."""
+        for number, layer in enumerate(layers):
+            for _, names in names_in(layer, number, self.arch, self.named):
+                yield from names[1:]
+
+    def _held(self, part: nn.Module, place: int) -> dict[str, Tensor]:
+        """By llama.cpp's name what is rounded of a layer, or of the model around its layers.
+
+        Of matrices that transformers has in one, the first one's name stands for all.
+
+        Args:
+            part: the layer of that number, or the model.
+            place: the number; BEFORE for the embeddings, the number of layers for the head.
+        """
+        arch, rounded = self.arch, self.layout.rounded
+        held = dict[str, Tensor]()
+        if 0 <= place < self.layout.layers:
+            for path, (name, *_) in names_in(part, place, arch, self.named):
+                stacked = name.endswith("_exps.weight")
+                matrix = part.get_parameter(path if stacked else f"{path}.weight").data
+                transposed = stacked and isinstance(arch, MoEArch) and arch.transposed
+                if name in rounded:
+                    held[name] = matrix.transpose(-1, -2) if transposed else matrix
+            return held
+        for path, module in part.named_modules():
+            name = f"{self.named(path)}.weight"
+            if (group := rounded.get(name)) in OUTSIDE and (group == HEAD) == (place > 0):
+                held[name] = module.weight.data
+        return held
+
+    def _tied(self, model: Model) -> dict[str, Tensor]:
+        """A head that is the embeddings, which are read anew for it."""
+        path, rounded = path_of(model, model.get_input_embeddings()), self.layout.rounded
+        name = f"{self.named(path)}.weight"
+        tied = HEAD not in rounded.values() and name in rounded
+        return {name: model.get_output_embeddings().weight.data} if tied else {}
+
+    @contextmanager
+    def rounded(self, types: Types, part: nn.Module, place: int) -> Iterator[nn.Module]:
+        """A layer, or the model around its layers, with some groups rounded meanwhile.
+
+        Args:
+            types: of tensors, by group.
+            part: the layer of that number, or the model; its weights are present.
+            place: the number; BEFORE for the embeddings, the number of layers for the head.
+        """
+        held = self._held(part, place)
+        if place == self.layout.layers:
+            held |= self._tied(part)
+        before = dict[str, Tensor]()
+        for name, matrix in held.items():
+            if (type := types.get(self.layout.rounded[name])) is not None:
+                before[name] = matrix.clone()
+                matrix.copy_(self._values(name, type, matrix))
+        try:
+            yield part
+        finally:
+            for name, values in before.items():
+                held[name].copy_(values)
+
+    def _values(self, name: str, type: str, matrix: Tensor) -> Tensor:
+        """A matrix's values in a file where a type is asked for."""
+        weights = self.weights.get(name)
+        type = self.layout.tensors[name].as_type(type, weights is not None).type
+        rows = held_rows(matrix.cpu(), type, weights)
+        return values_of(rows, type).view(matrix.shape)
+
+    def change(self, types: Types) -> PartChange:
+        """What a :class:`~moesaic.observation.stream.LayerStream` enters to be rounded."""
+        return partial(self.rounded, types)
+
+    # --- estimates -------------------------------------------------------------------------------
+
+    def changes(self, types: Sequence[str]) -> list[Change]:
+        """The model with one group of its tensors in one type, group by group.
+
+        Args:
+            types: of tensors.
+        """
+        return [self._change(group, type) for group in self.groups for type in types]
+
+    def _change(self, group: str, type: str) -> Change:
+        """A group in one type."""
+
+        def at(place: int) -> StandIn:
+            return lambda part: self.rounded({group: type}, part, place)
+
+        places = {self.groups[group]}
+        if group == EMBEDDINGS and HEAD not in self.groups:
+            places.add(self.layout.layers)
+        return {place: at(place) for place in places}
+
+    def sensitivities(self, types: Sequence[str], kl_X: Sequence[float]) -> Sensitivities:
+        """Estimates of :meth:`changes`, as a table.
+
+        Args:
+            types: of tensors.
+            kl_X: KL of each change in turn.
+        """
+        kl_GC = np.array(kl_X).reshape(len(self.groups), len(types))
+        return Sensitivities(tuple(self.groups), tuple(types), kl_GC)
+
+    @torch.no_grad()
+    def best(self, among: Sequence[str], budget: int) -> Types:
+        """The types by groups of least estimated KL within a budget.
+
+        Args:
+            among: types of files.
+            budget: bytes of the file.
+
+        Raises:
+            MoesaicError: it is out of reach, which is said before anything is looked at.
+        """
+        self.layout.check(among, budget)
+        types = tensor_types(among)
+        stream: LayerStream[object] = LayerStream.from_disk(
+            self.source.checkpoint,
+            self.source.config,
+            self.arch,
+            self.tokens.rows(slice(WINDOWS)),
+            view=lambda layer: layer,
+        )
+        kl_XN = estimated(stream, self.changes(types), DRAWS, track=self.track)
+        return self.sensitivities(types, kl_XN.mean(1).tolist()).choice(self.layout, budget)[0]
