@@ -506,7 +506,7 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run, "run_recipe", None)
     with pytest.raises(TypeError):  # all is tried, and the result is not written
         fit(recipe, config)
-    with pytest.raises(MoesaicError, match="unfinished search"):
+    with pytest.raises(MoesaicError, match="unfinished"):
         fit(recipe, config)
     with pytest.raises(MoesaicError, match="seed was 0, is 1"):
         fit(replace(recipe, calibration=replace(recipe.calibration, seed=1)), config, resume=True)

@@ -42,6 +42,8 @@ Types = Mapping[str, str]
 """Of tensors, by group."""
 DRAWS = 4
 """Draws of labels by which the KL of rounding is estimated."""
+AT_ONCE = 1 << 24
+"""Weights of several experts that are rounded at once."""
 
 
 class Rounder:
@@ -146,19 +148,25 @@ class Rounder:
         for name, matrix in held.items():
             if (type := types.get(self.layout.rounded[name])) is not None:
                 before[name] = matrix.clone()
-                matrix.copy_(self._values(name, type, matrix))
+                self._round(name, type, matrix)
         try:
             yield part
         finally:
             for name, values in before.items():
                 held[name].copy_(values)
 
-    def _values(self, name: str, type: str, matrix: Tensor) -> Tensor:
-        """A matrix's values in a file where a type is asked for."""
+    def _round(self, name: str, type: str, matrix: Tensor) -> None:
+        """Give a matrix the values that a file has where a type is asked for, some at a time."""
         weights = self.weights.get(name)
         type = self.layout.tensors[name].as_type(type, weights is not None).type
-        rows = held_rows(matrix.cpu(), type, weights)
-        return values_of(rows, type).view(matrix.shape)
+        parts = matrix[None] if matrix.dim() == 2 else matrix
+        some = max(1, AT_ONCE // parts[0].numel())
+        each = None if weights is None else weights.view(len(parts), -1)
+        for start in range(0, len(parts), some):
+            part = parts[start : start + some]
+            mean_EI = None if each is None else each[start : start + some]
+            values = values_of(held_rows(part.cpu(), type, mean_EI), type)
+            part.copy_(values.view(part.shape))
 
     def change(self, types: Types) -> PartChange:
         """What a :class:`~moesaic.observation.stream.LayerStream` enters to be rounded."""

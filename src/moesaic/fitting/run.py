@@ -20,7 +20,7 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.search import Search
 from moesaic.hub import on_disk
 from moesaic.io.layout import RECORD, our_folder
-from moesaic.io.outputs import discard, output_lock, searched, whole_folder
+from moesaic.io.outputs import discard, output_lock, searched, unfinished, whole_folder
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
 from moesaic.log import Log
@@ -203,10 +203,13 @@ def carried_out(
     more = partial(search.trials.filed, chosen)  # the file that was asked for, beside the result
     record: Record | None
     if best.steps:
+        if not resume:
+            discard(unfinished(best.out))
+        begun = search.trials.hand_over(best.steps, best.out)
         record = run_recipe(
             best,
             overwrite=overwrite,
-            resume=resume,
+            resume=resume or begun,
             findings=findings,
             more=more,
             track=search.track,

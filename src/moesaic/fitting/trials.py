@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
 from moesaic.io.headers import mapping_of, reading
 from moesaic.io.layout import FOLDER, our_folder
-from moesaic.io.outputs import remove, whole_file, whole_folder
+from moesaic.io.outputs import remove, unfinished, whole_file, whole_folder
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -34,7 +34,7 @@ from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
 from moesaic.types import JSON, Track, give_back
 
-STATS = "observed.stats"
+STATS, LAYERS = "observed.stats", "layers"
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
@@ -150,14 +150,30 @@ class Trials:
         """
         model, folder = self.recipe.model, None
         for number, config in enumerate(steps):
-            folder = self.work / f"made-{_key(steps_as_json(tuple(steps[: number + 1])))}"
+            key = _key(steps_as_json(tuple(steps[: number + 1])))
+            folder = self.work / f"made-{key}"
             if not folder.exists():
-                stats = self.costs.decided(config, number)
-                made = convert(config, self.args(model, stats))
+                args = replace(self.args(model), resume_from=self.work / f"{LAYERS}-{key}")
+                made = convert(config, args)
                 with whole_folder(folder) as partial:
                     made.write(partial)
             model = str(folder)
         return folder
+
+    def hand_over(self, steps: Sequence[MethodConfig], out: str) -> bool:
+        """Put layers that were decided for a candidate where its run finds them; False: none are.
+
+        Args:
+            steps: of the candidate.
+            out: the folder that the run makes.
+        """
+        work, last = unfinished(out), len(steps) - 1
+        for number in range(len(steps)):
+            layers = self.work / f"{LAYERS}-{_key(steps_as_json(tuple(steps[: number + 1])))}"
+            if layers.is_dir():
+                to = work if number == last else work / f"step-{number}.layers"
+                shutil.copytree(layers, to, dirs_exist_ok=True)
+        return work.exists()
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:

@@ -179,10 +179,12 @@ def _draw(stream: LayerStream[object], last: Spill, into: Sequence[Spill], seed:
                     leaf = window.detach().requires_grad_()
                     logits_TV = finish(one, leaf)[predicting(one.labels)].float()
                     logp_TV = logits_TV.log_softmax(-1)
-                    p_TV = logp_TV.detach().exp().cpu()
+                    sums_TV = logp_TV.detach().double().exp().cumsum(-1).cpu()
+                    draws_TK = torch.rand(len(sums_TV), len(found), generator=generator).double()
+                    labels_TK = torch.searchsorted(sums_TV, draws_TK * sums_TV[:, -1:])
                     for k, gradients in enumerate(found):
-                        labels_T1 = torch.multinomial(p_TV, 1, generator=generator)
-                        likelihood = logp_TV.gather(1, labels_T1.to(logp_TV.device)).sum()
+                        labels_T1 = labels_TK[:, k : k + 1].to(logp_TV.device)
+                        likelihood = logp_TV.gather(1, labels_T1).sum()
                         (gradient,) = torch.autograd.grad(
                             likelihood, leaf, retain_graph=k < len(found) - 1
                         )
@@ -249,8 +251,10 @@ def estimated(
         yield from every.values()
 
     def heads(states: Spill) -> None:
-        for members in users(stream.count):
-            head_C[members] = _head_divergence(stream, states, changes[members[0]][stream.count])
+        every = [*users(stream.count)]
+        plans = [changes[members[0]][stream.count] for members in every]
+        for members, kl in zip(every, _head_divergences(stream, states, plans), strict=True):
+            head_C[members] = kl
 
     for part in priced_layers(stream, draws, seed, track, heads):
         place = part.block.index if isinstance(part, PricedLayer) else BEFORE
@@ -260,11 +264,12 @@ def estimated(
     return torch.stack([kl_of(v_KN, tokens_N) for v_KN in v_CKN]) + head_C[:, None]
 
 
-def _head_divergence(
-    stream: LayerStream[object], states: Spill, plan: LayerPlan | StandIn
-) -> float:
+def _head_divergences(
+    stream: LayerStream[object], states: Spill, plans: Sequence[LayerPlan | StandIn]
+) -> Iterator[float]:
     """KL(original || changed head), nats a token, of the windows whose logits may be kept."""
-    assert not isinstance(plan, LayerPlan)
+    if not plans:
+        return
     kept, bytes = list[tuple[Tokens, Tensor, Tensor]](), 0
     with stream.headed(logits=True) as finish:
         for batch, last in zip(stream.batches, states, strict=True):
@@ -274,10 +279,9 @@ def _head_divergence(
                     p_TV = log_probabilities(finish(one, window), one.labels)
                     kept.append((one, window, p_TV))
                     bytes += p_TV.nbytes
-        sums, tokens = 0.0, 0
-        with plan(stream.model):
-            for one, window, p_TV in kept:
-                q_TV = log_probabilities(finish(one, window), one.labels)
-                sums += divergence(p_TV, q_TV).sum().item()
-                tokens += len(p_TV)
-    return sums / max(tokens, 1)
+        tokens = sum(len(p_TV) for *_, p_TV in kept)
+        for plan in plans:
+            with changed(stream.model, stream.arch, plan):
+                after = (log_probabilities(finish(w, last), w.labels) for w, last, _ in kept)
+                pairs = zip((p_TV for *_, p_TV in kept), after, strict=True)
+                yield sum(divergence(*pair).sum().item() for pair in pairs) / max(tokens, 1)
