@@ -244,7 +244,7 @@ def test_weights_and_bits_share_one_budget(
 
         def measured(candidate: Candidate) -> Candidate:
             if not candidate.converted:
-                return candidate.scored({"kl": 9.0, "loss": 0.0, "kl_N": (9.0,)})
+                raise MoesaicError("the original's own file cannot be measured")
             keep = int(candidate.converted[0].keep)  # type: ignore[attr-defined]
             made.append(keep)
             return candidate.scored({"kl": kls[keep], "loss": 0.0, "kl_N": ()})
@@ -252,7 +252,7 @@ def test_weights_and_bits_share_one_budget(
         looking.config = replace(config, memory=memory)
         steps = {key_of(c): estimates[c.keep] for c in drop.family.configs}
         looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
-        looking.trials = SimpleNamespace(measured=measured, refused={})  # type: ignore[assignment]
+        looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
         chosen, _ = looking.run()
         assert chosen.form == "prune, mixed"
         assert steps_as_json(chosen.steps)[1]["export"]["among"] == (WIDE, NARROW)
@@ -292,7 +292,7 @@ def test_what_cannot_win_is_not_made(
 
     steps = {key_of(c): 2.0 - c.keep / 8 for c in drop.family.configs}
     looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
-    looking.trials = SimpleNamespace(measured=measured, refused={})  # type: ignore[assignment]
+    looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
     chosen, _ = looking.run()
     assert not chosen.converted
     assert {*made} == {NARROW, "mixed"}
@@ -567,7 +567,7 @@ def test_a_killed_search_resumes_to_the_same_answer(
 ) -> None:
     """What is finished is not measured again."""
     monkeypatch.setattr(search, "forms", few)
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
+    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=3)
     real, left, seen = trials.scores, [99], list[int]()
 
     def scores(*given: Any) -> Any:
@@ -785,7 +785,7 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
         fit(recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes - 1))
     left = load_recipe(tmp_path / "out.search" / "best.yaml")
     assert (len(left.steps), left.calibration.samples) == (1, 4)
-    assert f"loses least so far. Its recipe is in {tmp_path}" in caplog.text
+    assert f"has the least KL so far. Its recipe is in {tmp_path}" in caplog.text
     assert "resume=" not in caplog.text, "the command line prints it as it is"
 
 

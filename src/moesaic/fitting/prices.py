@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.lookup import base_arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.exports.mixed import Sensitivities
@@ -119,9 +118,9 @@ class Prices:
         kl_XN = estimated(stream, [*changes, *plans.values()], DRAWS, track=track)
         kls = kl_XN.mean(1).tolist()
         if rounder is not None and types:
-            kl_GC = np.array(kls[: len(changes)]).reshape(len(rounder.groups), len(types))
-            for type, kl_G in zip(types, kl_GC.T.tolist(), strict=True):
-                self.types[type] = dict(zip(rounder.groups, kl_G, strict=True))
+            table = rounder.sensitivities(types, kls[: len(changes)])
+            for type, kl_G in zip(types, table.kl_GC.T.tolist(), strict=True):
+                self.types[type] = dict(zip(table.groups, kl_G, strict=True))
         self.steps |= zip(map(key_of, plans), kls[len(changes) :], strict=True)
 
 
@@ -136,8 +135,3 @@ def asked(forms: Sequence[Form]) -> list[MethodConfig]:
     for family in {id(form.family): form.family for form in forms}.values():
         configs |= {key_of(c): c for c in (family.configs[n] for n in places_priced(family))}
     return [*configs.values()]
-
-
-def job_on(args: Any) -> Job[Arch]:
-    """A model and tokens, of any architecture."""
-    return Job(args, base_arch)

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from moesaic import __version__
+from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
@@ -26,11 +27,12 @@ from moesaic.fitting.candidates import Candidate, plainest, unbeaten
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.prices import Prices, asked, job_on, key_of
+from moesaic.fitting.prices import Prices, asked, key_of
 from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
 from moesaic.io.source import resolve
+from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.surgery import routing_in
 from moesaic.types import Track, silent
@@ -225,11 +227,14 @@ class Search:
         tried: dict[Option, Candidate] = {}
         levels: Levels = {}
         for option in self.track(near, "Measuring candidates", len(near)):
-            self._measure(option, config, tried, levels)
+            if not self._measure(option, config, tried, levels):
+                options.remove(option)
         for _ in range(ROUNDS):
-            best = min(options, key=lambda option: option.kl(levels))
-            if best in tried or not self._measure(best, config, tried, levels):
+            best = min(options, key=lambda option: option.kl(levels), default=None)
+            if best is None or best in tried:
                 break
+            if not self._measure(best, config, tried, levels):
+                options.remove(best)
         return [*tried.values()]
 
     def _measure(
@@ -312,7 +317,7 @@ class Search:
             prices.steps |= {key_of(c): math.inf for c in lacking if c not in plans}
             rounder = self.files.original.rounder if self.files and types else None
             args = replace(self.trials.args(), text=pricing)
-            prices.add(job_on(args), plans, types, rounder, self.track)
+            prices.add(Job(args, base_arch), plans, types, rounder, self.track)
             prices.save(file)
         return prices
 
@@ -399,7 +404,7 @@ class Search:
             try:
                 self.costs.built(form.steps(form.count - 1))
             except MoesaicError as error:
-                self.trials.refused[form.name] = str(error)
+                self.trials.refuse(form.name, error)
         if not possible or (not form.single and fits(possible[-1])):
             return []  # there is room left: with less of the first step it is another form
         place = largest(possible, fits)
@@ -458,7 +463,7 @@ class Search:
             candidate = Candidate(name, option.steps, weight, estimate=kl, types=option.types)
             candidate = self.trials.measured(candidate)
         except MoesaicError as error:  # the weights have no such form: biases, other activations
-            self.trials.refused[option.name] = str(error)
+            self.trials.refuse(option.name, error)
             return None
         if not candidate.weight.meets(config):
             return None

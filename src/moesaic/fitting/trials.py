@@ -57,6 +57,11 @@ class Trials:
     refused: dict[str, str] = field(default_factory=dict)
     """What the model cannot have, with the reason."""
 
+    def refuse(self, name: str, error: MoesaicError) -> None:
+        """Note what the model cannot have, each reason once."""
+        if str(error) not in self.refused.values():
+            self.refused[name] = str(error)
+
     @property
     def dtype(self) -> torch.dtype | None:
         return parse_dtype(self.recipe.dtype)
@@ -94,7 +99,7 @@ class Trials:
                 args = self.args(stats=self.costs.decided(config, 0))
                 plan = convert(config, args).plan
             except MoesaicError as error:
-                self.refused[config.verb] = str(error)
+                self.refuse(config.verb, error)
             else:
                 assert plan is not None  # those of families decide layer by layer
                 plans[config] = plan.layers
