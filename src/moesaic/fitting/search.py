@@ -41,9 +41,8 @@ SHARES = tuple(n / 40 for n in range(12, 38))
 """Shares of the original's bytes among which the smallest is sought where only a loss is given."""
 ACTIVE = "active_parameters"
 BEST, FILES, PRICES = "best.yaml", "files", "prices.json"
-FAR = 4.0
-"""What is estimated at more than so many times the KL of the best is not measured: a refit leaves a
-seventh to nine tenths of it."""
+FAR = 2.0
+"""What is estimated at more than so many times the KL of the best is not measured."""
 ROUNDS = 2
 """Candidates that are measured, at most, because others were found to have more KL than estimated
 or less."""
