@@ -114,8 +114,8 @@ def test_the_size_that_is_offered_is_one_that_is_taken(monkeypatch):
     monkeypatch.setattr(
         "rich.prompt.Prompt.ask", lambda *_, default, **__: (next(offers), default)[1]
     )
-    situation = guide.Situation((), 2 * 1010 * 2**20, 0, 2**40, {})
-    assert guide._asked_goal(situation) == (GOALS[0], 1010 * 2**20)
+    situation = guide.Situation((), 2 * 1010 * 10**6, 0, 2**40, {})
+    assert guide._asked_goal(situation) == (GOALS[0], 1010 * 10**6)
 
 
 def test_the_caption_tells_of_rounding_where_there_is_any():
