@@ -222,6 +222,7 @@ def lines(page: str) -> Iterator[tuple[str, str]]:
     for language, text in FENCED.findall((ROOT / page).read_text("utf-8")):
         if language == "python":
             yield text, ""
+        if language:
             continue
         for line in filter(str.strip, text.splitlines()):
             command, _, comment = line.partition("#")
