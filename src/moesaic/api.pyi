@@ -121,6 +121,7 @@ def fit(
     native: bool = False,
     types: Sequence[str] = (),
     confirm: int = 3,
+    prices: str = '',
     windows: int = 32,
     calibration: str | Path | Calibration | Sequence[str] | Sequence[Values] | Tokens | Tensor = '',
     samples: int | None = None,
