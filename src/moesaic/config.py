@@ -427,6 +427,11 @@ class Bench(Options):
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
 
 
+def form_of(out: str | Path) -> str:
+    """Return the form that a name asks for: ``gguf`` where it ends so, else ``native``."""
+    return "gguf" if Path(out).suffix == ".gguf" else "native"
+
+
 @dataclass(frozen=True)
 class ExportArgs(Options):
     """The form that a model is written in for other engines."""

@@ -25,7 +25,7 @@ from moesaic.cli.options import (
     Value,
     option,
 )
-from moesaic.config import ExportArgs
+from moesaic.config import ExportArgs, form_of
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import ODD, mapping_of
 from moesaic.io.layout import RECORD, placed
@@ -98,8 +98,6 @@ def export(
     **options: Value,
 ) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    from moesaic.exports import export, form_of
-
     options = {"to": form_of(out), **plain_values(ExportArgs, options)}
     args = ExportArgs(**options)  # before anything slow is imported
     check_name(model)
@@ -108,6 +106,7 @@ def export(
     else:
         check_out(out, overwrite, [model])
     from moesaic.bars import bars
+    from moesaic.exports import export
 
     record = export(model, out, overwrite=overwrite, progress=bars, **options)
     emit(as_json, record, exported(record))

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from moesaic.bars import tracked
-from moesaic.config import ExportArgs
+from moesaic.config import ExportArgs, form_of
 from moesaic.hub import on_disk
 from moesaic.types import JSON, Named, Tokenizer, Track
 
@@ -15,11 +15,6 @@ FORMS = {
     "native": "moesaic.exports.native:export_native",
     "gguf": "moesaic.exports.llamacpp:export_gguf",
 }
-
-
-def form_of(out: str | Path) -> str:
-    """The form that a name asks for: ``gguf`` where it ends so, else ``native``."""
-    return "gguf" if Path(out).suffix == ".gguf" else "native"
 
 
 def export(
@@ -40,7 +35,7 @@ def export(
         model: a name or folder, a loaded model, or what a verb returned.
         out: the folder, or the GGUF file, to make.
         to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
-            (:func:`moesaic.exports.llamacpp.export_gguf`); by default :func:`form_of` ``out``.
+            (:func:`moesaic.exports.llamacpp.export_gguf`); by default by the name of ``out``.
         overwrite: replace ``out`` if it exists.
         tokenizer: for a loaded model, which brings none.
         progress: draw bars on stderr; or a function (items, label, total).
