@@ -1,4 +1,4 @@
-"""What a method offers to ``fit``: configs of rising size, by a model's shape.
+"""Configs of rising size that a method offers to ``fit``, by a model's shape.
 
 Imports no torch.
 """
@@ -67,9 +67,9 @@ class Family(Generic[C]):
     first: Sequence[C] = ()
     """A few of them, after each of which another family may fill a budget."""
     priced: int = 8
-    """As many of them are priced; KL of those between is interpolated."""
+    """How many of them are priced; the KL of those between is interpolated."""
     fills: bool = False
-    """It may follow another method; of several such families the last one does."""
+    """True if it may follow another method; of several such families the last one does."""
     reads_less: bool = False
     """All weights are kept; a token uses fewer of them."""
 

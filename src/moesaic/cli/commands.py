@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HELP, ALL = ["-h", "--help"], "--help-all"
 RUNS = ("dry_run", "overwrite", "resume", "push", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
-LAST = (*RUNS, "evaluate", "merge")
+LAST = (*RUNS, "evaluate")
 """Parameters of a command that follow the options made from dataclasses; its others lead."""
 
 GUIDE = "guide"

@@ -90,7 +90,11 @@ def judged(model: str, against: str, figures: JSON, evaluation: Evaluation) -> R
     files = {name: source.checkpoint.nbytes() for name, source in sources.items()}
     files |= {name: scores["total_bytes"] for name, scores in baselines.items()}
     measured = {
-        "evaluation": {"data": evaluation.data or "shipped", "length": evaluation.length or 512},
+        "evaluation": {
+            "data": evaluation.data or "shipped",
+            "length": evaluation.length or 512,
+            "bos": figures.get("bos", False),
+        },
         "files": files,
         "scores": {"original": figures["against"], "result": figures, **baselines},
     }

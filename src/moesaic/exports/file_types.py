@@ -30,12 +30,12 @@ PARTS = {
     "attn_output": r"attn_output\.weight",
     "down": r"ffn_down",
 }
-"""What the rule tells apart, by names."""
+"""The parts of a model that the rule tells apart, by patterns of tensors' names."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the rule asks of a model."""
+    """The numbers of a model that the rule of types needs."""
 
     arch: str
     layers: int
@@ -93,7 +93,7 @@ def mixture(rows: Mapping[str, int], type: str, model: Model, weighed: bool) -> 
 def _choices(
     part: str, place: int, values: int, model: Model, weighed: bool
 ) -> dict[str, str | None]:
-    """By types of files that of a tensor, None where it is the file's own."""
+    """Return a tensor's type for each type of file; None where it is the file's own."""
 
     def low(chosen: str | None) -> dict[str, str | None]:
         return dict.fromkeys(LOW, chosen)

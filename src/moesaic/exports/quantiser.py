@@ -31,7 +31,7 @@ ROWS = 128
 OTHERS = "q8_0"
 """The type of tensors of which none is said, where it is said of some."""
 OWN = ("general.architecture", "general.quantization_version", "general.file_type")
-"""What a file says of itself, which is not the unrounded one's."""
+"""Keys that a rounded file has values of its own for."""
 Held: TypeAlias = "npt.NDArray[np.uint8]"
 """Rows as they are in a file."""
 FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
@@ -70,7 +70,7 @@ class Rounded:
         return self.rounded(NARROW if by_text(type) and not weighed else type)
 
     def rounded(self, type: str) -> Rounded:
-        """It in a type, or in the next one whose blocks divide its rows."""
+        """Return the tensor in a type, or in the next one whose blocks divide its rows."""
         if self.shape[0] % _block(type)[0]:
             type = FALLBACK.get(type, IQ_FALLBACK if type.startswith("iq") else type)
         return replace(self, type="f16" if self.shape[0] % _block(type)[0] else type)
@@ -217,7 +217,7 @@ def quantise(
 
 
 def _model(fields: Mapping[str, Any], arch: str) -> Model:
-    """What a file says of its model; of numbers by layer the first's."""
+    """Return the numbers of a file's model that types follow from; of lists by layer the first."""
 
     def number(key: str, default: int = 0) -> int:
         found = fields[f"{arch}.{key}"].contents() if f"{arch}.{key}" in fields else default

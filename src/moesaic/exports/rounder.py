@@ -39,7 +39,7 @@ from moesaic.observation.stream import BEFORE, LayerStream, PartChange
 from moesaic.types import Model, Track, silent
 
 Types = Mapping[str, str]
-"""Of tensors, by group."""
+"""Types of tensors by group."""
 DRAWS = 4
 """Draws of labels by which the KL of rounding is estimated."""
 AT_ONCE = 1 << 24
@@ -71,7 +71,7 @@ class Rounder:
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """By llama.cpp's name of a matrix those of its inputs (I,), of all experts (E I,)."""
+        """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name."""
         return importance(self.source, self.tokens, self.named, self.track)
 
     # --- matrices --------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Rounder:
                 yield from names[1:]
 
     def _held(self, part: nn.Module, place: int) -> dict[str, Tensor]:
-        """By llama.cpp's name what is rounded of a layer, or of the model around its layers.
+        """Return the matrices of a layer, or of the model around its layers, that are rounded.
 
         Of matrices that transformers has in one, the first one's name stands for all.
 
@@ -169,7 +169,7 @@ class Rounder:
             part.copy_(values.view(part.shape))
 
     def change(self, types: Types) -> PartChange:
-        """What a :class:`~moesaic.observation.stream.LayerStream` enters to be rounded."""
+        """Return the change that rounds a layer while a stream has it open."""
         return partial(self.rounded, types)
 
     # --- estimates -------------------------------------------------------------------------------

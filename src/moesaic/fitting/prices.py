@@ -38,11 +38,11 @@ class Prices:
     """Estimated KL, in nats a token, of alternatives of one model on one text."""
 
     request: JSON
-    """What they depend on: weights, text and type."""
+    """The weights, text and type that they depend on."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Of configs as JSON; infinite of those that the model cannot have."""
+    """By config as JSON; infinite for those that the model cannot have."""
     types: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of a type of tensors, by their group."""
+    """By type of tensors, then by group."""
 
     @classmethod
     def load(cls, file: Path, request: JSON) -> Prices:

@@ -42,18 +42,18 @@ SHARES = tuple(n / 40 for n in range(12, 38))
 ACTIVE = "active_parameters"
 BEST, FILES, PRICES = "best.yaml", "files", "prices.json"
 FAR = 2.0
-"""What is estimated at more than so many times the KL of the best is not measured."""
+"""Candidates estimated at more than this many times the KL of the best are not measured."""
 ROUNDS = 2
 """Candidates that are measured, at most, because others were found to have more KL than estimated
 or less."""
 QUANTISE = "quantise"
 KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
-"""What steps of a verb do, in a word."""
+"""A word for what a step of each verb does."""
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """What fits a budget, and its price."""
+    """A recipe that fits a budget, with its estimated KL."""
 
     form: Form | None
     """None where the original is quantised alone."""
@@ -79,7 +79,7 @@ class Option:
 
     @property
     def kind(self) -> str:
-        """What it does, in a word for each step."""
+        """A word for what each step does."""
         if self.form is None:
             return QUANTISE
         return " and ".join(KINDS.get(c.verb, c.verb) for c in self.form.steps(self.place))
@@ -327,7 +327,7 @@ class Search:
         return tensor_types(self.config.types) if mixed else ()
 
     def _options(self, config: FitConfig) -> Iterator[Option]:
-        """What meets a budget, priced."""
+        """Return the recipes that meet a budget, priced."""
         file = ending(config) if self.files else None
         if self.files and file:
             yield from self._quantised(config, file)

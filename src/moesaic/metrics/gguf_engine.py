@@ -24,7 +24,7 @@ from moesaic.types import Tokenizer
 F32, BATCH = 0, 512
 """ggml's number of float32; tokens that are read at a time."""
 MISSING = f"GGUF files need llama.cpp: {how_to_install('gguf')}"
-"""What is said where llama.cpp is not installed."""
+"""The message where llama.cpp is not installed."""
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
 """Instead of llama.cpp's log; kept, or it would be collected while in use."""
 INT = ctypes.c_int32

@@ -76,7 +76,7 @@ class PricedLayer:
 
 @dataclass
 class PricedEnds:
-    """What lies around the layers, beside what the layers are given and make.
+    """The model around its layers, with the first layer's input and the gradient there.
 
     Attributes:
         gradients: at the first layer's input, a draw a spill, one entry a batch (B, L, D).

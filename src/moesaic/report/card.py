@@ -25,7 +25,7 @@ TAGS_OF = {
     "condense": ("expert-pruning", "pruned"),
     "tune": ("finetuned",),
 }
-"""What people search for on the hub, by the verb of a step."""
+"""Tags that people search the hub for, by the verb of a step."""
 
 
 def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
