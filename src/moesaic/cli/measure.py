@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -101,9 +102,14 @@ def judged(model: str, against: str, figures: JSON, evaluation: Evaluation) -> R
     model_type = str(sources["result"].config.model_type)
     native = model_type == sources["original"].config.model_type
     return Record(
-        model=against, out=model, model_type=model_type, native=native, steps=[], layers=[],
+        model=f"{Path(model).name} beside {Path(against).name}",
+        out=model,
+        model_type=model_type,
+        native=native,
+        steps=[],
+        layers=[],
         measured=measured,
-    )  # fmt: skip
+    )
 
 
 def beside(model: str, against: str) -> str:

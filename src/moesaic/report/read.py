@@ -123,9 +123,7 @@ def done(record: Record) -> str:
 
 
 def title(record: Record) -> str:
-    """Return one line: what was made of what, how far; or what was measured beside what."""
-    if not record.steps:
-        return f"{model_name(record)} and {record.out}"
+    """Return one line: what was made of what, how far."""
     return ", ".join(part for part in (model_name(record), done(record)) if part)
 
 
