@@ -255,16 +255,3 @@ def test_a_part_is_what_it_is_in_the_whole(
     kinds = ("norm_E", "pair_EE", "gram_SP", "spread_E", "neurons.energy_EM")
     for name in {*kinds} - {*fields}:
         assert part[name].numel() == 0, f"{name} was not asked for"
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_live_and_from_a_file_of_everything_decide_alike(
-    criterion: str, tokens: Tokens, tmp_path: Any
-) -> None:
-    model = tiny_moe("mixtral")
-    file = moesaic.observe(model, tmp_path / "all.stats", text=tokens)
-    config = PruneConfig(keep=4, score=criterion)
-    live = moesaic.prune(model, config, text=tokens)
-    filed = moesaic.prune(model, config, text=tokens, stats=str(file))
-    for i, layer in live.plan.layers.items():
-        assert layer.kept == filed.plan.layers[i].kept

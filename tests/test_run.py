@@ -44,7 +44,6 @@ from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.metrics import measurement as measuring
 from moesaic.metrics.rounding import rounded
-from moesaic.metrics.routing_counts import routers
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
 from moesaic.plans.base import same
@@ -77,27 +76,6 @@ def recipe(folder, out, **changes):
         ),
     }
     return Recipe(**{**settings, **changes})
-
-
-def test_from_disk_is_from_memory_bitwise(llama_folder, tokenizer, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    live = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
-    disk = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
-    assert all(same(live.plan.layers[i], disk.plan.layers[i]) for i in range(4))
-    live.save(tmp_path / "live")
-    disk.save(tmp_path / "disk")
-    assert equal(weights(tmp_path / "live"), weights(tmp_path / "disk"))
-    assert equal(weights(tmp_path / "disk"), dict(disk.model.state_dict()))
-
-
-def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
-    assert result.model is not model
-    assert not routers(model)
-    result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, inplace=True, **QUICK)
-    assert result.model is model
-    assert len(routers(model)) == 4
 
 
 def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):

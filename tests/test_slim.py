@@ -26,7 +26,7 @@ from cases import many_tokens
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig, Tokens
-from moesaic.arch.lookup import base_arch, moe_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
@@ -102,31 +102,10 @@ def silence(model, plan):
             down_DM[:, gone] = 0
 
 
-def test_from_disk_is_from_memory(any_type, tokens, tmp_path):
-    model = any_model(any_type)
-    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
-    (tmp_path / "live").mkdir()
-    slimmed(model, tokens, keep=0.5, refit=True).write(tmp_path / "live")
-    slimmed(str(tmp_path / "base"), tokens, keep=0.5, refit=True).save(tmp_path / "disk")
-    assert equal(weights(tmp_path / "disk"), weights(tmp_path / "live"))
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("disk", "live")
-    ]
-    assert configs[0] == configs[1]
-    moesaic.apply(str(tmp_path / "base"), tmp_path / "disk", tmp_path / "applied")
-    assert equal(weights(tmp_path / "applied"), weights(tmp_path / "disk"))
-
-
 def test_keeping_all_neurons_is_the_identity(any_type, tokens):
     model = any_model(any_type)
     result = slimmed(model, tokens, keep=1.0)
     assert equal(dict(result.model.state_dict()), dict(model.state_dict()))
-
-
-def test_table_knows_how_experts_lie(moe):
-    arch = moe_arch(moe.config)
-    experts = arch.mixture(arch.layers(moe)[arch.moe_layers(moe)[0]]).experts
-    assert arch.transposed == experts.is_transposed == (not experts.is_concatenated)
 
 
 # --- formulas ------------------------------------------------------------------------------------

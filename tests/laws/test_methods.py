@@ -21,7 +21,7 @@ import pytest
 import torch
 from builders import equal, launch, loaded, logits, weights
 from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, request_of, result_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic.config import MethodConfig, about
@@ -36,6 +36,8 @@ from moesaic.plans.base import same
 from moesaic.recipe import Recipe, step_config
 
 MODES = ("memory", "disk")
+KILLED = ("prune.naee", "tune.sft")
+"""One that decides layer by layer and one that trains; ``make test-all`` tries the others."""
 SHARED = [
     *((key, {}) for key in KEYS),
     ("prune.naee", {"progressive": True}),  # tokens that earlier layers changed
@@ -47,8 +49,8 @@ TEXT_DECIDES = ("carve.tomoe",)
 
 
 @cache
-def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) -> Path:
-    """A result that was made in this process in one go, written to a folder."""
+def whole(key: str, mode: str, folder: Path, accumulate: int = 1, **options: Any) -> Path:
+    """A result that was made in this process in one go, written to a folder with its logits."""
     out = folder / f"{key}-{mode}-{accumulate}-{'-'.join(options)}"
     config = config_of(key, **options)
     if accumulate > 1 and learns(key):
@@ -57,6 +59,7 @@ def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) ->
     out.mkdir()
     result.write(out)
     (out / "summary.json").write_text(json.dumps(dict(result.summary)))
+    save_file({"logits": logits(result.model, many_tokens().rows(slice(2)))}, out / "logits")
     return out
 
 
@@ -159,14 +162,14 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_from_disk_is_from_memory(key, place):
-    check_same(whole(key, "disk", place, 1), whole(key, "memory", place, 1))
+    check_same(whole(key, "disk", place), whole(key, "memory", place))
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_its_outline_weighs_what_it_makes(key, place):
     """To the byte, before a weight is read; nearly, where text decides."""
     recipe = Recipe(str(start_of(key, place)), "out", (config_of(key),), evaluation=None)
-    told, out = estimate(recipe), whole(key, "disk", place, 1)
+    told, out = estimate(recipe), whole(key, "disk", place)
     torch.randn(1)  # whatever was drawn before, the same is told again
     assert estimate(recipe).output_bytes == told.output_bytes
     assert told.exact or key in TEXT_DECIDES
@@ -178,23 +181,17 @@ def test_its_outline_weighs_what_it_makes(key, place):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", KEYS)
-def test_saved_is_live_bitwise(key, mode, place, tokens):
-    start = start_of(key, place)
-    result = made(key, mode, place)
-    saved = loaded(result.save(place / f"{key}-{mode}-saved"))
-    assert torch.equal(logits(saved, tokens), logits(result.model, tokens))
-    assert not torch.equal(logits(saved, tokens), logits(loaded(start), tokens))
+def test_saved_is_live_bitwise(key, mode, place):
+    out, tokens = whole(key, mode, place), many_tokens().rows(slice(2))
+    saved, live = logits(loaded(out), tokens), load_file(out / "logits")["logits"]
+    assert torch.equal(saved, live)
+    assert not torch.equal(saved, logits(loaded(start_of(key, place)), tokens))
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_callers_model_is_left_alone_unless_asked(key, place):
+def test_the_callers_model_is_changed_where_that_is_asked(key, place):
     options = model_of(start_of(key, place), live=True)
-    model = options["model"]
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert result_of(key, **options).model is not model
-    assert equal(before, dict(model.state_dict()))
-    result = result_of(key, inplace=True, **options)
-    assert result.model is model
+    assert result_of(key, inplace=True, **options).model is options["model"]
 
 
 def hooked(model: Any) -> Any:
@@ -208,7 +205,7 @@ def hooked(model: Any) -> Any:
 
 
 def surroundings(model: Any) -> dict[str, Any]:
-    """All that a verb finds and must leave: the model beside its weights, and the process."""
+    """All that a verb finds and must leave: the model, its weights aside, and the process."""
     loggers = [logging.root, *map(logging.getLogger, KNOWN_LOGGERS)]
     return {
         "modes": {name: m.training for name, m in model.named_modules()},
@@ -262,6 +259,7 @@ def test_the_caller_finds_all_as_it_was(key, place):
     result_of(key, **options)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
     before = surroundings(model)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert not result_of(key, **options).model.training
     assert surroundings(model) == before
     for error in (MoesaicError, KeyboardInterrupt):
@@ -270,10 +268,21 @@ def test_the_caller_finds_all_as_it_was(key, place):
         assert surroundings(model) == before
     moesaic.evaluate(model, data=many_tokens().rows(slice(2)))
     assert surroundings(model) == before
+    assert equal(kept, dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_killed_and_resumed_is_whole(mode, place, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [
+        ("disk", KILLED),
+        pytest.param(
+            "disk", tuple(key for key in KEYS if key not in KILLED), marks=pytest.mark.nightly
+        ),
+        pytest.param("memory", KEYS, marks=pytest.mark.nightly),
+    ],
+    ids=["disk", "others", "memory"],
+)
+def test_killed_and_resumed_is_whole(mode, keys, place, tmp_path):
     """Every method, killed when it begins to keep its second layer or checkpoint, and again."""
     requests = [
         {
@@ -285,7 +294,7 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
             "progress": str(tmp_path / key / "progress"),
             "kill": True,
         }
-        for key in KEYS
+        for key in keys
     ]
     file = tmp_path / "requests.json"
     file.write_text(json.dumps(requests))
@@ -303,11 +312,19 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
         out.mkdir()
         result.write(out)
         (out / "summary.json").write_text(json.dumps(dict(result.summary)))
-        check_same(out, whole(key, mode, place, 1))
+        check_same(out, whole(key, mode, place))
 
 
-@pytest.mark.parametrize(("mode", "count"), [("memory", 2), ("disk", 3)])
-def test_several_processes_are_one(mode, count, place, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "count", "shared"),
+    [
+        ("disk", 2, [(key, {}) for key in KILLED] + SHARED[-1:]),
+        pytest.param("memory", 2, SHARED, marks=pytest.mark.nightly),
+        pytest.param("disk", 3, SHARED, marks=pytest.mark.nightly),
+    ],
+    ids=["two", "in memory", "three"],
+)
+def test_several_processes_are_one(mode, count, shared, place, tmp_path):
     """Every method, and observe; one that trains does what one process does that accumulates."""
     requests = [
         {
@@ -317,13 +334,13 @@ def test_several_processes_are_one(mode, count, place, tmp_path):
             "live": mode == "memory",
             "out": str(tmp_path / f"{key}{n}"),
         }
-        for n, (key, options) in enumerate(SHARED)
+        for n, (key, options) in enumerate(shared)
     ]
     mixture, file = start_of("prune.naee", place), tmp_path / "requests.json"
     observing = {"key": "observe", "model": str(mixture), "live": mode == "memory"}
     file.write_text(json.dumps([*requests, {**observing, "out": str(tmp_path / "observed")}]))
     launch(carry_out.main, file, count=count)
-    for n, (key, options) in enumerate(SHARED):
+    for n, (key, options) in enumerate(shared):
         found, trained = tmp_path / f"{key}{n}", learns(key)
         check_same(found, whole(key, mode, place, count if trained else 1, **options), not trained)
     model = model_of(mixture, mode == "memory")["model"]
