@@ -10,7 +10,7 @@ import faraway
 import pytest
 import test_gpu
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, dispatch_model
 from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -107,14 +107,6 @@ MODELS = {
 }
 
 
-def on_cpu(model: Any, folder: Any) -> None:
-    cpu_offload(model, execution_device="cpu")
-
-
-def on_disk(model: Any, folder: Any) -> None:
-    disk_offload(model, str(folder), execution_device="cpu")
-
-
 def by_map(model: Any, folder: Any) -> None:
     """One layer stays, one waits in memory, one on disk, as ``device_map="auto"`` puts them."""
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -125,14 +117,11 @@ def by_map(model: Any, folder: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("offload", [on_cpu, on_disk, by_map], ids=lambda f: f.__name__)
-def test_offloaded_results_compute_the_same(
-    name: str, offload: Any, tokens: Any, tmp_path: Any
-) -> None:
+def test_offloaded_results_compute_the_same(name: str, tokens: Any, tmp_path: Any) -> None:
     model = MODELS[name]()
     with torch.no_grad():
         expected = model(tokens.input_ids).logits
-        offload(model, tmp_path)
+        by_map(model, tmp_path)
         assert any(p.is_meta for p in model.parameters()), "nothing was offloaded"
         found = model(tokens.input_ids).logits
         one = model(tokens.input_ids[:1, :1]).logits
@@ -263,7 +252,7 @@ def test_a_calibrating_quantiser_finds_its_scales(tokens: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own
-@pytest.mark.parametrize("name", ["one petal", "two petals", "gates"])
+@pytest.mark.parametrize("name", ["one petal", "gates"])
 def test_torchao_quantises_a_result(name: str, tokens: Any) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -361,7 +350,7 @@ def test_experts_are_observed_on_another_device(tokens: Any) -> None:
 
 
 @pytest.mark.usefixtures("spilling")
-@pytest.mark.parametrize("search", ["greedy", "global-rank", "ppl"])
+@pytest.mark.parametrize("search", ["greedy", "ppl"])
 def test_condensing_on_another_device(search: str, tokens: Any) -> None:
     options: dict[str, Any] = {"count": 2, "layer_search": search}
     if search == "ppl":
@@ -538,15 +527,11 @@ def test_some_tests_are_for_gpus() -> None:
     "made",
     [
         lambda tokens: moesaic.carve(tiny_model("llama"), text=tokens),
-        lambda tokens: moesaic.skip(tiny_moe("mixtral"), text=tokens),
-        lambda tokens: moesaic.condense(
-            tiny_moe("qwen2_moe"), CondenseConfig(count=2), text=tokens
-        ),
         lambda tokens: moesaic.prune(
             tiny_moe("mixtral"), PruneConfig(keep=5, allocate="layers"), text=tokens
         ),
     ],
-    ids=["carved", "skipping", "condensed", "pruned unevenly"],
+    ids=["carved", "pruned unevenly"],
 )
 def test_saved_results_load_with_parts_on_disk(made: Any, tokens: Any, tmp_path: Any) -> None:
     """As a user loads what is larger than the device: ``device_map="auto"``."""

@@ -38,7 +38,7 @@ from moesaic import (
 from moesaic.arch.lookup import base_arch
 from moesaic.carving.more.method import MoRE
 from moesaic.data.reader import shipped_texts
-from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
+from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
@@ -46,7 +46,6 @@ from moesaic.metrics import measurement as measuring
 from moesaic.metrics.rounding import rounded
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
-from moesaic.plans.base import same
 from moesaic.recipe import step_config
 from moesaic.report import frontier, words
 from moesaic.surgery import apply_plan
@@ -286,13 +285,6 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
     assert found.active_ratio == pytest.approx((attention + wanted) / (attention + 4 * 3 * 32 * 64))
 
 
-def test_scores_beside_the_original(llama_folder):
-    result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
-    result.evaluation = evaluation_tokens("", result.job.tokenizer, 32, 320)
-    assert set(result.scores) == {"result", "original"}
-    assert result.scores["original"].active_ratio == 1.0
-
-
 def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path, monkeypatch):
     run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
     plain = MoRE.decide
@@ -473,13 +465,6 @@ def test_python_is_answered_in_words_as_the_command_line_is(
 ):
     with pytest.raises(MoesaicError, match=words):
         moesaic.prune(moe_folder if model == "" else model, PruneConfig(**config), **options)
-
-
-def test_a_mask_of_whole_numbers_calibrates_as_the_same_mask(llama_folder, padded):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder)
-    whole = Tokens(padded.input_ids, padded.attention_mask.long())
-    plans = [moesaic.carve(model, CONFIG, calibration=t).plan for t in (padded, whole)]
-    assert all(same(layer, plans[1].layers[i]) for i, layer in plans[0].layers.items())
 
 
 @pytest.mark.parametrize("verb", ["carve", "slim", "tune"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from builders import (
-    DENSE,
     MOE,
     equal,
     loaded,
@@ -58,11 +57,6 @@ def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
     return site
 
 
-@pytest.fixture(params=sorted({*DENSE, *MOE}))
-def any_type(request):
-    return request.param
-
-
 def any_model(model_type, **changes):
     build = tiny_moe if model_type in MOE else tiny_model
     return build(model_type, **changes)
@@ -72,14 +66,14 @@ def any_model(model_type, **changes):
 
 
 def test_result_is_native_and_what_it_computes_is_the_original_without_neurons(
-    any_type, tokens, tmp_path
+    model_type, tokens, tmp_path
 ):
     """Saved, loaded by transformers alone, and compared with masked neurons."""
-    model = any_model(any_type)
+    model = any_model(model_type)
     result = slimmed(model, tokens, keep=0.5)
     result.save(tmp_path / "out")
     again = loaded(tmp_path / "out")
-    assert again.config.model_type == any_type
+    assert again.config.model_type == model_type
     assert equal(dict(again.state_dict()), dict(result.model.state_dict()))
     masked = copy.deepcopy(model)
     silence(masked, result.plan)
@@ -102,8 +96,9 @@ def silence(model, plan):
             down_DM[:, gone] = 0
 
 
-def test_keeping_all_neurons_is_the_identity(any_type, tokens):
-    model = any_model(any_type)
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "llama"])
+def test_keeping_all_neurons_is_the_identity(model_type, tokens):
+    model = any_model(model_type)
     result = slimmed(model, tokens, keep=1.0)
     assert equal(dict(result.model.state_dict()), dict(model.state_dict()))
 
@@ -133,9 +128,10 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
 
 
 @torch.no_grad()
-def test_watching_tokens_pass_is_looking_at_them_afterwards(any_type, padded):
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "llama"])
+def test_watching_tokens_pass_is_looking_at_them_afterwards(model_type, padded):
     """The same sums, padding left out, and the tokens come out as they would."""
-    model = any_model(any_type)
+    model = any_model(model_type)
     site = site_of(model, padded)
     wanted = observe_neurons(site)
     arch = base_arch(model.config)
@@ -243,7 +239,7 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
 def test_every_score_decides(score, tokens):
-    """For a mixture with a shared path, and a dense model; the same with its neurons."""
+    """For a mixture with a shared path, and a dense model."""
     model = tiny_moe("qwen2_moe")
     result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
     for layer in result.plan.layers.values():
@@ -251,9 +247,6 @@ def test_every_score_decides(score, tokens):
         assert layer.shared_S.shape == (8,)
     assert result.model.config.moe_intermediate_size == 8
     assert result.model.config.shared_expert_intermediate_size == 8
-    again = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
-    for i, layer in result.plan.layers.items():
-        assert same(layer, again.plan.layers[i])
     assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 
@@ -368,8 +361,9 @@ OUTCOMES = {
 
 
 @pytest.mark.usefixtures("short_text")
-@pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(
+    ("outcome", "experts"), [*((name, False) for name in OUTCOMES), ("more", True)]
+)
 def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outcome, monkeypatch):
     """On windows that decided nothing; what is kept is what the result says that it is."""
     draw = torch.Generator().manual_seed(1)
@@ -427,7 +421,7 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
     assert not any(piece in deciding for piece in held.unfold(1, 16, 1).flatten(0, 1).tolist())
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "ernie4_5_moe"])
 def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, tokens, tmp_path):
     """12 of 16 neurons an expert, and a shared path of 16: two of 12, the last 8 are zero."""
     model = tiny_moe(model_type)
@@ -560,18 +554,6 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     tuned = moesaic.tune(result.model, config, text=tokens).model
     name = f"model.layers.{i}.mlp.experts.down_rows"
     assert not torch.equal(tuned.state_dict()[name], result.model.state_dict()[name])
-
-
-# --- statistics ----------------------------------------------------------------------------------
-
-
-def test_decides_from_the_statistics_of_observe(moe_folder, tokens, tmp_path):
-    moesaic.observe(str(moe_folder), tmp_path / "stats", text=tokens)
-    live = slimmed(str(moe_folder), tokens, keep=0.5)
-    read = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "stats"))
-    for i, layer in live.plan.layers.items():
-        assert same(layer, read.plan.layers[i])
-    assert read.plan.calibration == live.plan.calibration
 
 
 # --- experts that no token reached ----------------------------------------------------------------
@@ -761,11 +743,10 @@ def test_command_line(command, moe_folder, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("score", ["energy", "magnitude", "random"])
-def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(score, tmp_path):
+def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):
     model, tokens = any_model("llama"), many_tokens()
     stats = moesaic.observe(model, tmp_path / "model.stats", calibration=tokens)
-    config = moesaic.SlimConfig(keep=0.5, score=score, refit=False)
+    config = moesaic.SlimConfig(keep=0.5, score="energy", refit=False)
     told = moesaic.slim(model, config, calibration=moesaic.Calibration(stats=str(stats))).plan
     seen = moesaic.slim(model, config, calibration=tokens).plan
     for i, layer in seen.layers.items():

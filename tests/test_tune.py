@@ -16,10 +16,8 @@ import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.modules.phase import set_mode
-from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.plans.slimmed import SlimmedLayer
-from moesaic.recipe import parse_recipe
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.objectives import Schedule, collate, distillation_loss
 from moesaic.train.text import training_examples
@@ -223,8 +221,7 @@ def test_routers_learn_from_the_original() -> None:
         )
 
 
-@pytest.mark.parametrize("router", ["cosine", "ridge"])
-@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize(("router", "top_k"), [("cosine", 1), ("ridge", 3)])
 def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) -> None:
     """Only they change, towards the original, and what trains is what runs at decoding."""
     original = tiny_model("llama")
@@ -348,28 +345,6 @@ def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
         assert step["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
-# --- long runs -----------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import json, sys
-import moesaic
-from moesaic import TuneConfig
-from moesaic.distributed import process
-folder, batch, out = sys.argv[1:]
-found = {}
-for what in ("condensed", "routers"):
-    teacher = folder + "/teacher" if what == "routers" else ""
-    config = TuneConfig(what=what, steps=4, batch=int(batch), lr=1e-2, teacher=teacher,
-                        train=folder + "/data.safetensors")
-    tuned = moesaic.tune(folder + "/student", config, tokenizer=object())
-    found[what] = tuned.summary["training"]["losses"]
-found["world"] = process()[1]
-if process()[0] == 0:
-    json.dump(found, open(out, "w"))
-"""
-
-
 # --- requests ------------------------------------------------------------------------------------
 
 
@@ -382,36 +357,11 @@ def test_options_that_make_no_sense(options: Any) -> None:
         TuneConfig(**options)
 
 
-def test_nothing_to_train(tokens: Tokens) -> None:
-    with pytest.raises(MoesaicError, match="no condensed layers"):
-        moesaic.tune(tiny_moe("mixtral"), TuneConfig(), text=rows())
-
-
-def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
-    tiny_moe("qwen3_moe").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    recipe = parse_recipe(
-        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n"
-        "- condense: {count: 1, keep: shared+routed}\n"
-        "- tune: {train: prose, steps: 2, length: 32, lr: 0.01}\n"
-        "calibration: {samples: 4, length: 32}\n"
-        "evaluation: {length: 32, max_tokens: 64, rounds: 0}\n"
-    )
-    record = run_recipe(recipe)
-    assert [layer.kind for layer in record.layers if layer.changed] == ["condensed"]
-    training = record.steps[-1].summary["training"]
-    assert [step["step"] for step in training["losses"]] == [1, 2]
-    assert training["trained_parameters"] == 3 * 32 * 32
-    scores = record.measured["scores"]
-    assert scores["result"]["total_parameters"] < scores["original"]["total_parameters"]
-
-
 # --- the stated loss, and what it is trained with ------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
-@pytest.mark.parametrize("what", ["all", "lora"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(("model_type", "what"), [("mixtral", "all"), ("qwen2_moe", "lora")])
 def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(
     model_type: str, what: str
 ) -> None:
