@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from builders import MOE, tiny_model, tiny_moe
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from shrunken import small_model
 from torch import Tensor
 
-from moesaic import CondenseConfig, MoesaicError, Tokens, condense, distributed
+from moesaic import CondenseConfig, MoesaicError, Tokens, condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.methods.condense import layer_search
 from moesaic.methods.condense.divergence import js, kl
 from moesaic.methods.condense.experts import (
     pl_alpha_hill,
@@ -29,11 +26,9 @@ from moesaic.methods.condense.experts import (
 )
 from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, legs
 from moesaic.observation.stream import LayerStream
-from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.plans.base import same
 from moesaic.plans.condensed import CondensedLayer
-from moesaic.recipe import Calibration, parse_recipe
 from moesaic.surgery import applied
 
 SHARED = [
@@ -100,25 +95,6 @@ def seen(model: Any, index: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
 # --- formulas ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.floats(0.01, 30))
-def test_js_is_symmetric_zero_on_equals_and_at_most_ln_2(seed: int, scale: float) -> None:
-    p, q = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed)) * scale
-    assert torch.allclose(js(p, q), js(q, p), atol=1e-6)
-    assert js(p, p).abs().max() < 1e-6
-    assert (js(p, q) >= 0).all()
-    assert (js(p, q) <= math.log(2) + 1e-6).all()
-    m = torch.logaddexp(p.log_softmax(-1), q.log_softmax(-1)) - math.log(2)
-    assert torch.allclose(js(p, q), (kl(p, m) + kl(q, m)) / 2, atol=1e-5)
-
-
-def test_alpha_is_smaller_for_a_heavier_tail() -> None:
-    generator = torch.Generator().manual_seed(0)
-    light = torch.randn(64, 64, generator=generator)
-    heavy = light * torch.linspace(-3, 3, 64).exp()[:, None]
-    assert pl_alpha_hill(heavy) < pl_alpha_hill(light)
-
-
 def fitted(value: list[float]) -> float:
     """Eq. 4 with k by the fix-finger method, in plain Python; eigenvalues in rising order."""
     low, high = math.log10(value[0]), math.log10(value[-1])
@@ -163,17 +139,6 @@ def test_gates_are_the_mean_over_real_tokens_that_chose_the_expert(
         chose = w_TE[:, expert] != 0
         assert gate == pytest.approx(w_TE[chose, expert].mean().item(), rel=1e-5)
         assert found[i]["calls"][expert] == int(chose.sum())
-
-
-def test_calls_are_those_of_all_processes(tokens: Tokens, monkeypatch: Any) -> None:
-    model = tiny_moe("mixtral")
-    _, alone = searched(model, tokens, keep="shared+routed")
-    for module in (distributed, layer_search):  # another process has the same tokens
-        monkeypatch.setattr(module, "gathered", lambda own: [own, own])
-    monkeypatch.setattr(distributed, "process", lambda: (0, 2))
-    _, both = searched(model, tokens, keep="shared+routed")
-    for i, analysis in alone.items():
-        assert both[i]["calls"] == [2 * calls for calls in analysis["calls"]]
 
 
 def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
@@ -379,9 +344,8 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     assert order(layer_search="cosine") == sorted(cosines, key=lambda i: cosines[i])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) -> None:
-    model = tiny_moe("granitemoeshared", tie_word_embeddings=tied, logits_scaling=2.0)
+def test_perplexity_as_the_metric(padded: Tokens, tmp_path: Path) -> None:
+    model = tiny_moe("granitemoeshared", tie_word_embeddings=True, logits_scaling=2.0)
     config = CondenseConfig(count=1, metric="ppl", refit=False)
     result = condense(model, config, calibration=padded)
 
@@ -594,22 +558,3 @@ def test_options_that_make_no_sense(options: Any) -> None:
 def test_a_dense_model_is_refused(tokens: Tokens) -> None:
     with pytest.raises(MoesaicError, match="no routed experts"):
         condense(tiny_model("llama"), CondenseConfig(count=1), calibration=tokens)
-
-
-def test_a_recipe_condenses_and_says_what_it_did(tmp_path: Path, tokenizer: Any) -> None:
-    tiny_moe("qwen2_moe").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    recipe = parse_recipe(
-        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n- condense: {{count: 2}}\n"
-        "calibration: {samples: 4, length: 32}\n"
-        "evaluation: {length: 32, max_tokens: 256, rounds: 0, compare: ['1']}\n"
-    )
-    assert recipe.calibration == Calibration(samples=4, length=32)
-    record = run_recipe(recipe)
-    said = record.output()
-    assert sorted(said["layers"]) == [0, 2]
-    assert said["experts"] == {"0": [], "2": []}
-    assert record.layers[0].analysis["divergence"].keys() == {"shared", "attention", "nothing"}
-    memory = record.steps[0].summary["memory_bytes"]
-    assert memory["result"] < memory["original"]
-    assert {"original", "result", "1"} <= record.measured["scores"].keys()

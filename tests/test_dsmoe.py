@@ -157,19 +157,6 @@ def test_gradients_are_equations_13_to_16() -> None:
         assert torch.allclose(U.grad[start:stop], torch.outer(a * back, x) * g, rtol=1e-6)
 
 
-def test_without_straight_through_idle_gates_get_no_gradient() -> None:
-    torch.manual_seed(3)
-    for variant in ("full", "no-straight-through"):
-        ffn, x_TD = gated(variant=variant)
-        active = (ffn.router(x_TD) > 0).sum(-1)
-        token = int(((active > 0) & (active < BLOCKS)).nonzero()[0])
-        x_1D = x_TD[token : token + 1]
-        ffn.train()(x_1D).sum().backward()
-        idle_N = ffn.router(x_1D)[0] == 0
-        assert bool(ffn.router.weight.grad[idle_N].any()) == (variant == "full")
-        assert ffn.router.weight.grad[~idle_N].any()
-
-
 def test_without_the_piecewise_function_all_blocks_train_and_few_are_left() -> None:
     torch.manual_seed(3)
     ffn, x_TD = gated(variant="no-piecewise")

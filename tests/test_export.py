@@ -104,13 +104,6 @@ def test_what_differs_by_layer_is_filled_up(tmp_path, tokens):
     assert after == 4 * (40 + 16)
 
 
-def test_a_layer_in_between_that_was_not_carved(tmp_path, tokens):
-    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in (0, 2, 3)}
-    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
-    decided, _ = same_model(source, tmp_path / "native", tokens)
-    assert decided.costs["active_neurons"] == [64 + 3 * 40, 4 * (64 + 8)]
-
-
 def test_tied_embeddings_stay_tied(tmp_path, tokens):
     model = tiny_model("llama", mlp_bias=False, tie_word_embeddings=True)
     layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}

@@ -467,7 +467,7 @@ def test_python_is_answered_in_words_as_the_command_line_is(
         moesaic.prune(moe_folder if model == "" else model, PruneConfig(**config), **options)
 
 
-@pytest.mark.parametrize("verb", ["carve", "slim", "tune"])
+@pytest.mark.parametrize("verb", ["carve", "tune"])
 def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_path):
     """From a run's calibration to its figures: nothing is asked for that is not used."""
     bare, file = tmp_path / "bare", tmp_path / "ids.safetensors"
@@ -476,7 +476,6 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     save_file({"input_ids": tokens.input_ids}, file)
     save_file({"input_ids": tokens.input_ids.flip(0)}, other)
     options = {"tune": {"what": "all", "steps": 2}}.get(verb, {"active": 0.8})
-    options = {"keep": 0.5} if verb == "slim" else options
     data = {"train": str(file)} if verb == "tune" else {}
     asked = Recipe(
         str(bare),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from statistics import fmean
 from typing import Any
 
@@ -14,12 +13,10 @@ from builders import (
     equal,
     loaded,
     logits,
-    pages,
     same_model,
     saved,
     tiny_model,
     tiny_moe,
-    weights,
 )
 from cases import many_tokens
 
@@ -459,55 +456,6 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     assert view.width == max(x.width for x in layers.values())
 
 
-@pytest.mark.usefixtures("short_text")
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3", "granitemoe"])
-def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, tokens, tmp_path):
-    """The highest scores of all experts stay; stored without zeros, from memory and from disk."""
-    model = any_model(model_type)
-    result = slimmed(model, tokens, keep=0.5, allocate="experts")
-    again = loaded(result.save(tmp_path / "out"))
-    assert again.config.model_type == f"moesaic_{model_type}"
-    masked, arch = copy.deepcopy(model), base_arch(model.config)
-    for i, layer in result.plan.layers.items():
-        view = arch.mixture(arch.layers(masked)[i])
-        of_site = neurons_of_site(site_of(model, tokens, i))
-        score_EM = SCORES["energy"].score(of_site) + 1e-9 * of_site.reach
-        stay = score_EM.flatten().argsort(descending=True)[: 8 * 8]
-        first = score_EM.argmax(1) + 16 * torch.arange(8)
-        wanted = {*stay.tolist()}
-        found = {
-            16 * e + j for e, row in enumerate(layer.neurons_EW.tolist()) for j in row if j >= 0
-        }
-        assert len(found) == 64
-        assert found >= {*first.tolist()}
-        assert len(wanted - found) <= 8  # each expert keeps one at least
-        with torch.no_grad():
-            for e in range(8):
-                gone = [j for j in range(16) if 16 * e + j not in found]
-                view.weights_of(e)[-1][:, gone] = 0
-        experts = arch.mixture(arch.layers(again)[i]).experts
-        assert experts.down_rows.shape == (64, 32)
-        assert experts.gate_up_rows.shape == (128, 32)
-        assert experts.gate_up_proj.shape == (8, 2 * layer.width, 32)
-    assert len({*layer.widths}) > 1
-    torch.testing.assert_close(logits(again, tokens), logits(masked, tokens), rtol=1e-4, atol=1e-4)
-    assert torch.equal(logits(again, tokens), logits(result.model, tokens))
-    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
-    config = {"keep": 0.5, "allocate": "experts", "refit": True}
-    live = slimmed(model, tokens, **config)
-    slimmed(str(tmp_path / "base"), tokens, **config).save(tmp_path / "disk")
-    from_disk = loaded(tmp_path / "disk")
-    assert equal(dict(from_disk.state_dict()), dict(live.model.state_dict()))
-    assert not torch.equal(logits(from_disk, tokens), logits(again, tokens))  # refitted
-    moesaic.apply(str(tmp_path / "base"), tmp_path / "disk", tmp_path / "applied")
-    assert equal(weights(tmp_path / "applied"), weights(tmp_path / "disk"))
-
-
-def neurons_of_site(site):
-    stats = observe_neurons(site)
-    return neurons(stats.energy_EM, stats.reach_EM)
-
-
 def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
     """16 bytes: 8 numbers of 16 bits, 4 of 32; a multiple that leaves others is refused."""
     for dtype, width in ((torch.bfloat16, 8), (torch.float32, 4)):
@@ -604,33 +552,6 @@ def test_a_refit_makes_up_for_neurons_of_an_expert_that_no_token_reached(tokens)
 # --- refit ---------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "glm4_moe", "granitemoeshared"])
-def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padded):
-    """Of a layer with a low-rank hidden space, so that fewer neurons can do what all did."""
-    many = type(padded)(torch.randint(1, 384, (64, 24), generator=torch.Generator().manual_seed(3)))
-    model = any_model(model_type)
-    plain, refit = (slimmed(model, many, keep=0.5, refit=r, multiple=4) for r in (False, True))
-    i = next(iter(plain.plan.layers))
-    site = site_of(model, padded, i)
-    arch = base_arch(model.config)
-
-    def error(result):
-        layer = arch.layers(result.model)[i]
-        beside = getattr(layer, arch.beside) if arch.beside else lambda x: 0 * x
-        old = getattr(arch.layers(model)[i], arch.beside) if arch.beside else lambda x: 0 * x
-        view = arch.mixture(layer)
-        return sum(
-            (view.output(x) + beside(x) - site.view.output(x) - old(x)).square().sum().item()
-            for x in site.inputs()
-        )
-
-    assert error(refit) < error(plain)
-    found = refit.analyses[i]["refit"]
-    assert 0 < found["recovered"] < 1
-    assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
-
-
 @pytest.mark.usefixtures("short_text")
 def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypatch):
     """One of two, whose held-out tokens do not gain."""
@@ -719,28 +640,6 @@ def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch
     assert decided(stats=str(stats)) == ("energy", False)
     assert len(caplog.messages) == 2
     assert decided(SlimConfig(refit=True), stats=str(stats)) == ("energy", True)
-
-
-def test_command_line(command, moe_folder, tmp_path):
-    out = tmp_path / "out"
-    code, printed, _ = command(
-        "slim", moe_folder, out, "--keep", 0.5, "--samples", 4, "--length", 32, "--max-tokens", 64,
-        "-o", "rounds=0", "--calibration", pages("calibration"), "--data", pages("evaluation"),
-        "--json",
-    )  # fmt: skip
-    assert code == 0
-    said = json.loads(printed)
-    assert said["layers"][0]["width"] == 8
-    assert said["layers"][0]["kept"] == list(range(8))
-    assert (
-        " by optimal brain surgeon, with refitted down projections"
-        in (out / "README.md").read_text()
-    )
-    assert "to 8 of 16 neurons an expert" in (out / "README.md").read_text()
-    code, _, err = command("slim", moe_folder, tmp_path / "no", "--keep", 0.4, "--multiple", 8)
-    assert code == 2
-    assert "--keep 0.4 is out of reach with multiple 8 of 16 neurons" in err
-    assert not (tmp_path / "no").exists()
 
 
 def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):

@@ -28,7 +28,7 @@ from moesaic.carving.tomoe.decision import (
     threshold_for,
 )
 from moesaic.carving.tomoe.masked import Masked
-from moesaic.carving.tomoe.masks import MEDIAN, f_reg, load_balance, union
+from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.student import Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
@@ -129,13 +129,6 @@ def test_neurons_that_are_off_learn_from_the_teacher() -> None:
     never = (logits + student.masking.config.bias + 0.3665 < 0).all(0)
     assert never.any()
     assert (linear.weight.grad[never].abs().sum(-1) > 0).all()
-
-
-def test_evaluation_is_deterministic_and_training_is_not() -> None:
-    student = student_of(tiny_model("llama"))
-    assert torch.equal(student.logits(ids()), student.logits(ids()))
-    student.train()
-    assert not torch.equal(student.logits(ids()), student.logits(ids()))
 
 
 # --- conversion ----------------------------------------------------------------------------------
@@ -512,10 +505,8 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        *dict.fromkeys(
-            ("lfm2", "olmo_hybrid", "minicpm3", "gpt_bigcode", "moshi"),
-            "can be cut by heads: carve with method=more",
-        ).items(),
+        ("lfm2", "can be cut by heads: carve with method=more"),
+        ("gpt_bigcode", "can be cut by heads: carve with method=more"),
         ("persimmon", "this persimmon has queries, keys and values head by head"),
     ],
 )
@@ -541,18 +532,3 @@ def test_a_comparison_out_of_reach_is_refused_before_training(
     config = configured(ToMoEConfig, **{**SHORT, "active": 0.4})
     with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):
         moesaic.carve(tiny_model("llama"), config, calibration=ids(), compare=("more",))
-
-
-# --- regularisers --------------------------------------------------------------------------------
-
-
-def test_regularisers() -> None:
-    even = torch.eye(8)
-    assert load_balance(even, even) == pytest.approx(1)
-    collapsed = even[torch.zeros(8, dtype=torch.int64)]
-    assert load_balance(collapsed, collapsed) == 8
-    s_NM = torch.rand(3, 50).round()
-    assert union(s_NM) == (s_NM.sum(0) > 0).float().mean()
-    x = torch.rand(9) + 0.01
-    assert torch.allclose(f_reg(x, 0.5), f_reg(1 / x, 2.0), atol=0.2)
-    assert f_reg(torch.tensor(0.3), 0.3) == 0

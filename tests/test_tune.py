@@ -69,8 +69,7 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     )
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, tokens: Tokens) -> None:
+def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> None:
     """AdamW on the folded layer, g outside, moves what runs as AdamW on Eq. 3's own parts does."""
     given = moesaic.condense(
         tiny_moe("qwen2_moe"),
@@ -107,7 +106,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, token
     with outside(given.model, arch, factor):
         torch.testing.assert_close(ffn(x), before, rtol=1e-4, atol=1e-5)
         optimizers = [
-            torch.optim.AdamW(ws, lr=0.01, weight_decay=decay)
+            torch.optim.AdamW(ws, lr=0.01, weight_decay=0.1)
             for ws in (own, [w for part in parts for w in part])
         ]
         for _ in range(3):
@@ -121,19 +120,6 @@ def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, token
     assert (ffn(x) - before).abs().max() > 0.01
     folded = torch.cat([s * part[2] for s, part in zip(g, parts, strict=True)], 1)
     torch.testing.assert_close(own[2][:, : folded.shape[1]], folded, rtol=1e-3, atol=1e-4)
-
-
-def test_training_keeps_the_fixed_weights_outside(tokens: Tokens) -> None:
-    """Adam's first step moves every weight alike; folded, an expert's by its g."""
-    result = condensed_model("deepseek_v2", tokens)
-    (i,) = result.summary["layers"]
-    before = result.model.model.layers[i].mlp.down_proj.weight.detach().clone()
-    config = TuneConfig(steps=1, batch=16, lr=1e-3, warmup=0)
-    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
-    moved = (tuned.model.model.layers[i].mlp.down_proj.weight - before).abs().median(0).values
-    g = factors(moe_arch(result.model.config), result.model.config, result.plan)[i]
-    torch.testing.assert_close(moved / 1e-3, g, rtol=0.05, atol=0.02)
-    assert g.unique().numel() == 3, "the shared path's 1 and two experts' weights"
 
 
 def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path: Path) -> None:
@@ -181,21 +167,6 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     assert not ffn.gate_proj.weight[16:].any()
     assert not ffn.down_proj.weight[:, 16:].any()
     assert ffn.down_proj.weight[:, :16].any()
-
-
-def test_condensed_layers_learn_from_a_teacher(tokens: Tokens) -> None:
-    original = tiny_moe("qwen2_moe")
-    given = moesaic.condense(original, CondenseConfig(count=1), calibration=tokens)
-    ids = torch.tensor([row["input_ids"] for row in rows()])
-
-    def apart(model: Any) -> float:
-        with torch.no_grad():
-            return distillation_loss(model(ids).logits, original(ids).logits, ids).item()
-
-    before = apart(given.model)
-    config = TuneConfig(teacher="given", steps=20, batch=16, lr=1e-2)
-    tuned = moesaic.tune(given.model, config, text=rows(), teacher=original, plan=given.plan)
-    assert apart(tuned.model) < 0.9 * before
 
 
 def test_routers_learn_from_the_original() -> None:
@@ -387,14 +358,13 @@ def test_gradients_are_clipped_at_what_is_said() -> None:
     assert TuneConfig().clip == 1.0
 
 
-@pytest.mark.parametrize("verb", ["tune", "tomoe", "dsmoe", "slim"])
+@pytest.mark.parametrize("verb", ["tune", "tomoe", "slim"])
 def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
     verb: str, llama_folder: Path, tmp_path: Path, command: Any
 ) -> None:
     lines = {
         "tune": ["tune", "-o", "what=all", "-o", "steps=1", "-o", "length=300"],
         "tomoe": ["carve", "--method", "tomoe", "--recipe", "paper", "--active", "0.8"],
-        "dsmoe": ["carve", "--method", "dsmoe", "-o", "length=300", "-o", "steps=1"],
         "slim": ["slim", "--keep", "0.5", "--length", "300"],
     }
     first, *options = lines[verb]

@@ -24,7 +24,9 @@ from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, r
 from safetensors.torch import load_file, save_file
 
 import moesaic
+from moesaic.api import verb
 from moesaic.config import MethodConfig, about
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import estimate, weight_bytes
 from moesaic.methods import METHODS, VERBS, implementation
@@ -163,6 +165,46 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
 @pytest.mark.parametrize("key", KEYS)
 def test_from_disk_is_from_memory(key, place):
     check_same(whole(key, "disk", place), whole(key, "memory", place))
+
+
+DECIDING = {
+    "prune.naee": {"refit": False},
+    "skip.naee": {},
+    "slim.neurons": {"score": "energy", "refit": False},
+}
+"""Methods that decide from statistics, and settings by which nothing else is needed."""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_statistics_decide_as_the_model_does(key, place, tmp_path):
+    """Other methods say that they take none."""
+    start, config = start_of(key, place), config_of(key, **DECIDING.get(key, {}))
+    stats = tmp_path / "stats"
+    if key not in DECIDING:
+        with pytest.raises(MoesaicError, match="statistics"):
+            verb(config.verb, str(start), config, stats=str(stats))
+        return
+    moesaic.observe(str(start), stats, gram_mb=8, calibration=many_tokens())
+    found = verb(config.verb, str(start), config, stats=str(stats)).plan.layers
+    wanted = result_of(key, str(start), config).plan.layers
+    assert found.keys() == wanted.keys()
+    assert all(same(layer, wanted[i]) for i, layer in found.items())
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_stands_in_padding_changes_nothing(key, place):
+    ids, made = many_tokens().input_ids[:16], []
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[::3, 40:], mask[1, 5:] = False, False
+    for token in (0, 7):
+        text = Tokens(ids.masked_fill(~mask, token), mask)
+        options, config = model_of(start_of(key, place), live=True), config_of(key)
+        made.append(
+            verb(config.verb, config=config, calibration=text, **options).model.state_dict()
+        )
+    assert made[0].keys() == made[1].keys()
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(tensor, made[1][name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("key", KEYS)
