@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, tiny_model, tiny_moe
+from builders import MOE, tiny_moe
 from shrunken import small_model
 from torch import Tensor
 
@@ -513,48 +513,3 @@ def test_a_comparison_of_more_layers_is_refused_before_the_search(
     monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))
     with pytest.raises(MoesaicError, match="compare '3': .* at most the 2 condensed"):
         condense(model, CondenseConfig(count=2), calibration=tokens, compare=["3"])
-
-
-# --- errors ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model_type", "options", "message"),
-    [
-        ("mixtral", {"count": 1}, "no shared experts"),
-        ("deepseek_v2", {"count": 9}, "2 layers can be condensed"),
-        ("deepseek_v2", {"count": 1, "candidates": (0,)}, "not layers that route"),
-        ("deepseek_v2", {"count": 1, "keep": "shared+routed", "experts": 99}, "has 8"),
-        (
-            "gpt_oss",
-            {"count": 1, "keep": "shared+routed"},
-            "its experts have biases. keep=attention or nothing works",
-        ),
-        ("deepseek_v2", {"memory": 10}, "out of reach"),
-    ],
-)
-def test_requests_that_cannot_be_met(
-    model_type: str, options: Any, message: str, tokens: Tokens
-) -> None:
-    with pytest.raises(MoesaicError, match=message):
-        condense(tiny_moe(model_type), CondenseConfig(**options), calibration=tokens)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"count": 1, "memory": 5},
-        {"count": -1},
-        {"count": 1, "keep": "some"},
-        {"count": 1, "metric": "mse"},
-        {"count": 1, "experts": 2},
-    ],
-)
-def test_options_that_make_no_sense(options: Any) -> None:
-    with pytest.raises(MoesaicError):
-        CondenseConfig(**options)
-
-
-def test_a_dense_model_is_refused(tokens: Tokens) -> None:
-    with pytest.raises(MoesaicError, match="no routed experts"):
-        condense(tiny_model("llama"), CondenseConfig(count=1), calibration=tokens)

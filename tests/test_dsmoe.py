@@ -348,28 +348,3 @@ def test_a_source_beside_a_named_mix_that_holds_it_counts_twice(
     monkeypatch.setitem(MIXES, "ours", Mix("", {str(file): "MIT"}, ""))
     stream = PackedText(f"ours=2,{file}=1,prose=1", tokenizer, 16)
     assert stream.weights == {str(file): 3.0, "prose": 1.0}
-
-
-# --- requests ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"experts": 5}, "64 neurons"),
-        ({"active": 0.3, "experts": 4}, "out of reach"),
-        ({"variant": "top-k"}, "needs active"),
-    ],
-)
-def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(MoesaicError, match=says):
-        moesaic.carve(tiny_model("llama"), configured(DSMoEConfig, **options), calibration=rows())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"variant": "some"}, {"tau": 1.0}, {"active": 1.5}, {"batch": 0}, {"steps": 0}],
-)
-def test_options_that_make_no_sense(options: Any) -> None:
-    with pytest.raises(MoesaicError):
-        configured(DSMoEConfig, **options)

@@ -80,19 +80,6 @@ def test_skipping_after_it_counts_the_experts_that_are_left(tokens):
 # --- asked for -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_k": 3}, "runs 2 experts now; from 1 to 2 works"),
-        ({"top_k": 1.5}, "whole number"),
-        ({"top_k": 0}, "at least 1"),
-    ],
-)
-def test_what_cannot_be_done_is_said(options, message, tokens):
-    with pytest.raises(MoesaicError, match=message):
-        moesaic.skip(tiny_moe("mixtral"), TopKConfig(**options), calibration=tokens)
-
-
 def test_a_router_that_knows_one_number_is_said(tokens):
     """phimoe's mixes two experts."""
     with pytest.raises(MoesaicError, match="runs 2 experts a token, whatever"):

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from builders import tiny_model, tiny_moe
+from builders import tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -417,29 +417,6 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens, tmp_path):
 
 
 # --- requests that cannot be met -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("moe_type", "options", "message"),
-    [
-        ("mixtral", {"keep": 1}, "needs at least 2"),
-        ("mixtral", {"keep": 9}, "has 8 experts"),
-        ("mixtral", {"keep": 5.5}, "not a whole number"),
-        ("mixtral", {"score": "magic"}, "score 'magic' is none of reconstruction"),
-        ("deepseek_v3", {"keep": 5}, "not a multiple of the 2 router groups"),
-        ("deepseek_v3", {"keep": 2}, "needs at least 4"),
-        ("mixtral", {"allocate": "layers", "padding": True}, "router with a bias"),
-        ("ernie4_5_moe", {"allocate": "layers", "padding": True}, "router with a bias"),
-        ("mixtral", {"padding": True}, "needs allocate=layers"),
-        ("mixtral", {"allocate": "layers", "score": "random"}, "no loss by which"),
-        ("mixtral", {"allocate": "layers", "progressive": True}, "drop|needs all"),
-        ("llama", {}, "no routed experts"),
-    ],
-)
-def test_what_cannot_be_done_is_said(moe_type, options, message, tokens):
-    model = tiny_model("llama") if moe_type == "llama" else tiny_moe(moe_type)
-    with pytest.raises(MoesaicError, match=message):
-        moesaic.prune(model, PruneConfig(**options), calibration=tokens)
 
 
 def test_a_reduced_model_is_not_pruned_again(tokens):

@@ -180,26 +180,6 @@ def test_published_betas_are_taken_as_they_are(tokens):
         assert len(SkipConfig.bundles[name]["betas"]) == 32, name
 
 
-@pytest.mark.parametrize(
-    ("options", "top_k", "message"),
-    [
-        ({}, 1, "nothing to skip"),
-        ({"rule": "top2"}, 4, "for two experts"),
-        ({"calls": 3}, 2, "runs 2 experts now"),
-        ({"calls": 0.5}, 2, "at least 1"),
-        ({"quantile": 1.5}, 2, "at most 1"),
-        ({"betas": (0.5, 0.5)}, 2, "2 numbers for 3 layers"),
-        ({"betas": (0.5,), "calls": 1.5}, 2, "betas are given"),
-        ({"calls": 1.5, "quantile": 0.3}, 2, "leave quantile out"),
-        ({"betas": (-1.0,)}, 2, "at least 0"),
-        ({"rule": "best"}, 2, "rule 'best' is none of"),
-    ],
-)
-def test_what_cannot_be_done_is_said(options, top_k, message, tokens):
-    with pytest.raises(MoesaicError, match=message):
-        moesaic.skip(tiny_moe("mixtral", top_k=top_k), SkipConfig(**options), calibration=tokens)
-
-
 @pytest.mark.parametrize("model_type", ["lfm2_moe", "minimax_m2", "deepseek_v4"])
 def test_routers_that_are_handed_more_than_hidden_states_skip_and_are_observed(model_type, tokens):
     """A bias, or where a token stands in a table, as the base's router is."""

@@ -581,46 +581,6 @@ def test_few_tokens_change_no_expert_that_they_reach(padded):
 # --- wrong requests ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options", "told"),
-    [
-        ("mixtral", {"keep": 0.4, "multiple": 8}, "keep 0.4 .* nearest that works is 0.5"),
-        ("mixtral", {"keep": 0.5, "multiple": 32}, "multiple 32 is out of reach: there are 16"),
-        ("mixtral", {"keep": 0.5, "experts": "3"}, "experts 3 .* needs at least 4"),
-        ("deepseek_v3", {"keep": 0.5, "experts": "5"}, "multiple of 2 router groups"),
-        ("llama", {"keep": 0.5, "experts": "4"}, "dense: it has no experts"),
-        ("llama", {"keep": 0.5, "shared": 0.5}, "dense: it has no shared"),
-        ("llama", {"keep": 0.5, "allocate": "experts"}, "a dense model has none"),
-        (
-            "gpt_oss",
-            {"keep": 0.5, "allocate": "experts"},
-            "allocate=experts is impossible for gpt_oss: its experts have biases",
-        ),
-    ],
-)
-def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
-    with pytest.raises(MoesaicError, match=told):
-        slimmed(any_model(model_type), tokens, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep": 0},
-        {"keep": 1.5},
-        {"shared": 0},
-        {"experts": "many"},
-        {"experts": "auto", "allocate": "layers"},
-        {"experts": "4", "allocate": "layers"},
-        {"allocate": "experts", "experts": "4"},
-        {"score": "luck"},
-    ],
-)
-def test_wrong_options_are_refused(options):
-    with pytest.raises(MoesaicError):
-        SlimConfig(**options)
-
-
 def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch):
     """Surgeon and refit; where that cannot be, the next best, in one sentence."""
     model = tiny_moe("qwen2_moe")

@@ -466,17 +466,6 @@ def test_a_result_that_tosses_stays_where_training_brought_it() -> None:
     assert thresholds[False] != 0
 
 
-def test_bad_requests_are_refused() -> None:
-    for options in ({"active": 0.0}, {"attention": "some"}, {"experts": 0}, {"tau": 0.0}):
-        with pytest.raises(MoesaicError):
-            configured(ToMoEConfig, **options)  # type: ignore[arg-type]
-    model = tiny_model("llama")
-    arch = dense_arch(model.config)
-    model.config.rope_parameters = None
-    with pytest.raises(MoesaicError, match="rotary"):
-        layer_shapes(model, arch)
-
-
 @pytest.mark.parametrize(
     ("model_type", "attention"), [("llama", "routed"), ("qwen3", "routed"), ("phi", "none")]
 )
@@ -500,19 +489,6 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
     config = dataclasses.replace(config, active=least + 0.01, steps=1)
     summary = moesaic.carve(model, config, calibration=ids()).summary["training"]
     assert summary["active"] == pytest.approx(least + 0.01, abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("lfm2", "can be cut by heads: carve with method=more"),
-        ("gpt_bigcode", "can be cut by heads: carve with method=more"),
-        ("persimmon", "this persimmon has queries, keys and values head by head"),
-    ],
-)
-def test_attention_that_cannot_be_cut_is_refused(model_type: str, message: str) -> None:
-    with pytest.raises(MoesaicError, match=message):
-        moesaic.carve(small_model(model_type), configured(ToMoEConfig, **SHORT), calibration=ids())
 
 
 def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_other() -> None:
