@@ -392,7 +392,7 @@ def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outco
         assert result.model.config.model_type == ("mixtral" if better else "moesaic_mixtral")
 
 
-def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
+def test_where_equal_widths_are_kept_the_result_is_theirs(moe_folder, monkeypatch):
     """Text has windows to compare on beside those that were asked for, which all decide."""
     seen = []
 
@@ -403,8 +403,8 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
     monkeypatch.setattr("moesaic.methods.layered.divergences", found)
     options = {"keep": 0.5, "score": "energy"}
     text = {"samples": 16, "length": 32}
-    plain = moesaic.slim("tiny-moe", SlimConfig(**options), **text)
-    kept = moesaic.slim("tiny-moe", SlimConfig(**options, allocate="layers"), **text)
+    plain = moesaic.slim(moe_folder, SlimConfig(**options), **text)
+    kept = moesaic.slim(moe_folder, SlimConfig(**options, allocate="layers"), **text)
     for i, layer in plain.plan.layers.items():
         theirs = kept.plan.layers[i].neurons_EW
         assert layer.neurons_EW.shape == theirs.shape
