@@ -451,12 +451,12 @@ class Held:
 
 @pytest.mark.parametrize("room", [2, 1, 0])
 def test_measuring_holds_both_models_only_if_there_is_room(
-    room: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    room: int, llama_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = resolve("tiny-dense")
+    original = resolve(str(llama_folder))
     weights = sum(p.nbytes for p in Whole.of(original).shape.parameters())
     free = int((room + 0.5) * ROOM * weights)
-    result = moesaic.carve("tiny-dense", samples=4)
+    result = moesaic.carve(str(llama_folder), samples=8, length=32)
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
@@ -478,12 +478,12 @@ def test_measuring_holds_both_models_only_if_there_is_room(
 
 @pytest.mark.parametrize("free", [1 << 60, 1 << 10], ids=["room for both", "room for one"])
 def test_bench_holds_both_models_only_if_there_is_room(
-    free: int, monkeypatch: pytest.MonkeyPatch
+    free: int, llama_folder: Any, moe_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
     monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
-    found = bench("tiny-moe", "tiny-dense", length=16, new_tokens=2, rounds=1)
+    found = bench(str(moe_folder), str(llama_folder), length=16, new_tokens=2, rounds=1)
     assert held.most == (2 if free > 1 << 30 else 1)
     assert found["ratio"]["decode"]["ratio"] > 0
 
