@@ -261,8 +261,8 @@ def test_layer_search_is_the_search_by_full_forwards(
 def test_a_race_takes_less_text_and_chooses_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of twelve layers that matter unequally; a search that was stopped goes on as it would."""
-    model = tiny_moe("qwen2_moe", num_hidden_layers=12, mlp_only_layers=[], decoder_sparse_step=1)
+    """Of eight layers that matter unequally; a search that was stopped goes on as it would."""
+    model = tiny_moe("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[], decoder_sparse_step=1)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -279,11 +279,11 @@ def test_a_race_takes_less_text_and_chooses_the_same(
 
     monkeypatch.setattr(LayerSearch, "sums", counted)
     for kind in ("greedy", "racing"):
-        config = CondenseConfig(count=5, layer_search=kind, refit=False)
+        config = CondenseConfig(count=3, layer_search=kind, refit=False)
         found[kind] = condense(model, config, calibration=tokens).summary
     assert found["racing"]["layers"] == found["greedy"]["layers"]
-    assert windows["greedy"] == 64 * (12 + 11 + 10 + 9 + 8)
-    assert windows["racing"] < 0.5 * windows["greedy"]
+    assert windows["greedy"] == 64 * (8 + 7 + 6)
+    assert windows["racing"] < 0.6 * windows["greedy"]
     for race in found["racing"]["search"]:
         assert race["losses"][str(race["layer"])] == min(race["losses"].values())
 
@@ -292,7 +292,7 @@ def test_a_race_takes_less_text_and_chooses_the_same(
     def stopped(self: LayerSearch, chosen: Any, candidates: Any, leg: int) -> dict[int, Tensor]:
         nonlocal rounds
         rounds += leg == 0
-        if rounds == 3:
+        if rounds == 2:
             raise KeyboardInterrupt
         return sums(self, chosen, candidates, leg)
 
@@ -417,7 +417,6 @@ def test_nothing_condensed_is_the_model_itself(tokens: Tokens) -> None:
 
 NATIVE = [
     ("qwen3_moe", {"keep": "shared+routed"}, {}),
-    ("qwen2_moe", {"keep": "shared", "shared_gate": "mean"}, {}),
     ("qwen2_moe", {"keep": "shared+routed", "shared_gate": "mean"}, {"mlp_only_layers": []}),
     ("deepseek_v2", {"keep": "shared+routed", "candidates": (1,)}, {}),
     ("deepseek_v3", {"keep": "shared", "candidates": (1,)}, {"intermediate_size": 40}),
