@@ -78,15 +78,15 @@ def arguments(line: str) -> list[str] | None:
 
 
 def spoken() -> dict[str, list[list[str]]]:
-    """The command lines of each document, and of the help of all commands."""
-    found: dict[str, list[list[str]]] = {"--help": []}
+    """The command lines of each document, and of the help of each command."""
+    found: dict[str, list[list[str]]] = {}
     for page in [*PAGES, *RECIPES]:
         given = [words for line in lines(page) if (words := arguments(line))]
         found[str(page.relative_to(ROOT))] = [words for words in given if "..." not in words]
-    for command in COMMANDS.commands.values():
+    for name, command in COMMANDS.commands.items():
         example = re.fullmatch(r"Example: (.*)", command.epilog)
         assert example is not None
-        found["--help"].append(arguments(example[1]) or [])
+        found[f"help of {name}"] = [arguments(example[1]) or []]
     return {page: commands for page, commands in found.items() if commands}
 
 
