@@ -373,6 +373,7 @@ def test_measurements_say_what_makes_them() -> None:
                 assert (ROOT / "benchmarks" / words[0]).is_file(), command
 
 
+@pytest.mark.nightly
 def test_rows_keep_what_is_asked_for_and_what_they_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,7 +316,15 @@ def test_criteria_by_hand(seen):
 
 
 @pytest.mark.usefixtures("short_text")
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"allocate": "layers"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"progressive": True}, marks=pytest.mark.nightly),
+        pytest.param({"allocate": "layers"}, marks=pytest.mark.nightly),
+    ],
+    ids=["", "progressive", "layers"],
+)
 def test_a_refit_never_raises_the_error_of_pruning(options, seen):
     plain, refit = (
         seen.refused("prune", PruneConfig(keep=4, refit=r, **options), set()) for r in (False, True)
