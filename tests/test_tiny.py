@@ -14,7 +14,6 @@ from moesaic.io.names import SHIPPED
 from moesaic.io.source import resolve
 from moesaic.metrics.routing_counts import jsd
 
-
 BY_DAY = [n if n == "tiny-moe" else pytest.param(n, marks=pytest.mark.nightly) for n in SHIPPED]
 
 
