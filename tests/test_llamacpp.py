@@ -406,7 +406,7 @@ def test_experts_a_token_by_layer_are_refused_for_it_computes_something_else(
     vocabularies, tmp_path
 ):
     """It takes a list, chooses as many as the first layer in each, and adds up a layer's own."""
-    model = mixture("mixtral")
+    model = tiny_moe("mixtral", vocab_size=PIECES)
     base = saved(tmp_path / "base", copy.deepcopy(model), {})
     fewer = saved(tmp_path / "fewer", model, {i: FewerLayer(1, 2) for i in (1, 2)})
     for source in (base, fewer):
