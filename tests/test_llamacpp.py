@@ -292,27 +292,6 @@ def test_layers_of_different_widths_in_narrow_types(asked, uneven, tmp_path):
     assert (read.exp() * (read - found)).sum(-1).mean() < LIMITS["q8_0"]
 
 
-MOE = {
-    "mixtral": {},
-    "qwen2_moe": {"mlp_only_layers": []},
-    "qwen3_moe": {},
-    "olmoe": {"num_key_value_heads": 4},
-    "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
-    "deepseek_v3": {},
-    "glm4_moe": {},
-    "ernie4_5_moe": {"moe_intermediate_size": 16, "intermediate_size": 32},
-    "granitemoe": {},
-    "granitemoeshared": {},
-    # YaRN's bounds are rounded there, which shows in heads this small.
-    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-}
-
-
-def mixture(model_type):
-    size = PIECES if model_type in ("mixtral", "ernie4_5_moe") else BPE
-    return tiny_moe(model_type, vocab_size=size, **MOE[model_type])
-
-
 @pytest.mark.parametrize("predicting", [False, True])
 @pytest.mark.parametrize("layer", ["pruned", "slimmed"])
 def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_path):
