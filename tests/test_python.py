@@ -128,10 +128,6 @@ def test_types_are_checked(tmp_path):
     assert [line.split(":")[1] for line in lines] == ["3", "4"], found
 
 
-def test_defaults_are_those_of_the_command():
-    assert not hasattr(moesaic.config.About, "required")
-
-
 def test_progress_is_shown_unless_not_wanted(capsys, name):
     moesaic.slim(name, keep=0.5, samples=4, length=32)
     assert "Slimming layers" in capsys.readouterr().err

@@ -40,14 +40,11 @@ from moesaic.carving.more.method import MoRE
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
-from moesaic.io.source import Source, resolve
+from moesaic.io.source import Source
 from moesaic.log import Log
 from moesaic.metrics import measurement as measuring
-from moesaic.metrics.rounding import rounded
-from moesaic.metrics.score import score
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
-from moesaic.report import frontier, words
 from moesaic.surgery import apply_plan
 
 CONFIG = MoREConfig(active=0.8, layers="all")
@@ -388,29 +385,6 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     assert record.model == str(moe_folder)
     assert not record.native
     assert record.calibration["length"] == 32
-
-
-def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
-    """The original, its matrices rounded, scored as any other model; bytes are a file's."""
-    measured = Evaluation(**MEASURED, rounds=0, baselines=("q8_0", "q4_0"))
-    steps = (PruneConfig(keep=5, refit=False),)
-    changes = {"steps": steps, "evaluation": measured}
-    asked = recipe(moe_folder, tmp_path / "out", **changes)
-    record = run_recipe(asked)
-    scores = record.measured["scores"]
-    assert [*scores] == ["original", "result", "q8_0", "q4_0"]
-    assert 0 < scores["q8_0"]["kl"] < scores["q4_0"]["kl"]
-    model = resolve(str(moe_folder)).load()
-    size = rounded(model, "q4_0")
-    tokenizer = resolve(str(moe_folder)).tokenizer
-    tokens = evaluation_tokens(measured.data, tokenizer, measured.length, measured.max_tokens)
-    again = score(model, tokens)
-    assert scores["q4_0"]["perplexity"] == again.perplexity
-    assert record.measured["files"]["q4_0"] == scores["q4_0"]["total_bytes"] == size
-    said = " ".join(sentence.text for sentence in words.summary(record))
-    assert "The original quantised to q8_0, " in said
-    names = [point.kind for point in frontier.points([record])[str(moe_folder.name)]]
-    assert {"q8_0", "q4_0"} <= set(names)
 
 
 def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
