@@ -175,13 +175,13 @@ DECIDING = {
 """Methods that decide from statistics, and settings by which nothing else is needed."""
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "skip.top-k"])  # sees no text
 def test_statistics_decide_as_the_model_does(key, place, tmp_path):
     """Other methods say that they take none."""
     start, config = start_of(key, place), config_of(key, **DECIDING.get(key, {}))
     stats = tmp_path / "stats"
     if key not in DECIDING:
-        with pytest.raises(MoesaicError, match="statistics"):
+        with pytest.raises(MoesaicError, match="takes no statistics"):
             verb(config.verb, str(start), config, stats=str(stats))
         return
     moesaic.observe(str(start), stats, gram_mb=8, calibration=many_tokens())
@@ -191,7 +191,12 @@ def test_statistics_decide_as_the_model_does(key, place, tmp_path):
     assert all(same(layer, wanted[i]) for i, layer in found.items())
 
 
-@pytest.mark.parametrize("key", KEYS)
+COUNTED = pytest.mark.xfail(strict=True, reason="training is told of no padding, which it counts")
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=COUNTED if key == "carve.tomoe" else ()) for key in KEYS]
+)
 def test_what_stands_in_padding_changes_nothing(key, place):
     ids, made = many_tokens().input_ids[:16], []
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -298,7 +303,7 @@ def test_the_caller_finds_all_as_it_was(key, place):
     """After a run, after one that fails, and after one that is interrupted."""
     options = model_of(start_of(key, place), live=True)
     options["config"] = config_of(key)
-    result_of(key, **options)  # what libraries do when they are first imported is theirs
+    whole(key, "memory", place)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
     before = surroundings(model)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
