@@ -51,7 +51,7 @@ TEXT_DECIDES = ("carve.tomoe",)
 
 
 @cache
-def whole(key: str, mode: str, folder: Path, accumulate: int = 1, **options: Any) -> Path:
+def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) -> Path:
     """A result that was made in this process in one go, written to a folder with its logits."""
     out = folder / f"{key}-{mode}-{accumulate}-{'-'.join(options)}"
     config = config_of(key, **options)
@@ -164,7 +164,7 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_from_disk_is_from_memory(key, place):
-    check_same(whole(key, "disk", place), whole(key, "memory", place))
+    check_same(whole(key, "disk", place, 1), whole(key, "memory", place, 1))
 
 
 DECIDING = {
@@ -216,7 +216,7 @@ def test_what_stands_in_padding_changes_nothing(key, place):
 def test_its_outline_weighs_what_it_makes(key, place):
     """To the byte, before a weight is read; nearly, where text decides."""
     recipe = Recipe(str(start_of(key, place)), "out", (config_of(key),), evaluation=None)
-    told, out = estimate(recipe), whole(key, "disk", place)
+    told, out = estimate(recipe), whole(key, "disk", place, 1)
     torch.randn(1)  # whatever was drawn before, the same is told again
     assert estimate(recipe).output_bytes == told.output_bytes
     assert told.exact or key in TEXT_DECIDES
@@ -229,7 +229,7 @@ def test_its_outline_weighs_what_it_makes(key, place):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", KEYS)
 def test_saved_is_live_bitwise(key, mode, place):
-    out, tokens = whole(key, mode, place), many_tokens().rows(slice(2))
+    out, tokens = whole(key, mode, place, 1), many_tokens().rows(slice(2))
     saved, live = logits(loaded(out), tokens), load_file(out / "logits")["logits"]
     assert torch.equal(saved, live)
     assert not torch.equal(saved, logits(loaded(start_of(key, place)), tokens))
@@ -303,7 +303,7 @@ def test_the_caller_finds_all_as_it_was(key, place):
     """After a run, after one that fails, and after one that is interrupted."""
     options = model_of(start_of(key, place), live=True)
     options["config"] = config_of(key)
-    whole(key, "memory", place)  # what libraries do when they are first imported is theirs
+    whole(key, "memory", place, 1)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
     before = surroundings(model)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -359,7 +359,7 @@ def test_killed_and_resumed_is_whole(mode, keys, place, tmp_path):
         out.mkdir()
         result.write(out)
         (out / "summary.json").write_text(json.dumps(dict(result.summary)))
-        check_same(out, whole(key, mode, place))
+        check_same(out, whole(key, mode, place, 1))
 
 
 @pytest.mark.parametrize(
