@@ -569,7 +569,8 @@ def limited() -> None:
 
 def serve(numbers: Sequence[int], sound: Path, out: int) -> None:
     """Cases one after the other in this process; each outcome is a line of JSON."""
-    os.environ["XDG_CACHE_HOME"] = str(sound.parent / "cache")
+    cache = sound.parent / "cache"
+    os.environ.update(XDG_CACHE_HOME=str(cache), HF_DATASETS_CACHE=str(cache / "datasets"))
     limited()
     watch = Watch(sound.parent)
     for number in numbers:
