@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import datasets
 import yaml
 from damage import ALIASES, parts, written
 from worker import WRITING, seeded, tree
@@ -570,7 +571,8 @@ def limited() -> None:
 def serve(numbers: Sequence[int], sound: Path, out: int) -> None:
     """Cases one after the other in this process; each outcome is a line of JSON."""
     cache = sound.parent / "cache"
-    os.environ.update(XDG_CACHE_HOME=str(cache), HF_DATASETS_CACHE=str(cache / "datasets"))
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    datasets.config.HF_DATASETS_CACHE = cache / "datasets"
     limited()
     watch = Watch(sound.parent)
     for number in numbers:
