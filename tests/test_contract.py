@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -319,3 +320,14 @@ def test_a_shared_path_that_is_averaged_is_refused():
         base_arch(small_config("cohere2_moe", **average))
     average["shared_expert_combination_strategy"] = "sum"
     assert base_arch(small_config("cohere2_moe", **average)).shared == "shared_experts"
+
+
+def test_the_command(command):
+    code, out, _ = command("architectures", "--json")
+    assert code == 0
+    assert json.loads(out).keys() >= {"moe", "dense", "unsupported"}
+    code, out, _ = command("architectures")
+    mixtures, _, dense = out.partition("dense models")
+    assert code == 0
+    assert "mixtral" in mixtures
+    assert "llama" in dense
