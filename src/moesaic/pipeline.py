@@ -78,7 +78,7 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
         TypeError: the config is another verb's, or an option is unknown.
     """
     if name not in VERBS:
-        step_config(name, {})  # which refuses it
+        step_config(name, {})  # raises
     if config is not None and not isinstance(config, MethodConfig):
         first = next(f.name for f in fields(next(iter(methods_of(name).values()))))
         given = config if isinstance(config, dict) else {first: config}
@@ -121,7 +121,7 @@ def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[
     to_method = {"seed"} & both if config is None else set()
     if not VERBS[name].calibrates:
         to_method = {*both}
-    if not isinstance(options.get("teacher"), str):  # which is then a loaded model
+    if not isinstance(options.get("teacher"), str):  # then a loaded model
         to_method.discard("teacher")
     own = {key: options[key] for key in options if key in method - both or key in to_method}
     to_run = (every | text) - (to_method - {"seed"})

@@ -291,7 +291,7 @@ class RoutingFunction:
     def every_weight(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """Return w, followed by the weights of shared experts that the router weighs (N, A)."""
         weights_NK, chosen_NK = self.weigh(logits_NX, allowed_NE)
-        places = self.count + self.always + 1  # the last for skipped experts, which have its number
+        places = self.count + self.always + 1  # the last for skipped experts, whose index it is
         w_NA = torch.zeros(len(weights_NK), places, dtype=torch.float32, device=weights_NK.device)
         return w_NA.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 

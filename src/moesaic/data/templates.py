@@ -80,7 +80,7 @@ class _Child:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.of = _state(tokenizer)
         self._pipe, there = Pipe()
-        with warnings.catch_warnings():  # of threads, which a template does not use
+        with warnings.catch_warnings():  # about threads, which templates do not use
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = os.fork()
         if not self.process:

@@ -116,7 +116,7 @@ class Method(ABC, Generic[C, A]):
             text = getattr(config, "train", calibration.source)
         if hasattr(config, "length") and needs_tokenizer(text):
             most = positions(job.original.config) or config.length
-            if config.length == type(config).length > most:  # nobody asked for it
+            if config.length == type(config).length > most:  # not set by the caller
                 self.config = config = replace(config, length=most)
             check_length(config.length, job.original.config)
         if "refit" in vars(config) and config.refit is None:

@@ -99,7 +99,7 @@ class CondensedLayer(LayerPlan):
         like = parts[0][2] if parts else empty_0D
         names = arch.ffn.apart
         folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
-        if self.down_DM is not None:  # narrower where the layer was widened since
+        if self.down_DM is not None:  # narrower if the layer was widened later
             rest = self.width - self.down_DM.shape[1]
             folded[names[-1]] = F.pad(self.down_DM.to(like.device), (0, rest))
         if self.gated:

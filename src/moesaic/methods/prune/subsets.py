@@ -89,7 +89,7 @@ def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Sear
     evaluated = 0
     for kept_CE in every_set(experts, keep, groups):
         loss_C = losses(kept_CE).double().cpu().numpy()
-        first = int(loss_C.argmin())  # numpy's is the first of equals
+        first = int(loss_C.argmin())  # numpy's argmin takes the first of equals
         evaluated += len(kept_CE)
         if best is None or loss_C[first] < best[0]:
             best = (float(loss_C[first]), kept_CE[first])

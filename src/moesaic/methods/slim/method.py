@@ -268,7 +268,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             MoesaicError: not every expert would keep a neuron.
         """
         if step > width:
-            width_for(width, width, step, "keep")  # refuses
+            width_for(width, width, step, "keep")  # raises
         least, most = count * step, width // step * step * count
         blocks = self.config.keep * count * width / step
         # where layers share one budget none may round up

@@ -49,8 +49,7 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
         spread_L, norm_L = inverse_LL.diagonal().clone(), alike_LL.diagonal().clone()
         gone_L = torch.zeros(len(left_L), dtype=torch.bool)
         turns = min(BLOCK, len(left_L))
-        # inverse - column^T share, and alike - share^T half - half^T share, of this block's
-        # removals
+        # inverse - column^T share, and alike - share^T half - half^T share, in this block
         column_BL, share_BL, half_BL = torch.zeros(3, turns, len(left_L), dtype=torch.float64)
         for t in range(turns):
             trial_L = norm_L / spread_L.clamp(min=1e-300)
