@@ -255,8 +255,13 @@ class MethodConfig(Options):
         """The paper that these options are of: authors, title and place; empty for our own."""
         return self.paper
 
+    @property
+    def idle(self) -> str:
+        """The reason why these options change nothing, such as ``keep 1 removes nothing``."""
+        return ""
+
     def compared(self, name: str) -> str:
-        """A comparison in words: ``static pruning`` for ``static``.
+        """Return a comparison in words: ``static pruning`` for ``static``.
 
         Raises:
             MoesaicError: there is no such comparison.

@@ -99,7 +99,9 @@ def check_free(out: Path, overwrite: bool = False) -> None:
         MoesaicError: ``out`` exists and ``overwrite`` is False.
     """
     if os.path.lexists(out) and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+        raise MoesaicError(
+            f"{out} exists. Choose another name, or pass --overwrite (in Python overwrite=True)."
+        )
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:

@@ -138,9 +138,18 @@ class MoREConfig(MethodConfig):
     refit: bool = option(
         False,
         "Solve for new down projections that bring outputs near the original layers'.",
+        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
+
+    @property
+    def idle(self) -> str:
+        return (
+            "active 1 leaves nothing out: give a share below 1, such as 0.8"
+            if self.active == 1 and self.share is None
+            else ""
+        )
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[MoREConfig]]:

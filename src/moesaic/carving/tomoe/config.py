@@ -82,6 +82,14 @@ class ToMoEConfig(MethodConfig):
     weight_decay: ClassVar[float] = 0.05
 
     @property
+    def idle(self) -> str:
+        return (
+            "active 1 leaves nothing out: give a share below 1, such as 0.6"
+            if self.active == 1
+            else ""
+        )
+
+    @property
     def balance(self) -> float:
         """gamma, the weight of the load balance R_L (Eq. 9)."""
         return 1.0 if self.published else 0.125

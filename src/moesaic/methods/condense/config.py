@@ -104,7 +104,6 @@ class CondenseConfig(MethodConfig):
     refit: bool | None = option(
         None,
         "Solve for the dense layers' down projections anew. Default: where it can be done.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of random choices.", seldom=True)
@@ -125,6 +124,10 @@ class CondenseConfig(MethodConfig):
             raise MoesaicError(
                 "experts says how many routed ones stay: it needs keep=shared+routed."
             )
+
+    @property
+    def idle(self) -> str:
+        return "count 0 condenses nothing: give a number of layers" if self.count == 0 else ""
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[CondenseConfig]]:

@@ -64,7 +64,6 @@ class PruneConfig(MethodConfig):
         None,
         "Solve for new down projections of the experts that stay, nearest to the original's "
         "output. Default: where it can be done, not with stats.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     sum_batch_norms: bool = option(

@@ -60,6 +60,14 @@ class SkipConfig(MethodConfig):
         seldom=True,
     )
 
+    @property
+    def idle(self) -> str:
+        return (
+            "quantile 0 skips nothing: give a share above 0, such as 0.5"
+            if not (self.quantile or self.betas or self.calls)
+            else ""
+        )
+
     def check(self) -> None:
         if self.betas and (self.calls is not None or self.quantile != SkipConfig.quantile):
             raise MoesaicError("betas are given: leave quantile and calls out.")

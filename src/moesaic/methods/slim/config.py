@@ -70,7 +70,6 @@ class SlimConfig(MethodConfig):
     refit: bool | None = option(
         None,
         "Solve for the down projections anew. Default: where it can be done, not with stats.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     allocate: Literal["uniform", "layers", "experts", "layers+experts"] = option(
@@ -153,6 +152,14 @@ class SlimConfig(MethodConfig):
     def measures(self) -> bool:
         """Losses of several shapes are compared on the calibration tokens."""
         return self.experts == "auto" or self.by_layer
+
+    @property
+    def idle(self) -> str:
+        return (
+            "keep 1 removes nothing: give a share below 1, such as 0.5"
+            if self.keep == 1 and self.shared is None
+            else ""
+        )
 
     def check(self) -> None:
         if self.experts not in ("all", "auto") and not self.count:
