@@ -62,6 +62,8 @@ class About:
     """All values that are allowed are above it."""
     below: float | None = None
     """All values that are allowed are below it."""
+    idle: tuple[float, str] = (0, "")
+    """The value with which nothing is changed, and what it does: ``(1, "removes nothing")``."""
     beyond: str = ""
     """The addition to the paper's method that this option makes, in a few words; empty for the
     paper's own options."""
@@ -257,7 +259,11 @@ class MethodConfig(Options):
 
     @property
     def idle(self) -> str:
-        """The reason why these options change nothing, such as ``keep 1 removes nothing``."""
+        """Why these options change nothing: ``keep 1 removes nothing``; empty where they do."""
+        for entry in fields(self):
+            value, words = about(entry).idle
+            if words and getattr(self, entry.name) == value:
+                return f"{entry.name} {value:g} {words}"
         return ""
 
     def compared(self, name: str) -> str:
@@ -432,9 +438,16 @@ class Bench(Options):
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
 
 
-def form_of(out: str | Path) -> str:
-    """Return the form that a name asks for: ``gguf`` where it ends so, else ``native``."""
-    return "gguf" if Path(out).suffix == ".gguf" else "native"
+def form_of(out: str | Path, to: str = "") -> str:
+    """Return the form to write: ``to``, or what a name asks for, ``gguf`` where it ends so.
+
+    Raises:
+        MoesaicError: ``to`` is native, and the name is that of a GGUF file.
+    """
+    named = "gguf" if Path(out).suffix == ".gguf" else "native"
+    if to == "native" != named:
+        raise MoesaicError(f"{out} is a GGUF file's name: give to=gguf, or the name of a folder.")
+    return to or named
 
 
 @dataclass(frozen=True)

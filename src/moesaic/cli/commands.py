@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
@@ -81,12 +81,10 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             raise MoesaicError(self.unknown(error.option_name)) from None
 
-    def unknown(self, flag: str) -> str:
-        """Return a message that there is no such option."""
-        return f"No such option of {self.name}: {flag}.{meant(flag, self._flags())}"
-
-    def _flags(self) -> list[str]:
-        return [flag for p in self.params for flag in (*p.opts, *p.secondary_opts)]
+    def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
+        """Return a message that there is no such option; ``others`` may have been meant, too."""
+        flags = [flag for p in self.params for flag in (*p.opts, *p.secondary_opts)]
+        return f"No such option of {self.name}: {flag}.{meant(flag, [*flags, *others])}"
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_usage(ctx, formatter)
@@ -253,7 +251,7 @@ def carry_out(
     """Run a recipe and show what came of it, or what would."""
     for step in recipe.steps:
         if step.idle:
-            raise MoesaicError(f"{step.idle}.")
+            raise MoesaicError(f"{step.idle}: give another value.")
     if push:
         check_repository(push)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
@@ -269,8 +267,7 @@ def carry_out(
 
     files = record.measured["files"]
     before, after = (memory(files[name]) for name in ("original", "result"))
-    print_notice(f"Checkpoint in {recipe.out} ({before} -> {after})")
-    print_notice(f"Report in {Path(recipe.out) / FOLDER / PAGE}")
+    print_made(recipe.out, f" ({before} -> {after})")
     upload = pushed(recipe.out, push)
     emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
@@ -335,6 +332,12 @@ def print_notice(line: str, style: str = "") -> None:
     from moesaic.bars import err_console
 
     err_console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_made(folder: str | Path, more: str = "") -> None:
+    """Print where a result and its page are, each on a line of its own."""
+    print_notice(f"Checkpoint in {folder}{more}")
+    print_notice(f"Report in {Path(folder) / FOLDER / PAGE}")
 
 
 def print_words(text: str, style: str = "") -> None:

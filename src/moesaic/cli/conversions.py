@@ -9,38 +9,18 @@ from typing import Any
 
 import click
 
+from moesaic.cli import options as given
 from moesaic.cli.commands import ALL, Command, app, carry_out, emit, register
-from moesaic.cli.options import (
-    AS_JSON,
-    COMMON,
-    DEVICE,
-    DRY_RUN,
-    DTYPE,
-    MODEL,
-    OUT,
-    OVERWRITE,
-    OWN,
-    PATH,
-    PLACE,
-    PUSH,
-    RESUME,
-    SELDOM,
-    TEXT,
-    Argument,
-    Option,
-    flag_of,
-    option,
-    pairs,
-    taken,
-)
 from moesaic.config import Calibration, Evaluation, MethodConfig, Verb, about
-from moesaic.errors import MoesaicError, meant
+from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_file, check_out
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, load_recipe, method_of, step_config
 from moesaic.types import JSON, at_home
 
+TEXT = given.TEXT
+RUN = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
 MEASURED = ("data", "max_tokens", "compare", "baselines")
 """The fields of Evaluation that verbs have as options; ``-o`` takes the others."""
 
@@ -91,54 +71,54 @@ class VerbCommand(Command):
 
     @property
     def _text(self) -> set[str]:
-        """Flags of text, which mean that although a method has a field of the name."""
+        """Flags of calibration text, even where a method has a field of that name."""
         return {f"--{name}" for name in TEXT} if self.verb.calibrates else set()
 
     def _params(self) -> list[click.Parameter]:
         """Return the command's parameters, those of its method first."""
-        verb, config, several = self.verb, self.config, len(self.methods) > 1
-        calibration = [option(Calibration, n, COMMON) for n in TEXT if verb.calibrates]
+        verb, config = self.verb, self.config
+        calibration = [
+            given.option(Calibration, name, given.COMMON) for name in TEXT if verb.calibrates
+        ]
         text = {flag for made in calibration for flag in made.opts}
-        own, seldom = [], []
-        for entry in fields(config):
-            if flag_of(entry) not in text:
-                group, where = (SELDOM, seldom) if about(entry).seldom else (OWN, own)
-                where.append(option(config, entry.name, group, bundle=self.bundle))
-        rest = []
-        if several:
-            default = f"{next(iter(self.methods))}"
-            best = "best" in self.methods[default].bundles
-            help = f"Default: {default}{' with --recipe best' * best}."
-            rest.append(Option("--method", help, metavar="|".join(self.methods)))
+        own = [
+            given.option(
+                config, f.name, given.SELDOM if about(f).seldom else given.OWN, bundle=self.bundle
+            )
+            for f in fields(config)
+            if given.flag_of(f) not in text
+        ]
+        if len(self.methods) > 1:
+            first = next(iter(self.methods))
+            best = " with --recipe best" if "best" in self.methods[first].bundles else ""
+            help = f"Default: {first}{best}."
+            own.append(given.Option("--method", help, metavar="|".join(self.methods)))
         if config.bundles:
             help = f"Options that belong together: {', '.join(config.bundles)}."
-            rest.append(Option("--recipe", help, metavar="NAME"))
+            own.append(given.Option("--recipe", help, metavar="NAME"))
         if verb.compares:
-            rest.append(
-                option(Evaluation, "compare", help=f"Also measure {verb.compares}. Repeatable.")
-            )
+            help = f"Also measure {verb.compares}. Repeatable."
+            own.append(given.option(Evaluation, "compare", help=help))
         if verb.observes:
-            rest.append(option(Calibration, "stats"))
-        any = Option("option -o --option", f"Any other option ({ALL} lists them). Repeatable.",
-                     metavar="NAME=VALUE", multiple=True)  # fmt: skip
-        measured = [option(Evaluation, n, COMMON) for n in MEASURED if n != "compare"]
-        evaluate = Option(
-            "evaluate --eval/--no-eval", "Measure result and original.", COMMON, default=True
-        )
-        return [
-            MODEL, OUT, *own, *rest, any, *calibration, *measured, evaluate, DEVICE, DTYPE,
-            DRY_RUN, OVERWRITE, RESUME, PUSH, AS_JSON, *seldom,
-        ]  # fmt: skip
+            own.append(given.option(Calibration, "stats"))
+        help, shape = f"Any other option ({ALL} lists them). Repeatable.", "NAME=VALUE"
+        own.append(given.Option("option -o --option", help, metavar=shape, multiple=True))
+        measured = [given.option(Evaluation, n, given.COMMON) for n in MEASURED if n != "compare"]
+        help = "Measure result and original."
+        evaluate = given.Option("evaluate --eval/--no-eval", help, given.COMMON, default=True)
+        common = [*calibration, *measured, evaluate, given.DEVICE, given.DTYPE]
+        return [given.MODEL, given.OUT, *own, *common, given.DRY_RUN, *RUN]
 
     def unknown(self, flag: str) -> str:
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         for method, config in self.methods.items():
             if name in {field.name for field in fields(config)}:
                 return f"{flag} is an option of --method {method}, not of {self.method}."
-        return super().unknown(flag)
+        others = (given.flag_of(f) for config in self.methods.values() for f in fields(config))
+        return super().unknown(flag, others)
 
     def titles(self) -> dict[str, str]:
-        return {OWN: f"Options of --method {self.method}"} if len(self.methods) > 1 else {}
+        return {given.OWN: f"Options of --method {self.method}"} if len(self.methods) > 1 else {}
 
     def remarks(self, ctx: click.Context) -> list[str]:
         others = [name for name in self.methods if name != self.method]
@@ -168,10 +148,10 @@ class VerbCommand(Command):
         **options: Any,
     ) -> None:
         """Make the recipe that the arguments say, and carry it out."""
-        extra, own = pairs(option), {field.name for field in fields(self.config)}
-        device = taken(options, PLACE)
-        calibration = taken(options, (*TEXT, "stats") if self.verb.calibrates else ("stats",))
-        measured = taken(options, MEASURED)
+        extra, own = given.pairs(option), {field.name for field in fields(self.config)}
+        device = given.taken(options, given.PLACE)
+        calibration = given.taken(options, (*TEXT, "stats") if self.verb.calibrates else ("stats",))
+        measured = given.taken(options, MEASURED)
         for name in options.keys() & extra.keys():  # without text, of which -o may mean a method's
             raise MoesaicError(f"{name} is given twice; give one value.")
         if not self.verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
@@ -180,7 +160,7 @@ class VerbCommand(Command):
                 "train=shipped for the text that ships."
             )
         seldom = [f.name for f in fields(Evaluation) if about(f).seldom and f.name not in own]
-        measured |= taken(extra, seldom)
+        measured |= given.taken(extra, seldom)
         if measured and not evaluate:
             raise MoesaicError(f"{next(iter(measured))} is for measuring: not with --no-eval.")
         if "seed" in calibration and "seed" in own:
@@ -242,7 +222,7 @@ def observe(
     check_file(stats, STATISTICS, overwrite, [model])
     check_name(model)
     where = place(options)
-    gram = taken(options, ("gram_mb",))
+    gram = given.taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
     from moesaic import api
     from moesaic.bars import bars
@@ -270,20 +250,35 @@ def commands() -> None:
     """Make the commands of all verbs, and of recipes, plans and statistics."""
     for name in VERBS:
         app.add_command(VerbCommand(VERBS[name]))
-    recipe = Argument("recipe", "A recipe.", "RECIPE.yaml", type=PATH)
-    overrides = Argument(
+    recipe = given.Argument("recipe", "A recipe.", "RECIPE.yaml", type=given.PATH)
+    overrides = given.Argument(
         "overrides", "Fields to change, such as steps.0.prune.keep=4.", "[NAME=VALUE]...", nargs=-1,
         required=False,
     )  # fmt: skip
     example = "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"
-    register("run", run, example, [recipe, overrides, DRY_RUN, OVERWRITE, RESUME, PUSH, AS_JSON])
+    register("run", run, example, [recipe, overrides, given.DRY_RUN, *RUN])
     words = "A model (default: the plan's), a result's folder or its plan.json, the folder to make."
-    places = Argument("places", words, "[BASE] PLAN OUT", nargs=-1, required=True)
-    register("apply", apply, "moesaic apply smollm2 out rebuilt", [places, OVERWRITE, AS_JSON])
+    places = given.Argument("places", words, "[BASE] PLAN OUT", nargs=-1, required=True)
+    register(
+        "apply",
+        apply,
+        "moesaic apply smollm2 out rebuilt",
+        [places, given.OVERWRITE, given.AS_JSON],
+    )
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
-    stats = Argument("stats", "The file to make.", type=PATH)
-    text = [option(Calibration, name) for name in TEXT]
-    gram = Option("--gram-mb", help, COMMON, metavar="N", type=int)
+    stats = given.Argument("stats", "The file to make.", type=given.PATH)
+    text = [given.option(Calibration, name) for name in TEXT]
+    gram = given.Option("--gram-mb", help, given.COMMON, metavar="N", type=int)
     gram.of_field = True
-    params = [MODEL, stats, *text, gram, DEVICE, DTYPE, OVERWRITE, RESUME, AS_JSON]
+    params = [
+        given.MODEL,
+        stats,
+        *text,
+        gram,
+        given.DEVICE,
+        given.DTYPE,
+        given.OVERWRITE,
+        given.RESUME,
+        given.AS_JSON,
+    ]
     register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", params)

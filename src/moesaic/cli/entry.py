@@ -117,7 +117,7 @@ def quiet_libraries() -> None:
 
 
 def _spare_stdout() -> None:
-    """Let stdout put a question mark for what its encoding lacks: a whole run may precede a line."""
+    """Let stdout put a question mark for what its encoding lacks, instead of ending a run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

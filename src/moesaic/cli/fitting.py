@@ -8,25 +8,10 @@ from typing import Any
 
 import click
 
-from moesaic.cli.commands import emit, print_notice, print_start, pushed, register
-from moesaic.cli.options import (
-    AS_JSON,
-    COMMON,
-    DEVICE,
-    DTYPE,
-    MODEL,
-    OUT,
-    OVERWRITE,
-    PLACE,
-    PUSH,
-    RESUME,
-    TEXT,
-    option,
-    taken,
-)
+from moesaic.cli import options as given
+from moesaic.cli.commands import emit, print_made, print_notice, print_start, pushed, register
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
-from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import check_repository
 from moesaic.recipe import Recipe, check_run, checked
 from moesaic.types import JSON
@@ -59,8 +44,7 @@ def fit(
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:
-        print_notice(f"Checkpoint in {out}")
-        print_notice(f"Report in {out / FOLDER / PAGE}")
+        print_made(out)
     else:
         outcome = f"No step is worth it at that size. The file alone is in {out}."
         outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
@@ -82,17 +66,23 @@ def search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Reci
         model=model,
         out=str(out),
         steps=(),
-        calibration=checked(Calibration, taken(options, TEXT), ""),
-        evaluation=checked(Evaluation, measured | taken(options, ("data", "max_tokens")), ""),
-        **taken(options, PLACE),
+        calibration=checked(Calibration, given.taken(options, given.TEXT), ""),
+        evaluation=checked(Evaluation, measured | given.taken(options, ("data", "max_tokens")), ""),
+        **given.taken(options, given.PLACE),
     )
 
 
 def search_options(*names: str) -> list[click.Parameter]:
     """Return options of a search: some of its own, text, measuring, and where to compute."""
-    text = [option(Calibration, name, COMMON) for name in TEXT]
-    evaluation = [option(Evaluation, name, COMMON) for name in ("data", "max_tokens")]
-    return [*(option(FitConfig, name) for name in names), *text, *evaluation, DEVICE, DTYPE]
+    text = [given.option(Calibration, name, given.COMMON) for name in given.TEXT]
+    evaluation = [given.option(Evaluation, name, given.COMMON) for name in ("data", "max_tokens")]
+    return [
+        *(given.option(FitConfig, name) for name in names),
+        *text,
+        *evaluation,
+        given.DEVICE,
+        given.DTYPE,
+    ]
 
 
 def tried(candidates: list[Any]) -> Any:
@@ -113,6 +103,6 @@ def tried(candidates: list[Any]) -> Any:
 def commands() -> None:
     """Make the command."""
     names = (field.name for field in fields(FitConfig) if field.name != "confirm")
-    run = [OVERWRITE, RESUME, PUSH, AS_JSON]
-    params = [MODEL, OUT, *search_options(*names), *run]
+    run = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
+    params = [given.MODEL, given.OUT, *search_options(*names), *run]
     register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", params)

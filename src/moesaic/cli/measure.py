@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moesaic.cli import options as given
 from moesaic.cli.commands import columns, emit, print_start, register
-from moesaic.cli.options import AS_JSON, DEVICE, DTYPE, MODEL, Argument, Option, option, read
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
@@ -35,12 +35,12 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     """Judge any checkpoint beside its original: KL, perplexity, size, tasks, quantised files."""
     for name in (model, against or model):
         check_name(name)
-    given = read(Evaluation, options)  # before anything slow is imported
-    evaluation = Evaluation(**given)
+    chosen = given.read(Evaluation, options)  # before anything slow is imported
+    evaluation = Evaluation(**chosen)
     if not against and (card or evaluation.baselines):
         raise MoesaicError(f"{'card' if card else 'baseline'} needs against=ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
-    settings = {**given, **place(options)}
+    settings = {**chosen, **place(options)}
     print_start(model)
     from moesaic.bars import bars
     from moesaic.distributed import process
@@ -128,7 +128,7 @@ def bench(model: str, against: str | None, as_json: bool, **options: Any) -> Non
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
     for name in (model, against or model):
         check_name(name)
-    settings = read(Bench, options)  # before anything slow is imported
+    settings = given.read(Bench, options)  # before anything slow is imported
     settings |= place(options)
     print_start(model)
     from rich.console import Group
@@ -212,22 +212,22 @@ def generate(
 def commands() -> None:
     """Make these commands."""
     names = ("data", "max_tokens", "length", "tasks", "limit", "shots", "generations", "stream")
-    text = [option(Evaluation, name) for name in (*names, "baselines")]
+    text = [given.option(Evaluation, name) for name in (*names, "baselines")]
     words = "Measured beside it, and compared with it token by token."
-    original = Option("--against", words, metavar="ORIGINAL")
-    card = Option("--card", "Print Markdown for a model card.")
-    params = [MODEL, original, *text, card, DEVICE, DTYPE, AS_JSON]
+    original = given.Option("--against", words, metavar="ORIGINAL")
+    card = given.Option("--card", "Print Markdown for a model card.")
+    params = [given.MODEL, original, *text, card, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("eval", evaluate, "moesaic eval out --against smollm2", params)
-    speed = [option(Bench, field.name) for field in fields(Bench)]
-    other = Option("--against", "Measured beside it.", metavar="MODEL")
-    params = [MODEL, other, *speed, DEVICE, DTYPE, AS_JSON]
+    speed = [given.option(Bench, field.name) for field in fields(Bench)]
+    other = given.Option("--against", "Measured beside it.", metavar="MODEL")
+    params = [given.MODEL, other, *speed, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", params)
-    any_model = Argument("model", MODEL.words, "[MODEL]", required=False)
-    register("inspect", inspect, "moesaic inspect out", [any_model, AS_JSON])
-    prompt = Argument("prompt", "Text to continue.")
+    any_model = given.Argument("model", given.MODEL.words, "[MODEL]", required=False)
+    register("inspect", inspect, "moesaic inspect out", [any_model, given.AS_JSON])
+    prompt = given.Argument("prompt", "Text to continue.")
     most = click.IntRange(min=1)
-    tokens = Option("--new-tokens", "Tokens to add at most. Default: 64.", metavar="N", type=most,
-                    default=64)  # fmt: skip
-    chat = Option("--chat", "Ask as a user would: by the model's chat template.")
-    params = [MODEL, prompt, tokens, chat, DEVICE, DTYPE, AS_JSON]
+    help = "Tokens to add at most. Default: 64."
+    tokens = given.Option("--new-tokens", help, metavar="N", type=most, default=64)
+    chat = given.Option("--chat", "Ask as a user would: by the model's chat template.")
+    params = [given.MODEL, prompt, tokens, chat, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("generate", generate, 'moesaic generate out "The capital of France is"', params)

@@ -7,17 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesaic.cli import options as given
 from moesaic.cli.commands import emit, figure, print_start, register
-from moesaic.cli.options import (
-    AS_JSON,
-    MODEL,
-    OVERWRITE,
-    PATH,
-    Argument,
-    Option,
-    option,
-    read,
-)
 from moesaic.config import ExportArgs, form_of
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import ODD, mapping_of
@@ -40,9 +31,11 @@ if TYPE_CHECKING:
 
 def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    given = read(ExportArgs, {"to": form_of(out), **options})  # before anything slow is imported
+    chosen = given.read(
+        ExportArgs, {**options, "to": form_of(out, options.get("to", ""))}
+    )  # before anything slow is imported
     check_name(model)
-    if given["to"] == "gguf":
+    if chosen["to"] == "gguf":
         check_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
@@ -50,7 +43,7 @@ def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any
     from moesaic.bars import bars
     from moesaic.exports import export
 
-    record = export(model, out, overwrite=overwrite, progress=bars, **given)
+    record = export(model, out, overwrite=overwrite, progress=bars, **chosen)
     emit(as_json, record, exported(record))
 
 
@@ -116,12 +109,14 @@ def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
 
 def commands() -> None:
     """Make these commands."""
-    out = Argument("out", "The folder to make, or the .gguf file.", type=PATH)
-    form = [option(ExportArgs, field.name) for field in fields(ExportArgs)]
+    out = given.Argument("out", "The folder to make, or the .gguf file.", type=given.PATH)
+    form = [given.option(ExportArgs, field.name) for field in fields(ExportArgs)]
     example = "moesaic export out out-native --to native"
-    register("export", export, example, [MODEL, out, *form, OVERWRITE, AS_JSON])
-    runs = Argument("runs", "Result folders.", "RUN...", nargs=-1, type=PATH, required=True)
+    register("export", export, example, [given.MODEL, out, *form, given.OVERWRITE, given.AS_JSON])
+    runs = given.Argument(
+        "runs", "Result folders.", "RUN...", nargs=-1, type=given.PATH, required=True
+    )
     help = "The .html page to make, or the frontier alone as .svg. Default: report.html."
-    page = Option("--out", help, metavar="FILE", type=PATH, default="report.html")
+    page = given.Option("--out", help, metavar="FILE", type=given.PATH, default="report.html")
     example = "moesaic report out-0.8 out-0.7 --out compare.html"
-    register("report", report, example, [runs, page, AS_JSON])
+    register("report", report, example, [runs, page, given.AS_JSON])

@@ -40,6 +40,7 @@ DAY = 86_400.0
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 SCRATCH = (
     "request.json",
+    "goal.json",
     "machine.json",
     "layer-*.safetensors",
     "stats*.safetensors",

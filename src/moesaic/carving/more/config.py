@@ -72,6 +72,7 @@ class MoREConfig(MethodConfig):
         "Target active ratio: the share of the projections' parameters that a token uses.",
         above=0,
         maximum=1,
+        idle=(1, "leaves nothing out"),
     )
     experts: int = option(
         4, "Petals of a layer; with top_k 0 at most half as many as it has neurons."
@@ -142,14 +143,6 @@ class MoREConfig(MethodConfig):
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
-
-    @property
-    def idle(self) -> str:
-        return (
-            "active 1 leaves nothing out: give a share below 1, such as 0.8"
-            if self.active == 1 and self.share is None
-            else ""
-        )
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[MoREConfig]]:

@@ -34,6 +34,7 @@ class ToMoEConfig(MethodConfig):
         "Target active ratio: the share of the projections' parameters that a token uses.",
         above=0,
         maximum=1,
+        idle=(1, "leaves nothing out"),
     )
     experts: int = option(8, "Experts of a layer.", minimum=1, maximum=64)
     attention: Literal["routed", "none"] = option(
@@ -80,14 +81,6 @@ class ToMoEConfig(MethodConfig):
     batch: ClassVar[int] = 1
     warmup: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.05
-
-    @property
-    def idle(self) -> str:
-        return (
-            "active 1 leaves nothing out: give a share below 1, such as 0.6"
-            if self.active == 1
-            else ""
-        )
 
     @property
     def balance(self) -> float:

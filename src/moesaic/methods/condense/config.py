@@ -57,7 +57,10 @@ class CondenseConfig(MethodConfig):
     window = 512
 
     count: int | None = option(
-        None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
+        None,
+        "Layers to condense; 1 where memory and active are not given either.",
+        minimum=0,
+        idle=(0, "condenses nothing"),
     )
     memory: int | None = option(
         None, "Condense until the weights fit, as in 12GB.", minimum=0, parse="bytes"
@@ -124,10 +127,6 @@ class CondenseConfig(MethodConfig):
             raise MoesaicError(
                 "experts says how many routed ones stay: it needs keep=shared+routed."
             )
-
-    @property
-    def idle(self) -> str:
-        return "count 0 condenses nothing: give a number of layers" if self.count == 0 else ""
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[CondenseConfig]]:

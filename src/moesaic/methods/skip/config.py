@@ -45,6 +45,7 @@ class SkipConfig(MethodConfig):
         "The quantile of the ratio of weights that beta is; 0.5 is the paper's median.",
         minimum=0,
         maximum=1,
+        idle=(0, "skips nothing"),
     )
     calls: float | None = option(
         None, "The mean number of experts that a token should run, instead.", minimum=1
@@ -59,14 +60,6 @@ class SkipConfig(MethodConfig):
         "Beta of each layer that routes, given instead of calibrated; one number for all layers.",
         seldom=True,
     )
-
-    @property
-    def idle(self) -> str:
-        return (
-            "quantile 0 skips nothing: give a share above 0, such as 0.5"
-            if not (self.quantile or self.betas or self.calls)
-            else ""
-        )
 
     def check(self) -> None:
         if self.betas and (self.calls is not None or self.quantile != SkipConfig.quantile):

@@ -37,9 +37,10 @@ class SlimConfig(MethodConfig):
 
     keep: float = option(
         0.5,
-        "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
+        "Share of the routed experts' parameters to keep; of a dense model, of its FFNs'.",
         above=0,
         maximum=1,
+        idle=(1, "removes nothing"),
     )
     score: str | None = option(
         None,
@@ -155,11 +156,7 @@ class SlimConfig(MethodConfig):
 
     @property
     def idle(self) -> str:
-        return (
-            "keep 1 removes nothing: give a share below 1, such as 0.5"
-            if self.keep == 1 and self.shared is None
-            else ""
-        )
+        return "" if self.shared else super().idle
 
     def check(self) -> None:
         if self.experts not in ("all", "auto") and not self.count:
