@@ -19,14 +19,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import click
 import pytest
-import typer
 import yaml
-from typer.main import get_command
 
 import moesaic
 from moesaic.cli import app, conversions
-from moesaic.cli import results as works
+from moesaic.cli.options import flag_of
 from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
@@ -42,7 +41,6 @@ PAGES = sorted(
 )
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
-COMMANDS: Any = get_command(app)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
 OTHERS = ("accelerate", "torchrun", "pip", "python", "pytest", "git", "make", "LLAMA_CPP")
@@ -83,10 +81,9 @@ def spoken() -> Iterator[Any]:
             given = arguments(line)
             if given and "..." not in given:
                 yield pytest.param(given, id=f"{page.relative_to(ROOT)}: {' '.join(given)}")
-    for name, command in COMMANDS.commands.items():
-        example = re.fullmatch(r"Example: (.*)", command.epilog)
-        assert example is not None
-        yield pytest.param(arguments(example[1]), id=f"help of {name}: {example[1]}")
+    for name, command in app.commands.items():
+        example: str = command.example  # type: ignore[attr-defined]
+        yield pytest.param(arguments(example), id=f"help of {name}: {example}")
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -100,9 +97,8 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
         recipes.append(recipe)
 
     monkeypatch.chdir(ROOT)
-    for module in (conversions, works):
-        monkeypatch.setattr(module, "carry_out", keep)
-    said, command, rest = COMMANDS.resolve_command(typer.Context(COMMANDS), given)
+    monkeypatch.setattr(conversions, "carry_out", keep)
+    said, command, rest = app.resolve_command(click.Context(app), given)
     name = str(said)
     assert command is not None, f"there is no command {given[0]}"
     context = command.make_context(name, [*rest])
@@ -149,9 +145,10 @@ def test_wrong_commands_are_found(line: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def flags() -> set[str]:
     """All options of all commands."""
-    every = [COMMANDS, *COMMANDS.commands.values()]
+    every = [app, app.guide, *app.commands.values()]
     found = {flag for c in every for p in c.params for flag in (*p.opts, *p.secondary_opts)}
-    return found | {"--help", "--help-all"}
+    of_methods = {flag_of(of) for config in METHODS.values() for of in fields(config)}
+    return found | {"--help", "--help-all"} | {f for both in of_methods for f in both.split("/")}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,7 @@ def test_options_in_sentences_exist(page: Path) -> None:
         for name in re.findall(r"-o (\w+)=", span):
             assert name in fields_, f"`{span}`: there is no option {name}"
         if span.startswith("moesaic ") and span.split()[1].islower() and span.split()[1].isalpha():
-            assert span.split()[1] in COMMANDS.commands, f"`{span}`: there is no such command"
+            assert span.split()[1] in app.commands, f"`{span}`: there is no such command"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(k == "python" for k, _ in blocks(p))])

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from typing import Any
 
 import pytest
 import torch
-import typer
 from builders import tiny_model, tiny_moe
 from cases import many_tokens
 from rich.console import Console
 from torch import nn
-from typer.testing import CliRunner
 
 import moesaic
 from moesaic import MoesaicError, bars, pipeline
 from moesaic.arch.lookup import moe_arch
-from moesaic.cli import commands, conversions, entry, fitting, guide, measure, results
-from moesaic.cli.options import Option, option
-from moesaic.config import Calibration, Evaluation, ExportArgs, check_device
-from moesaic.fitting.config import FitConfig
+from moesaic.cli import commands, entry, fitting, measure, results
+from moesaic.config import check_device
 from moesaic.io import names, source
 from moesaic.io.fingerprint import of_examples
 from moesaic.io.headers_only import headers_of_model
@@ -40,86 +35,12 @@ from moesaic.observation.stream import LayerStream
 # --- commands ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "wanted"),
-    [
-        (fitting, {"fit": {"memory", "max_loss", "source", "data", "max_tokens", "device"}}),
-        (guide, {"guide": {"memory", "max_loss", "native", "samples", "data"}}),
-        (measure, {"eval": {"tasks", "limit", "length"}, "bench": {"rounds", "device"}}),
-        (results, {"export": {"to", "type", "target"}}),
-        (conversions, {"observe": {"source", "samples", "gram_mb"}, "tune": {"train", "lr"}}),
-    ],
-)
-def test_commands_have_their_options_and_an_example(module, wanted, monkeypatch):
-    made: dict[str, Any] = {}
-
-    def register(name, run, example, options=(), seldom=(), hidden=False):
-        assert callable(run)
-        made[name] = example, {o.name for o in options}
-
-    monkeypatch.setattr(module, "register", register)
-    module.commands()
-    for name, (example, _) in made.items():
-        assert example.startswith("moesaic " if name == "guide" else f"moesaic {name} ")
-    for name, options in wanted.items():
-        assert options <= made[name][1], made[name][1]
-
-
-def test_a_command_has_its_own_help_and_example(monkeypatch):
-    app = typer.Typer(cls=commands.Guided, rich_markup_mode=None)
-    monkeypatch.setattr(commands, "app", app)
-
-    def first(**given: Any) -> None:
-        """Do the first thing; it is short."""
-
-    def second(**given: Any) -> None:
-        """Do the second."""
-
-    told = Option("size", "--size", int, "How much.", common=True)
-    commands.register("first", first, "moesaic first 7", [told])
-    commands.register("second", second, "moesaic second")
-    run = CliRunner()
-
-    def told_by(word: str) -> str:
-        monkeypatch.setattr("sys.argv", ["moesaic", "first", word])
-        return run.invoke(app, ["first", word]).output
-
-    brief, whole = told_by("--help"), told_by("--help-all")
-    assert "Example: moesaic first 7" in brief
-    assert "  --size " not in brief
-    assert "  --size " in whole
-    assert "No such option" in run.invoke(app, ["second", "--help-all"]).output
-    listed = run.invoke(app, ["--help"]).output
-    assert "Do the first thing" in listed
-    assert "it is short" not in listed
-
-
-def test_what_stands_behind_an_option():
-    memory, rounds = option(FitConfig, "memory"), option(ExportArgs, "type")
-    assert memory.metavar == ""
-    assert rounds.kind is str
-    stats = option(Calibration, "stats")
-    assert stats.metavar == "FILE"
-    assert option(Evaluation, "tasks").hidden is False
-
-
 def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
     asked: list[Any] = []
     monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
     command("prune", "tiny-moe", tmp_path / "out", "--keep", "6", "--seed", "3")
     (recipe,) = asked
     assert (recipe.calibration.seed, recipe.steps[0].seed) == (3, 3)
-
-
-def test_architectures_are_listed(command):
-    code, out, _ = command("architectures")
-    assert code == 0
-    assert "mixtures of experts\n" in out
-    assert "mixtral" in out.partition("dense models")[0]
-    assert "llama" in out.partition("dense models")[2]
-    assert {"moe", "dense", "unsupported"} <= json.loads(
-        command("architectures", "--json")[1]
-    ).keys()
 
 
 def test_a_device_whose_package_is_not_here_is_refused_by_name():

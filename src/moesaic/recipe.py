@@ -176,8 +176,8 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
-            f"{folder} holds an unfinished run: continue it with --resume, or start anew with "
-            "--overwrite (in Python resume=True and overwrite=True)."
+            f"{folder} holds an unfinished run: continue it with resume=True (--resume), or "
+            "start anew with overwrite=True (--overwrite)."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
@@ -53,6 +53,9 @@ class Command(click.Command):
             given = {k: v for k, v in values.items() if k not in ours or v not in (None, ())}
             try:
                 run(**given)
+            except MoesaicError as error:
+                named = {str(value) for value in given.values()}  # a folder may be called data
+                raise MoesaicError(self.in_flags(str(error), named)) from error
             except (KeyboardInterrupt, EOFError):
                 made = given.get("out") or given.get("stats")
                 interrupted(made if "resume" in given else None)
@@ -72,14 +75,23 @@ class Command(click.Command):
         return [*(piece for piece in pieces if piece != self.name), "[OPTIONS]"]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if any(getattr(p, "group", OWN) == COMMON for p in self.params):
-            show = Option(ALL, "Print this with every option.", is_flag=True, is_eager=True,
-                          expose_value=False, callback=_print_all)  # fmt: skip
-            self.params = [p for p in self.params if ALL not in p.opts] + [show]
+        hidden = all(getattr(p, "group", OWN) != COMMON for p in self.params)  # it shows no more
+        show = Option(
+            ALL, "Print this with every option.", is_flag=True, is_eager=True, hidden=hidden,
+            expose_value=False, callback=_print_all,
+        )  # fmt: skip
+        self.params = [*(p for p in self.params if ALL not in p.opts), show]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             raise MoesaicError(self.unknown(error.option_name)) from None
+
+    def in_flags(self, message: str, values: Collection[str]) -> str:
+        """Return a message of the library, which may begin with a field's name, with its flag."""
+        first = re.split(r"[ :,;]", message, maxsplit=1)[0]
+        flags = {p.name: p.opts[0] for p in self.params if isinstance(p, click.Option)}
+        known = first in flags and first not in values
+        return f"{flags[first]}{message[len(first) :]}" if known else message
 
     def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
         """Return a message that there is no such option; ``others`` may have been meant, too."""

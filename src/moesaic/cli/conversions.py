@@ -162,7 +162,8 @@ class VerbCommand(Command):
         seldom = [f.name for f in fields(Evaluation) if about(f).seldom and f.name not in own]
         measured |= given.taken(extra, seldom)
         if measured and not evaluate:
-            raise MoesaicError(f"{next(iter(measured))} is for measuring: not with --no-eval.")
+            name = next(iter(measured)).replace("baselines", "baseline")
+            raise MoesaicError(f"--{name} is for measuring: not with --no-eval.")
         if "seed" in calibration and "seed" in own:
             options["seed"] = calibration["seed"]
         named = {"method": method, "recipe": recipe}

@@ -38,7 +38,7 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     chosen = given.read(Evaluation, options)  # before anything slow is imported
     evaluation = Evaluation(**chosen)
     if not against and (card or evaluation.baselines):
-        raise MoesaicError(f"{'card' if card else 'baseline'} needs against=ORIGINAL.")
+        raise MoesaicError(f"--{'card' if card else 'baseline'} needs --against ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
     settings = {**chosen, **place(options)}
     print_start(model)

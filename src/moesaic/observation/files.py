@@ -99,8 +99,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     if folder.exists() and not resume:
         if not overwrite:
             raise MoesaicError(
-                f"{folder} holds an unfinished run: continue it with --resume, or start anew with "
-                "--overwrite (in Python resume=True and overwrite=True)."
+                f"{folder} holds an unfinished run: continue it with resume=True (--resume), or "
+                "start anew with overwrite=True (--overwrite)."
             )
         if process()[0] == 0:
             discard(folder)
