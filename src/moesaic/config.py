@@ -93,7 +93,7 @@ def about(field: Field[object]) -> About:
 
 
 def in_words(field: Field[object]) -> str:
-    """What a field is, and its default, for people."""
+    """Return what a field is, and its default, for people."""
     text, default = about(field).help, field.default
     plain = isinstance(default, int | float | str) and default not in ("", False)
     return f"{text} Default: {default}." if text and plain and "efault" not in text else text
@@ -219,7 +219,7 @@ class MethodConfig(Options):
     name: ClassVar[str]
     """The name that ``--method`` and plans use."""
     title: ClassVar[str]
-    """As its paper writes it."""
+    """The name that its paper gives it."""
     paper: ClassVar[str]
     """Authors, title and place of its paper; empty for a method of our own."""
     implementation: ClassVar[str]
@@ -404,13 +404,13 @@ class Evaluation(Options):
     )
     generations: bool = option(
         False,
-        "Continue fixed prompts at three temperatures; tell how the model repeats or loops.",
+        "Continue fixed prompts at three temperatures, and report how often the model repeats "
+        "itself or loops.",
         seldom=True,
     )
     stream: bool = option(
         False,
-        "Read the model layer by layer from disk, as is done by itself where it does not fit into "
-        "memory.",
+        "Read the model layer by layer from disk; by itself where it does not fit into memory.",
         seldom=True,
     )
 
@@ -460,14 +460,14 @@ class ExportArgs(Options):
         "native", "native (a checkpoint) or gguf (a file). Default: gguf where OUT ends so."
     )
     target: str = option("", "The architecture. Default: the one with the least to compute.")
-    type: GgufType = option("f32", "Of a GGUF's weights.")
+    type: GgufType = option("f32", "The type of a GGUF's weights.")
     calibration: str = option(
-        "", "Text by which k-quants weigh what they round; none: without. Default: what ships."
+        "", "Text by which k-quants weigh what they quantise; none: without. Default: what ships."
     )
     memory: int | None = option(
         None,
-        "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types that lose "
-        "least together, by measuring each alone.",
+        "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types of least "
+        "KL together, by measuring each alone.",
         minimum=1,
         parse="bytes",
     )
@@ -501,7 +501,7 @@ class ExportArgs(Options):
 
 
 def by_text(type: str) -> bool:
-    """Whether llama.cpp rounds to a type only with an importance matrix."""
+    """Return whether llama.cpp quantises to a type only with an importance matrix."""
     return type.startswith(("iq1", "iq2", "iq3"))
 
 
@@ -661,7 +661,7 @@ def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Calla
 
 
 def _method_options(configs: Sequence[type[Options]]) -> Iterator[tuple[str, Shown]]:
-    """By name the options of some configs, each once."""
+    """Yield the options of some configs by name, each once."""
     methods = [config for config in configs if issubclass(config, MethodConfig)]
     bundles = dict.fromkeys(name for config in methods for name in config.bundles)
     named = {

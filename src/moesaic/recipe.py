@@ -329,7 +329,7 @@ def checked(cls: type[D], data: object, where: str) -> D:
 
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 WRONG = {"float": "not a number", "int": "not a whole number", "bool": "neither true nor false"}
-"""What is wrong with a value, by how pydantic's names of such errors begin."""
+"""Words for a wrong value, by how pydantic's names of such errors begin."""
 
 
 def _in_words(cls: type[DataclassInstance], error: Any, where: str) -> str:

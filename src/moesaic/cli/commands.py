@@ -1,4 +1,4 @@
-"""What the commands share: how they are made, and how they show what came of a run."""
+"""Commands and their help, and how the outcome of a run is shown."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def drawn(points: Sequence[Point], size: int) -> Table:
 
 @dataclass
 class Session:
-    """What came of a search, and what a user makes of it."""
+    """The points of a search, and what a user has made of them."""
 
     search: Search
     points: list[Point]

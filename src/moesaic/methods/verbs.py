@@ -1,4 +1,4 @@
-"""What the verbs say of themselves."""
+"""The verbs of this package: their help texts and examples."""
 
 from __future__ import annotations
 

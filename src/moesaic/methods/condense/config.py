@@ -26,9 +26,9 @@ KEEPS = {
     "attention": ("Layer Drop", DROP),
     "nothing": ("Block Drop", DROP),
 }
-"""By what stays of a layer: the name of that, and the paper."""
+"""The name and the paper of each method, by what it keeps of a layer."""
 WITHOUT_FFN = ("attention", "nothing")
-"""Of them what leaves no FFN, and so nothing to refit."""
+"""The methods of them that leave no FFN, and so nothing to refit."""
 SEARCHED = 8
 """Layers of which `fit` tries each in every round; of more it looks in one pass over the text."""
 
@@ -71,11 +71,11 @@ class CondenseConfig(MethodConfig):
         minimum=0,
     )
     keep: Literal["shared", "shared+routed", "attention", "nothing"] = option(
-        "shared", "What stays of a layer; attention is Layer Drop, nothing is Block Drop."
+        "shared", "What to keep of a layer; attention is Layer Drop, nothing is Block Drop."
     )
     experts: int | None = option(
         None,
-        "Routed experts that stay with shared+routed. Default: as many as a token runs.",
+        "Routed experts to keep with shared+routed. Default: as many as a token runs.",
         minimum=0,
     )
     metric: Literal["js", "kl", "ppl"] = option(
@@ -85,7 +85,7 @@ class CondenseConfig(MethodConfig):
     )
     expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
         "greedy",
-        "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
+        "How the kept experts are chosen; greedy is the paper's Alg. 1.",
         seldom=True,
     )
     layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine"] = option(
