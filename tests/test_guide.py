@@ -95,17 +95,6 @@ def test_the_goal_is_asked_for_only_where_it_is_not_known(monkeypatch, capsys, t
         guide._goal(machine, Goal(memory=2000), tmp_path, False, True)
 
 
-def test_what_cannot_work_is_not_offered(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    points = [point(100, 0.1, native=True), point(90, 0.2), point(50, 0.3, type="q4_0")]
-    session = guide.Session(SimpleNamespace(), points, False, False)
-    assert [*session.actions(1, True)] == ["s", "t", "e", "g", "p", "q"]
-    assert [*session.actions(2, True)] == ["s", "t", "e", "p", "q"], "experts of uneven widths"
-    session.saved = {1: Path("one"), 3: Path("three")}
-    assert [*session.actions(1, False)] == ["t", "e", "o", "p", "q"]
-    assert [*session.actions(3, True)] == ["t", "e", "p", "q"], "a file has no page"
-
-
 def test_a_native_point_is_among_those_shown():
     odd = replace(candidate(90, 0.1), weight=replace(candidate(90, 0.1).weight, native=False))
     natives = [candidate(95, 0.3), candidate(80, 0.2)]
@@ -282,31 +271,20 @@ def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(tmp_path
     assert not names & {"prune", "prune spread"}
 
 
-def test_every_end_of_the_menu(moe_folder, tmp_path):
+def test_points_are_saved_as_they_are_picked(moe_folder, tmp_path):
     terminal = Terminal([str(moe_folder), *TEXT], tmp_path)
     terminal.until("Largest KL")
     terminal.type("100")
     terminal.until("Which one")
     terminal.type("1")
-    assert "GGUF" not in terminal.until("Then").partition("Which one")[2], "there is no llama.cpp"
-    terminal.type("s")
     terminal.until("Folder")
     terminal.type("mine")
-    said = terminal.until("Then")
+    said = terminal.until("Which one")
     assert "$ moesaic " in said
-    assert "[s] save" not in said
+    assert "moesaic generate mine" in said
+    assert "moesaic export" not in said, "there is no llama.cpp"
     assert (tmp_path / "mine" / "config.json").is_file()
-    terminal.type("t")
-    terminal.until("Prompt")
-    terminal.type("the")
-    assert "$ moesaic generate" in terminal.until("Prompt")
-    terminal.type("")
-    terminal.until("Then")
-    terminal.type("e")
-    assert "perplexity" in terminal.until("Then")
-    terminal.type("o")
-    terminal.until("Then")
-    terminal.type("q")
+    terminal.type("0")
     assert terminal.end() == 0
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

@@ -167,16 +167,6 @@ class Guided(click.Group):
             )
         return super().resolve_command(ctx, args)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            known = ["--help", "--version"]
-            raise MoesaicError(
-                f"No such option: {error.option_name}.{meant(error.option_name, known)} Options of "
-                "a command follow its name."
-            ) from None
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands]
 
@@ -242,14 +232,6 @@ def pushed(folder: str, repo: str) -> dict[str, str]:
     where = push(folder, repo)
     print_notice(f"Pushed to {where}")
     return {"pushed": where}
-
-
-def show_page(file: Path) -> None:
-    """Open a page in the browser; without one print where it is."""
-    import webbrowser
-
-    if not webbrowser.open(file.resolve().as_uri()):
-        print_notice(f"No browser here. The page is {file.resolve()}")
 
 
 def carry_out(

@@ -269,7 +269,7 @@ def commands() -> None:
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     stats = given.Argument("stats", "The file to make.", type=given.PATH)
     text = [given.option(Calibration, name) for name in TEXT]
-    gram = given.Option("--gram-mb", help, given.COMMON, metavar="N", type=int)
+    gram = given.Option("--gram-mb", help, given.COMMON, metavar="N", type=given.Number(int))
     gram.of_field = True
     params = [
         given.MODEL,

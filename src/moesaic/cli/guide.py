@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -19,7 +19,6 @@ from moesaic.config import ROUNDED, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.io.headers import mapping_of
-from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.outputs import discard, output_lock, searched
 from moesaic.recipe import Recipe, check_anew, check_run, checked
 from moesaic.types import JSON
@@ -139,29 +138,27 @@ def guide(
         except KeyboardInterrupt:
             _stopped()
     err_console.print(drawn(points, machine["weight_bytes"]))
-    session = Session(search, points, **again)
-    choice = [p for p in points if p.candidate or (ask and session.writes_gguf)]
-    chosen = goal.best(choice)
-    least = min(choice, key=lambda p: p.kl)
+    choice = [p for p in points if p.candidate or (ask and _writes_gguf(search))]
+    chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
     if chosen is None and max_kl is not None and not ask:
         discard(search.work)
         raise MoesaicError(f"max_kl {max_kl:g} is out of reach: the least is {least.kl:.2g}.")
     if chosen is None:
         print_words(f"None of these is within {goal}; the one of least KL comes nearest.")
+    chosen = chosen or least
     if ask:
         try:
-            session.menu(chosen or least)
+            _choose(search, points, choice, chosen, again)
         except (KeyboardInterrupt, EOFError):
             if not search.work.exists():  # removed when a point was saved
                 raise
             _stopped()
         return
-    chosen = chosen or least
     for better in (p for p in points if p.type and p.memory <= chosen.memory and p.kl < chosen.kl):
-        file = shlex.join([model, f"{name}-{better.type}.gguf", "--type", better.type])
-        print_words(f"{better.type} alone is no larger, at less KL: moesaic export {file}")
+        command = _export(model, f"{name}-{better.type}.gguf", better.type)
+        print_words(f"{better.type} alone is no larger, at less KL: {command}")
         break
-    record = session.save(chosen, Path(recipe.out))
+    record = save(search, points, chosen, again)
     frontier, rounding = ([p.as_json() for p in points if bool(p.type) is b] for b in (False, True))
     found_json = {"machine": machine, "frontier": frontier, "rounding": rounding}
     shared.emit(as_json, {**found_json, **record.output()}, report.terminal(record))
@@ -314,132 +311,78 @@ def drawn(points: Sequence[Point], size: int) -> Table:
     return table
 
 
-# --- what to do with it --------------------------------------------------------------------------
+# --- what is made of it --------------------------------------------------------------------------
 
 
-@dataclass
-class Session:
-    """The points of a search, and what a user has made of them."""
+def _writes_gguf(search: Search) -> bool:
+    """Return whether llama.cpp's converter is here, and knows the model."""
+    from moesaic.exports.gguf_limits import lacking
+    from moesaic.exports.llamacpp import find_converter
 
-    search: Search
-    points: list[Point]
-    overwrite: bool
-    resume: bool
-    saved: dict[int, Path] = field(default_factory=dict)
-    """Folders and files of what was saved, by the point's number."""
+    with suppress(MoesaicError):
+        return bool(find_converter()) and not lacking(search.source.config)
+    return False
 
-    @property
-    def writes_gguf(self) -> bool:
-        """True if llama.cpp's converter is here, and knows the model."""
-        from moesaic.exports.gguf_limits import lacking
-        from moesaic.exports.llamacpp import find_converter
 
-        with suppress(MoesaicError):
-            return bool(find_converter()) and not lacking(self.search.source.config)
-        return False
+def _export(model: object, file: object, type: str) -> str:
+    """Return the command that writes a GGUF file."""
+    return shlex.join(["moesaic", "export", str(model), str(file), "--type", type])
 
-    def save(self, point: Point, folder: Path) -> Record:
-        """Make, measure and save a candidate; print the command that would do it again."""
-        from moesaic.fitting.run import carried_out
 
-        search, chosen = self.search, point.candidate
-        assert chosen is not None
-        search.recipe = replace(search.recipe, out=str(folder))
-        again = given.command_of(replace(search.recipe, steps=chosen.converted))
-        print_notice(f"$ {again}", "dim")
-        tried = [p.candidate for p in self.points if p.candidate]
-        rounding = [p.as_json() for p in self.points if p.type]
-        run = {"overwrite": self.overwrite, "resume": self.resume}
-        record = carried_out(search, chosen, tried, **run, rounding=rounding)
-        assert record is not None
-        shared.print_made(folder)
-        return record
+def save(search: Search, points: Sequence[Point], chosen: Point, again: JSON) -> Record:
+    """Make, measure and save a candidate; print the command that would do it again."""
+    from moesaic.fitting.run import carried_out
 
-    def menu(self, point: Point) -> None:
-        """Ask what to do with a point until nothing more is wanted."""
-        gguf = self.writes_gguf
-        numbers = [str(n) for n, p in enumerate(self.points, 1) if gguf or not p.type]
-        number = int(asked("Which one", str(self.points.index(point) + 1), numbers))
-        while True:
-            does = self.actions(number, gguf)
-            listed = "  ".join(f"[{key}] {name}" for key, name in does.items())
-            print_words(f"\n{number}: {listed}")
-            key = asked("Then", next(iter(does)), [*does])
-            if key == "q":
-                discard(self.search.work)  # there is nothing to go on with
-                return
-            try:
-                if key == "p":
-                    number = int(asked("Which one", str(number), numbers))
-                else:
-                    self.act(key, number)
-            except MoesaicError as error:
-                print_words(f"Not done: {error}")
+    candidate = chosen.candidate
+    assert candidate is not None
+    command = given.command_of(replace(search.recipe, steps=candidate.converted))
+    print_notice(f"$ {command}", "dim")
+    tried = [p.candidate for p in points if p.candidate]
+    rounding = [p.as_json() for p in points if p.type]
+    record = carried_out(search, candidate, tried, **again, rounding=rounding)
+    assert record is not None
+    shared.print_made(search.recipe.out)
+    return record
 
-    def actions(self, number: int, gguf: bool) -> dict[str, str]:
-        """Return what can be done with a point, by its key."""
-        from huggingface_hub import constants, get_token
 
-        point, saved = self.points[number - 1], number in self.saved
-        offered = {
-            "s": ("save", not saved),
-            "t": ("try it", True),
-            "e": ("evaluate", True),
-            "g": ("write GGUF", gguf and point.native),
-            "o": ("open the page", saved and not point.type),
-            "u": ("upload", not (point.type or constants.HF_HUB_OFFLINE) and get_token()),
-            "p": ("another point", len(self.points) > 1),
-            "q": ("quit", True),
-        }
-        return {key: name for key, (name, works) in offered.items() if works}
+def _choose(
+    search: Search, points: list[Point], choice: list[Point], chosen: Point, again: JSON
+) -> None:
+    """Ask which points to save, save them, and print what can be done with each."""
+    from moesaic import report
+    from moesaic.bars import console
 
-    def act(self, key: str, number: int) -> None:
-        """Do something with a point, which is saved first where it was not."""
-        model, point, default = self.search.recipe.model, self.points[number - 1], ""
-        if number not in self.saved:
-            self._save(point, number)
-        place = self.saved[number]
-        if key == "t":
-            while prompt := asked("Prompt (empty: back)", default):
-                for one in (model, place):
-                    self._does("generate", one, prompt)
-        elif key == "e":
-            self._does("eval", place, "--against", model)
-        elif key == "g":
-            type = asked("Type", "q8_0")
-            self._does("export", place, f"{place}-{type}.gguf", "--type", type)
-        elif key == "o":
-            shared.show_page(place / FOLDER / PAGE)
-        elif key == "u" and (repo := asked("Repository, such as you/name (empty: back)", default)):
-            shared.pushed(str(place), repo)
-
-    def _save(self, point: Point, number: int) -> None:
-        from moesaic import report
-        from moesaic.bars import console
-
-        out = self.search.recipe.out + (f"-{number}" if self.saved else "")
-        if point.type:
-            place = Path(asked("File", f"{out}-{point.type}.gguf")).expanduser()
-            self._does("export", self.search.recipe.model, place, "--type", point.type)
-        else:
-            place = Path(asked("Folder", out)).expanduser()
-            console.print(report.terminal(self.save(point, place)))
-        self.saved[number] = place
-
-    def _does(self, *words: object) -> None:
-        """Print a command, and carry it out."""
-        arguments = [str(word) for word in words]
-        print_notice(f"$ {shlex.join(['moesaic', *arguments])}", "dim")
+    model, out = search.recipe.model, search.recipe.out
+    numbers = ["0", *(str(points.index(p) + 1) for p in choice)]
+    default, made = points.index(chosen) + 1, 0
+    while number := int(asked("Which one (0: none)", str(default), numbers)):
+        point, default = points[number - 1], 0
         try:
-            shared.app(arguments, standalone_mode=False)
-        except SystemExit:  # it was interrupted, and has printed that
-            raise MoesaicError("Interrupted.") from None
+            if point.type:
+                place = asked("File", f"{out}-{point.type}.gguf")
+                print_notice(f"$ {_export(model, place, point.type)}", "dim")
+                shared.app(["export", model, place, "--type", point.type], standalone_mode=False)
+            else:
+                folder = asked("Folder", f"{out}-{number}" if made else out)
+                place = str(Path(folder).expanduser())
+                search.recipe = replace(search.recipe, out=place)
+                console.print(report.terminal(save(search, points, point, again)))
+        except MoesaicError as error:
+            print_words(f"Not done: {error}")
+            continue
+        made += 1
+        following = [["generate", place, "Your prompt"], ["eval", place, "--against", model]]
+        lines = [shlex.join(["moesaic", *words]) for words in following]
+        if point.native and _writes_gguf(search):
+            lines.append(_export(place, f"{place}-q8_0.gguf", "q8_0"))
+        print_notice("\n".join(["What you may do with it:", *lines]))
+    discard(search.work)  # there is nothing to go on with
 
 
 def commands() -> None:
     """Make the command."""
     help = "The smallest result of at most this KL from the original, such as 0.05."
-    most = given.Option("--max-kl", help, metavar="NUMBER", type=float)
+    most = given.Option("--max-kl", help, metavar="NUMBER", type=given.Number(float))
     help = "The folder to make. Default: MODEL-smaller."
     out = given.Option("--out", help, metavar="FOLDER", type=given.PATH)
     yes = given.Option("--yes -y", "Ask nothing: save the best that meets the goal.")

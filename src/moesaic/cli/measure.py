@@ -8,8 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from moesaic.cli import options as given
 from moesaic.cli.commands import columns, emit, print_start, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
@@ -225,7 +223,7 @@ def commands() -> None:
     any_model = given.Argument("model", given.MODEL.words, "[MODEL]", required=False)
     register("inspect", inspect, "moesaic inspect out", [any_model, given.AS_JSON])
     prompt = given.Argument("prompt", "Text to continue.")
-    most = click.IntRange(min=1)
+    most = given.Number(int, 1)
     help = "Tokens to add at most. Default: 64."
     tokens = given.Option("--new-tokens", help, metavar="N", type=most, default=64)
     chat = given.Option("--chat", "Ask as a user would: by the model's chat template.")

@@ -7,6 +7,7 @@ takes ``--allocate=layers`` and ``-o allocate=layers``.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,23 @@ class _Place(click.ParamType):
 
 
 PATH = _Place()
+
+
+class Number(click.ParamType):
+    """A number of a kind, ``int`` or ``float``."""
+
+    name = "number"
+
+    def __init__(self, kind: type[float], least: float = -math.inf) -> None:
+        self.kind, self.least = kind, least
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        with suppress(ValueError):
+            if (number := self.kind(value)) >= self.least:
+                return number
+        whole = "whole " if self.kind is int else ""
+        least = "" if self.least == -math.inf else f" of at least {self.least:g}"
+        raise MoesaicError(f"{param.opts[0]} {value!r} is not a {whole}number{least}.")
 
 
 class Argument(click.Argument):
