@@ -199,7 +199,7 @@ class Options:
         """Refuse options that contradict each other.
 
         Raises:
-            MoesaicError: speaks of fields; the command line turns them into its own options.
+            MoesaicError: names fields, whose names are the flags of the command line.
         """
 
 

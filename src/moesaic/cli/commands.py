@@ -88,7 +88,7 @@ class Command(click.Command):
 
     def in_flags(self, message: str, values: Collection[str]) -> str:
         """Return a message of the library, which may begin with a field's name, with its flag."""
-        first = re.split(r"[ :,;]", message, maxsplit=1)[0]
+        first = re.split(r"[ :,;=]", message, maxsplit=1)[0]
         flags = {p.name: p.opts[0] for p in self.params if isinstance(p, click.Option)}
         known = first in flags and first not in values
         return f"{flags[first]}{message[len(first) :]}" if known else message
