@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from moesaic import __version__, bars, pipeline
 from moesaic.cli import app
-from moesaic.cli.options import flag_of
-from moesaic.config import Calibration, Evaluation, about
+from moesaic.config import Calibration, Evaluation, about, flag_of
 from moesaic.data.reader import shipped_texts
 from moesaic.methods import METHODS, VERBS, methods_of
 from moesaic.types import Figures

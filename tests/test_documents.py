@@ -25,7 +25,7 @@ import yaml
 
 import moesaic
 from moesaic.cli import app, conversions
-from moesaic.cli.options import flag_of
+from moesaic.config import flag_of
 from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS

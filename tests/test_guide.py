@@ -22,7 +22,6 @@ from builders import pages
 from moesaic import MoesaicError, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import Goal, Point
-from moesaic.cli.options import command_of
 from moesaic.config import Calibration
 from moesaic.families import Shape
 from moesaic.fitting.candidates import Candidate, unbeaten
@@ -33,7 +32,7 @@ from moesaic.fitting.sizes import Weight
 from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.rounding import rounded
-from moesaic.recipe import Recipe
+from moesaic.recipe import Recipe, command_of
 
 TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
 FAST = FitConfig(active_parameters=2_500_000)

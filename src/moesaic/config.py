@@ -92,6 +92,16 @@ def about(field: Field[object]) -> About:
     return field.metadata.get("about", About(""))
 
 
+def flag_of(field: Field[object]) -> str:
+    """Return the flag of a field: ``--keep``, or two of a switch that is not off by default."""
+    name = field.name.replace("_", "-")
+    if own := about(field).flag:
+        return own
+    if field.default is True or (field.default is None and "bool" in str(field.type)):
+        return f"--{name}/--no-{name}"
+    return f"--{name}"
+
+
 def in_words(field: Field[object]) -> str:
     """Return what a field is, and its default, for people."""
     text, default = about(field).help, field.default

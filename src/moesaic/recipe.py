@@ -10,7 +10,9 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -26,6 +28,7 @@ from moesaic.config import (
     about,
     check_device,
     choices,
+    flag_of,
     option,
     parse_bytes,
 )
@@ -33,7 +36,7 @@ from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text_source import read_by, spelled
 from moesaic.errors import MoesaicError, meant, shown
-from moesaic.io.headers import DIGITS
+from moesaic.io.headers import DIGITS, mapping_of
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -176,9 +179,45 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
-            f"{folder} holds an unfinished run: continue it with resume=True (--resume), or "
-            "start anew with overwrite=True (--overwrite)."
+            f"{folder} holds an unfinished run{_named(folder, recipe.out)}: continue it with "
+            "resume=True (--resume), or start anew with overwrite=True (--overwrite)."
         )
+
+
+def _named(folder: Path, out: str) -> str:
+    """Return the command of an unfinished run, and how far it came; empty where that is unknown."""
+    with suppress(MoesaicError, KeyError, TypeError):
+        request = mapping_of(folder / "request.json")
+        text = dict(request["asked"])
+        options = {"method": text.pop("method"), **request["config"]}
+        step = step_config(text.pop("verb"), options)
+        run = Recipe(request["base"]["name"], out, (step,), checked(Calibration, text, ""))
+        done = len([*folder.glob("layer-*.safetensors")])
+        return f" ({command_of(run)}{f', {done} layers finished' if done else ''})"
+    return ""
+
+
+def command_of(recipe: Recipe) -> str:
+    """Return the command that carries a recipe of one step out again."""
+    (step,) = recipe.steps
+    words = ["moesaic", step.verb, recipe.model, recipe.out]
+    words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
+    for config in (step, recipe.calibration):
+        for entry in fields(config):
+            value = getattr(config, entry.name)
+            on, _, off = flag_of(entry).partition("/")
+            if value == entry.default and entry.name != "keep":
+                continue
+            if about(entry).seldom:
+                words += ["-o", f"{entry.name}={json.dumps(value).strip(chr(34))}"]
+            elif isinstance(value, bool):
+                words.append(on if value else off)
+            else:
+                words += [on, str(value)]
+    for name in ("device", "dtype"):
+        value = getattr(recipe, name)
+        words += [f"--{name}", value] if value != getattr(Recipe, name) else []
+    return shlex.join(words)
 
 
 # --- steps ---------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,20 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from moesaic import __version__
-from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option, command_of
-from moesaic.config import Calibration
+from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option
 from moesaic.errors import MoesaicError, bounded, meant
-from moesaic.io.headers import mapping_of
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
 from moesaic.io.outputs import resumable, searched, unfinished
-from moesaic.recipe import Recipe, check_run, checked, step_config
+from moesaic.recipe import Recipe, check_run
 from moesaic.types import JSON, Values
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moesaic.record import Record
 
 ALL = "--help-all"
 SETTINGS = {
@@ -253,12 +249,21 @@ def carry_out(
     if dry_run:
         _print_sizes(recipe, as_json)
         return
-    record = carried_out(recipe, overwrite, resume)
-    if record is None:  # another process wrote the result
-        return
-    from moesaic import report
+    from moesaic import pipeline, report
+    from moesaic.bars import bars
+    from moesaic.estimates import foreseen
     from moesaic.report.numbers import memory
 
+    if unfinished(recipe.out).exists() and not (overwrite or resume):
+        with foreseen(recipe) as steps:  # what is wrong with the request is said first
+            if recipe.calibration.source:
+                _ = steps[0].job.tokens
+    try:
+        record = pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    except KeyboardInterrupt:
+        interrupted(recipe.out)
+    if record is None:  # another process wrote the result
+        return
     files = record.measured["files"]
     before, after = (memory(files[name]) for name in ("original", "result"))
     print_made(recipe.out, f" ({before} -> {after})")
@@ -279,39 +284,6 @@ def _print_sizes(recipe: Recipe, as_json: bool) -> None:
     view = columns({recipe.out: table})
     view.caption = "Nothing was computed; peak memory is estimated."
     emit(as_json, {"out": recipe.out, "estimate": figures}, view)
-
-
-def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
-    """Run a recipe; None in all processes but the first."""
-    from moesaic import pipeline
-    from moesaic.bars import bars
-
-    if unfinished(recipe.out).exists() and not (overwrite or resume):
-        from moesaic.estimates import foreseen
-
-        with foreseen(recipe) as steps:  # what is wrong with the request is said first
-            if recipe.calibration.source:
-                _ = steps[0].job.tokens
-        raise MoesaicError(_unfinished(recipe.out))
-    try:
-        return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
-    except KeyboardInterrupt:
-        interrupted(recipe.out)
-
-
-def _unfinished(out: str) -> str:
-    """Return a message that an output has an unfinished run, with that run's command."""
-    folder = unfinished(out)
-    run = f"{folder} holds an unfinished run"
-    with suppress(MoesaicError, KeyError, TypeError):
-        request = mapping_of(folder / "request.json")
-        text = dict(request["asked"])
-        options = {"method": text.pop("method"), **request["config"]}
-        step = step_config(text.pop("verb"), options)
-        recipe = Recipe(request["base"]["name"], out, (step,), checked(Calibration, text, ""))
-        done = len([*folder.glob("layer-*.safetensors")])
-        run += f" ({command_of(recipe)}{f', {done} layers finished' if done else ''})"
-    return f"{run}: continue that one with --resume, or start anew with --overwrite."
 
 
 def print_start(model: str) -> None:

@@ -11,7 +11,7 @@ import click
 
 from moesaic.cli import options as given
 from moesaic.cli.commands import ALL, Command, app, carry_out, emit, register
-from moesaic.config import Calibration, Evaluation, MethodConfig, Verb, about
+from moesaic.config import Calibration, Evaluation, MethodConfig, Verb, about, flag_of
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_file, check_out
@@ -31,6 +31,9 @@ class VerbCommand(Command):
     def __init__(self, verb: Verb) -> None:
         self.verb, self.methods = verb, methods_of(verb.name)
         self.method, self.bundle = next(iter(self.methods)), JSON()
+        names = TEXT if verb.calibrates else ()
+        self.text = [given.option(Calibration, name, given.COMMON) for name in names]
+        self.flags_of_text = {flag for made in self.text for flag in made.opts}
         super().__init__(verb.name, self.run, verb.example, self._params(), verb.help)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -53,7 +56,7 @@ class VerbCommand(Command):
             name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
             if flag in ("-o", "--option"):
                 options[(value if equals else following).partition("=")[0]] = ""
-            elif word.startswith("--") and flag not in self._text:
+            elif word.startswith("--") and flag not in self.flags_of_text:
                 options[name] = value if equals else following
         named = {name: value for name, value in options.items() if name in own}
         self.bundle = {}
@@ -69,24 +72,15 @@ class VerbCommand(Command):
         self.bundle = bundles.get(str(named.get("recipe", "" if "method" in named else "best")), {})
         return method
 
-    @property
-    def _text(self) -> set[str]:
-        """Flags of calibration text, even where a method has a field of that name."""
-        return {f"--{name}" for name in TEXT} if self.verb.calibrates else set()
-
     def _params(self) -> list[click.Parameter]:
         """Return the command's parameters, those of its method first."""
         verb, config = self.verb, self.config
-        calibration = [
-            given.option(Calibration, name, given.COMMON) for name in TEXT if verb.calibrates
-        ]
-        text = {flag for made in calibration for flag in made.opts}
         own = [
             given.option(
                 config, f.name, given.SELDOM if about(f).seldom else given.OWN, bundle=self.bundle
             )
             for f in fields(config)
-            if given.flag_of(f) not in text
+            if flag_of(f) not in self.flags_of_text
         ]
         if len(self.methods) > 1:
             first = next(iter(self.methods))
@@ -106,7 +100,7 @@ class VerbCommand(Command):
         measured = [given.option(Evaluation, n, given.COMMON) for n in MEASURED if n != "compare"]
         help = "Measure result and original."
         evaluate = given.Option("evaluate --eval/--no-eval", help, given.COMMON, default=True)
-        common = [*calibration, *measured, evaluate, given.DEVICE, given.DTYPE]
+        common = [*self.text, *measured, evaluate, given.DEVICE, given.DTYPE]
         return [given.MODEL, given.OUT, *own, *common, given.DRY_RUN, *RUN]
 
     def unknown(self, flag: str) -> str:
@@ -114,7 +108,7 @@ class VerbCommand(Command):
         for method, config in self.methods.items():
             if name in {field.name for field in fields(config)}:
                 return f"{flag} is an option of --method {method}, not of {self.method}."
-        others = (given.flag_of(f) for config in self.methods.values() for f in fields(config))
+        others = (flag_of(f) for config in self.methods.values() for f in fields(config))
         return super().unknown(flag, others)
 
     def titles(self) -> dict[str, str]:

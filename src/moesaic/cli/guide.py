@@ -20,7 +20,7 @@ from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import discard, output_lock, searched
-from moesaic.recipe import Recipe, check_anew, check_run, checked
+from moesaic.recipe import Recipe, check_anew, check_run, checked, command_of
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def save(search: Search, points: Sequence[Point], chosen: Point, again: JSON) ->
 
     candidate = chosen.candidate
     assert candidate is not None
-    command = given.command_of(replace(search.recipe, steps=candidate.converted))
+    command = command_of(replace(search.recipe, steps=candidate.converted))
     print_notice(f"$ {command}", "dim")
     tried = [p.candidate for p in points if p.candidate]
     rounding = [p.as_json() for p in points if p.type]

@@ -6,10 +6,8 @@ takes ``--allocate=layers`` and ``-o allocate=layers``.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
@@ -20,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 import yaml
 
-from moesaic.config import about, choices, types_of
+from moesaic.config import about, choices, flag_of, types_of
 from moesaic.errors import MoesaicError
-from moesaic.methods import methods_of
 from moesaic.recipe import Recipe, checked
 from moesaic.types import JSON
 
@@ -148,16 +145,6 @@ def metavar_of(config: type[DataclassInstance], field: Field[object]) -> str:
     return plain or next((word for kind, word in words if kind in kinds), "TEXT")
 
 
-def flag_of(field: Field[object]) -> str:
-    """Return the flag of a field: ``--keep``, or two of a switch that is not off by default."""
-    name = field.name.replace("_", "-")
-    if own := about(field).flag:
-        return own
-    if field.default is True or (field.default is None and "bool" in str(field.type)):
-        return f"--{name}/--no-{name}"
-    return f"--{name}"
-
-
 def help_of(config: type[DataclassInstance], field: Field[object]) -> str:
     """Return a field's help text, and its choices where the text does not name them."""
     allowed, text = [str(choice) for choice in choices(config, field.name)], about(field).help
@@ -200,29 +187,6 @@ def read(config: type[DataclassInstance], options: JSON) -> JSON:
     given = taken(options, [entry.name for entry in fields(config)])
     made = checked(config, given, "")
     return {name: getattr(made, name) for name in given}
-
-
-def command_of(recipe: Recipe) -> str:
-    """Return the command that carries a recipe of one step out again."""
-    (step,) = recipe.steps
-    words = ["moesaic", step.verb, recipe.model, recipe.out]
-    words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
-    for config in (step, recipe.calibration):
-        for entry in fields(config):
-            value = getattr(config, entry.name)
-            on, _, off = flag_of(entry).partition("/")
-            if value == entry.default and entry.name != "keep":
-                continue
-            if about(entry).seldom:
-                words += ["-o", f"{entry.name}={json.dumps(value).strip(chr(34))}"]
-            elif isinstance(value, bool):
-                words.append(on if value else off)
-            else:
-                words += [on, str(value)]
-    for name in PLACE:
-        value = getattr(recipe, name)
-        words += [f"--{name}", value] if value != getattr(Recipe, name) else []
-    return shlex.join(words)
 
 
 def pairs(arguments: Sequence[str]) -> JSON:
