@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from builders import tiny_moe
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import moesaic
 from moesaic.arch.lookup import base_arch

@@ -294,8 +294,8 @@ def tuned(folder: Path, **changes: Any) -> Any:
     ("changes", "said"),
     [
         ({"seed": 1}, "with weights"),
-        ({"config": {"lr": 2e-2}}, "config.lr was 0.01, is 0.02"),
-        ({"config": {"what": "lora"}}, "config.what was 'all', is 'lora'"),
+        ({"config": {"lr": 2e-2}}, "lr was 0.01, is 0.02"),
+        ({"config": {"what": "lora"}}, "what was 'all', is 'lora'"),
         ({"text": rows(4)}, "texts was"),
         ({"teacher": 2}, "teacher was None"),
     ],

@@ -220,7 +220,7 @@ class Progress:
         if changed:
             raise MoesaicError(
                 f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
-                "that one's options, or start anew by overwriting it."
+                "that one's options, or start anew with --overwrite (in Python overwrite=True)."
             )
         self._checked = True
 
@@ -274,27 +274,39 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+FOLLOWING = ("calibration", "text", "texts", "compare")
+"""Keys of a request whose values are fingerprints, or follow from what was asked for."""
+
+
 def differing(stored: Values, requested: Values) -> Iterator[str]:
-    """In words, what two requests do not have in common.
+    """Yield what two requests do not have in common, in words.
+
+    What was ``asked`` for explains other differences, and is none alone.
 
     >>> [*differing({"config": {"keep": 6}, "seed": 0}, {"config": {"keep": 5}, "seed": 0})]
-    ['config.keep was 6, is 5']
+    ['keep was 6, is 5']
+    >>> one = {"asked": {"samples": 64}, "calibration": "a7"}
+    >>> [*differing(one, {"asked": {"samples": 128}, "calibration": "f1"})]
+    ['samples was 64, is 128']
     """
     before, now = _flat(stored), _flat(requested)
     names = [before.pop("base.name", ""), now.pop("base.name", "")]
     for flat in (before, now):
         flat.pop("base.dtype", "")  # a run's own stands beside it
-    for key in dict.fromkeys([*before, *now]):
+    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    asked = [key for key in keys if key.startswith("asked.")]
+    if len(asked) == len(keys):
+        return
+    for key in keys:
         a, b = before.get(key), now.get(key)
-        if a == b:
-            continue
         if key == "base.weights":
             yield (
                 f"it was made from {names[0] or 'a model'} with weights {a}, "
                 f"this is {names[1] or 'a model'} with weights {b}"
             )
-        else:
-            yield f"{key} was {shown(a)}, is {shown(b)}"
+        elif not (asked and key in FOLLOWING):
+            field = key.partition(".")[2] if key.startswith(("asked.", "config.")) else key
+            yield f"{field} was {shown(a)}, is {shown(b)}"
 
 
 def _flat(plain: Values, start: str = "") -> dict[str, object]:

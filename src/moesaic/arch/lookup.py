@@ -68,7 +68,7 @@ def base_arch(config: Config) -> Arch:
             ) from error
         raise MoesaicError(
             f"Architecture {base!r} is not supported. {reason} "
-            "`moesaic architectures` lists those that are."
+            "`moesaic inspect` without a model lists those that are."
         ) from error
 
 

@@ -6,18 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from moesaic.cli import options as given
 from moesaic.cli.commands import columns, emit, print_start, register
-from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
-from moesaic.config import (
-    Bench,
-    Evaluation,
-    check_device,
-    parse_dtype,
-)
+from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
@@ -29,37 +22,23 @@ if TYPE_CHECKING:
 
     from moesaic.record import Record
 
-Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
-Original = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ORIGINAL", help="Measured beside it, and compared with it token by token."
-    ),
-]
-
 
 def place(options: JSON) -> JSON:
-    """Device and floating-point type, taken out of what was given."""
+    """Take device and floating-point type out of what was given, and return them."""
     dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
     return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}
 
 
-def evaluate(
-    model: Model,
-    against: Original = None,
-    card: Annotated[bool, typer.Option("--card", help="Print Markdown for a model card.")] = False,
-    as_json: AsJson = False,
-    **options: Value,
-) -> None:
+def evaluate(model: str, against: str | None, card: bool, as_json: bool, **options: Any) -> None:
     """Judge any checkpoint beside its original: KL, perplexity, size, tasks, quantised files."""
     for name in (model, against or model):
         check_name(name)
-    where = place(options)
-    evaluation = Evaluation(**options)  # before anything slow is imported
+    chosen = given.read(Evaluation, options)  # before anything slow is imported
+    evaluation = Evaluation(**chosen)
     if not against and (card or evaluation.baselines):
-        raise MoesaicError(f"{'card' if card else 'baselines'} needs against=ORIGINAL.")
+        raise MoesaicError(f"--{'card' if card else 'baseline'} needs --against ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
-    settings = {**options, **where}
+    settings = {**chosen, **place(options)}
     print_start(model)
     from moesaic.bars import bars
     from moesaic.distributed import process
@@ -113,16 +92,16 @@ def judged(model: str, against: str, figures: JSON, evaluation: Evaluation) -> R
 
 
 def beside(model: str, against: str) -> str:
-    """What the second column is called."""
+    """Return the name of the second column."""
     return against if against != model else f"{against}, again"
 
 
 TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
-"""Figures of several kinds, which have a table of each kind, and what its title begins with."""
+"""Figures of several kinds, each with a table of its own, and how its title begins."""
 
 
 def score_tables(by_model: Mapping[str, JSON], most: int | None) -> Group:
-    """Tables of what was measured of each model."""
+    """Return tables of what was measured of each model."""
     from rich.console import Group
 
     plain = {
@@ -143,12 +122,12 @@ def score_tables(by_model: Mapping[str, JSON], most: int | None) -> Group:
     return Group(*tables)
 
 
-def bench(model: Model, against: Against = None, as_json: AsJson = False, **options: Value) -> None:
+def bench(model: str, against: str | None, as_json: bool, **options: Any) -> None:
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
-    where = place(options)
-    Bench(**options)  # before anything slow is imported
     for name in (model, against or model):
         check_name(name)
+    settings = given.read(Bench, options)  # before anything slow is imported
+    settings |= place(options)
     print_start(model)
     from rich.console import Group
 
@@ -156,7 +135,7 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **opti
     from moesaic.bars import bars
     from moesaic.metrics.bench import bench
 
-    figures = bench(model, against, **where, **options, progress=bars)
+    figures = bench(model, against, **settings, progress=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
     shown = {model: figures["model"]}
     if against:
@@ -166,9 +145,13 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **opti
     emit(as_json, result, Group(table, *sentences))
 
 
-def inspect(model: Model, as_json: AsJson = False) -> None:
-    """What a checkpoint is made of, layer by layer; reads no weights."""
+def inspect(model: str | None, as_json: bool) -> None:
+    """Show what a checkpoint is made of, layer by layer; without MODEL, what is supported."""
+    if model is None:
+        _architectures(as_json)
+        return
     check_name(model)
+    print_start(model)
     from rich.table import Table
 
     from moesaic.metrics.size import inspect
@@ -188,21 +171,29 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     emit(as_json, figures, table)
 
 
+def _architectures(as_json: bool) -> None:
+    """Print the model types that are supported, and those that are not, with the reason."""
+    from moesaic.arch.tried import tried
+
+    outcomes = tried()
+    lines = [f"With transformers {outcomes['transformers']}:"]
+    titles = ("mixtures of experts", "dense models", "multimodal models")
+    for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
+        lines.append(f"\n{len(outcomes[kind])} {words}\n{', '.join(outcomes[kind])}")
+    lines.append(f"\n{len(outcomes['unsupported'])} not supported")
+    lines += [f"{name}: {reason}" for name, reason in outcomes["unsupported"].items()]
+    emit(as_json, outcomes, "\n".join(lines))
+
+
 def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
-    new_tokens: Annotated[
-        int, typer.Option(metavar="INT", min=1, help="Tokens to add at most.")
-    ] = 64,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask as a user would.")] = False,
-    as_json: AsJson = False,
-    **options: Value,
+    model: str, prompt: str, new_tokens: int, chat: bool, as_json: bool, **options: Any
 ) -> None:
     """Continue a text greedily."""
     if not prompt:
         raise MoesaicError("The prompt is empty.")
     check_name(model)
     where = place(options)
+    print_start(model)
     from rich.text import Text
 
     from moesaic.bars import console
@@ -218,11 +209,23 @@ def generate(
 
 def commands() -> None:
     """Make these commands."""
-    names = ("tasks", "limit", "shots", "generations", "stream", "data", "length", "max_tokens")
-    text = [option(Evaluation, name) for name in (*names, "baselines")]
-    speed = [option(Bench, field.name) for field in fields(Bench)]
-    where = [DEVICE, DTYPE]
-    register("eval", evaluate, "moesaic eval out --against smollm2", [*text, *where])
-    register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", [*speed, *where])
-    register("inspect", inspect, "moesaic inspect out")
-    register("generate", generate, 'moesaic generate out "The capital of France is"', where)
+    names = ("data", "max_tokens", "length", "tasks", "limit", "shots", "generations", "stream")
+    text = [given.option(Evaluation, name) for name in (*names, "baselines")]
+    words = "Measured beside it, and compared with it token by token."
+    original = given.Option("--against", words, metavar="ORIGINAL")
+    card = given.Option("--card", "Print Markdown for a model card.")
+    params = [given.MODEL, original, *text, card, given.DEVICE, given.DTYPE, given.AS_JSON]
+    register("eval", evaluate, "moesaic eval out --against smollm2", params)
+    speed = [given.option(Bench, field.name) for field in fields(Bench)]
+    other = given.Option("--against", "Measured beside it.", metavar="MODEL")
+    params = [given.MODEL, other, *speed, given.DEVICE, given.DTYPE, given.AS_JSON]
+    register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", params)
+    any_model = given.Argument("model", given.MODEL.words, "[MODEL]", required=False)
+    register("inspect", inspect, "moesaic inspect out", [any_model, given.AS_JSON])
+    prompt = given.Argument("prompt", "Text to continue.")
+    most = given.Number(int, 1)
+    help = "Tokens to add at most. Default: 64."
+    tokens = given.Option("--new-tokens", help, metavar="N", type=most, default=64)
+    chat = given.Option("--chat", "Ask as a user would: by the model's chat template.")
+    params = [given.MODEL, prompt, tokens, chat, given.DEVICE, given.DTYPE, given.AS_JSON]
+    register("generate", generate, 'moesaic generate out "The capital of France is"', params)

@@ -11,6 +11,7 @@ import mmap
 import random
 from abc import ABC, abstractmethod
 from array import array
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -245,7 +246,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
 
 
 def check_there(source: TextSource) -> None:
-    """Refuse a file that is missing or empty, without reading it or using the network.
+    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
 
     Raises:
         MoesaicError: names the file.
@@ -256,6 +257,9 @@ def check_there(source: TextSource) -> None:
     if path.is_file():
         if path.stat().st_size == 0:
             raise MoesaicError(f"{source.name} is empty.")
+        if path.suffix not in (".parquet", ".safetensors"):
+            with _readable(source.name), path.open("rb") as file:
+                getincrementaldecoder("utf-8")().decode(file.read(4096))
         return
     stray = path.suffix and "/" not in source.name  # a data set has its owner before a slash
     if path.suffix in FILES or source.name.startswith((".", "/")) or stray:

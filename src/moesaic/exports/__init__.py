@@ -46,7 +46,7 @@ def export(
     Raises:
         MoesaicError: the form is unknown, or cannot hold the model.
     """
-    args = ExportArgs(to=to or form_of(out), **options)  # type: ignore[arg-type]
+    args = ExportArgs(to=form_of(out, to), **options)  # type: ignore[arg-type]
     form: Callable[..., JSON] = resolve_name(FORMS[args.to])
     shown = {"track": tracked(progress)} if args.to == "gguf" else {}
     with on_disk(model, tokenizer, revision, token) as name:

@@ -40,6 +40,7 @@ DAY = 86_400.0
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 SCRATCH = (
     "request.json",
+    "goal.json",
     "machine.json",
     "layer-*.safetensors",
     "stats*.safetensors",
@@ -99,7 +100,9 @@ def check_free(out: Path, overwrite: bool = False) -> None:
         MoesaicError: ``out`` exists and ``overwrite`` is False.
     """
     if os.path.lexists(out) and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+        raise MoesaicError(
+            f"{out} exists. Choose another name, or pass --overwrite (in Python overwrite=True)."
+        )
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:

@@ -160,7 +160,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         calibration, refit = observation.calibration, self._option("refit")
         text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
-            "config": asdict(config),
+            **job.asked(config),
             "compare": list(job.args.compare),
             "stats": observation.file,
             "calibration": job.tokens.fingerprint if refit else calibration,

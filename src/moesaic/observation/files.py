@@ -98,8 +98,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     if folder.exists() and not resume:
         if not overwrite:
             raise MoesaicError(
-                f"{folder} holds an unfinished run: continue it with resume=True, or start "
-                "anew with overwrite=True."
+                f"{folder} holds an unfinished run: continue it with resume=True (--resume), or "
+                "start anew with overwrite=True (--overwrite)."
             )
         if process()[0] == 0:
             discard(folder)

@@ -15,7 +15,7 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import RunArgs
+from moesaic.config import MethodConfig, RunArgs
 from moesaic.data.rows import Row
 from moesaic.data.text import (
     SAMPLES,
@@ -331,6 +331,11 @@ class Job(Generic[A_co]):
         if inplace is None:
             inplace = self.args.inplace
         return self.original if inplace else copy.deepcopy(self.original)
+
+    def asked(self, config: MethodConfig) -> JSON:
+        """Return the request as a user wrote it: verb, method, options, and options of the text."""
+        text = {"method": config.name, **asdict(self.args.calibration)}
+        return {"config": asdict(config), "asked": {"verb": config.verb, **text}}
 
     def finished(self, request: Values) -> Finished:
         """Return the store of layers of this request that were decided before.

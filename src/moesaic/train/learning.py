@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def learn(
         Schedule.of(config),
         folder,
         trainable=trainable,
-        request=job.request({"config": asdict(config), **(request or {})}),
+        request=job.request({**job.asked(config), **(request or {})}),
         objective=objective,
         device=job.device,
         track=job.args.track,

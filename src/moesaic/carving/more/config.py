@@ -72,6 +72,7 @@ class MoREConfig(MethodConfig):
         "Target active ratio: the share of the projections' parameters that a token uses.",
         above=0,
         maximum=1,
+        idle=(1, "leaves nothing out"),
     )
     experts: int = option(
         4, "Petals of a layer; with top_k 0 at most half as many as it has neurons."
@@ -138,6 +139,7 @@ class MoREConfig(MethodConfig):
     refit: bool = option(
         False,
         "Solve for new down projections that bring outputs near the original layers'.",
+        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)

@@ -58,7 +58,10 @@ class CondenseConfig(MethodConfig):
     window = 512
 
     count: int | None = option(
-        None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
+        None,
+        "Layers to condense; 1 where memory and active are not given either.",
+        minimum=0,
+        idle=(0, "condenses nothing"),
     )
     memory: int | None = option(
         None, "Condense until the weights fit, as in 12GB.", minimum=0, parse="bytes"
@@ -69,11 +72,11 @@ class CondenseConfig(MethodConfig):
         minimum=0,
     )
     keep: Literal["shared", "shared+routed", "attention", "nothing"] = option(
-        "shared", "What stays of a layer; attention is Layer Drop, nothing is Block Drop."
+        "shared", "What to keep of a layer; attention is Layer Drop, nothing is Block Drop."
     )
     experts: int | None = option(
         None,
-        "Routed experts that stay with shared+routed. Default: as many as a token runs.",
+        "Routed experts to keep with shared+routed. Default: as many as a token runs.",
         minimum=0,
     )
     metric: Literal["js", "kl", "ppl"] = option(
@@ -83,7 +86,7 @@ class CondenseConfig(MethodConfig):
     )
     expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
         "greedy",
-        "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
+        "How the kept experts are chosen; greedy is the paper's Alg. 1.",
         seldom=True,
     )
     layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine"] = option(
@@ -105,7 +108,6 @@ class CondenseConfig(MethodConfig):
     refit: bool | None = option(
         None,
         "Solve for the dense layers' down projections anew. Default: where it can be done.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of random choices.", seldom=True)

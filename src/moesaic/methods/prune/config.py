@@ -38,10 +38,11 @@ class PruneConfig(MethodConfig):
 
     keep: float = option(
         6,
-        "Experts that stay in each layer, their mean if counts may differ; below 1 a share.",
+        "How many experts to keep in each layer: 6, or a share such as 0.75; the mean where "
+        "counts may differ.",
     )
     score: str = option(
-        "reconstruction", "How it is decided which experts stay.", choices=tuple(CRITERIA)
+        "reconstruction", "How to decide which experts to keep.", choices=tuple(CRITERIA)
     )
     progressive: bool = option(
         False,
@@ -50,8 +51,8 @@ class PruneConfig(MethodConfig):
     )
     allocate: Literal["uniform", "layers"] = option(
         "uniform",
-        "uniform: equally many experts in every layer; layers: more where more would be lost. The "
-        "result is then moesaic_<base>.",
+        "uniform: equally many experts in every layer; layers: more where removal costs more. The "
+        "result is then of the class moesaic_<base>.",
         beyond="counts that differ by layer",
     )
     padding: bool = option(
@@ -62,9 +63,8 @@ class PruneConfig(MethodConfig):
     )
     refit: bool | None = option(
         None,
-        "Solve for new down projections of the experts that stay, nearest to the original's "
-        "output. Default: where it can be done, not with stats.",
-        flag="--refit/--no-refit",
+        "Solve for new down projections of the kept experts, nearest to the original's output. "
+        "Default: where it can be done, not with stats.",
         beyond="refitted down projections",
     )
     sum_batch_norms: bool = option(

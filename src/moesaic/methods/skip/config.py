@@ -45,6 +45,7 @@ class SkipConfig(MethodConfig):
         "The quantile of the ratio of weights that beta is; 0.5 is the paper's median.",
         minimum=0,
         maximum=1,
+        idle=(0, "skips nothing"),
     )
     calls: float | None = option(
         None, "The mean number of experts that a token should run, instead.", minimum=1

@@ -37,26 +37,27 @@ class SlimConfig(MethodConfig):
 
     keep: float = option(
         0.5,
-        "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
+        "Share of the routed experts' parameters to keep; of a dense model, of its FFNs'.",
         above=0,
         maximum=1,
+        idle=(1, "removes nothing"),
     )
     score: str | None = option(
         None,
-        "How it is decided which neurons stay. Default: surgeon, or energy with stats and "
-        "where surgeon would hold over 2 GiB.",
+        "How to decide which neurons to keep. Default: surgeon, or energy with stats and where "
+        "surgeon would hold over 2 GiB.",
         choices=tuple(SCORES),
     )
     experts: str = option(
         "all",
-        "Routed experts that stay, each as wide as the budget then allows: all, a number, or auto "
-        "for the number that loses least on the calibration tokens.",
+        "Routed experts to keep, each as wide as the budget then allows: all, a number, or auto "
+        "for the number of least error on the calibration tokens.",
         metavar="all|N|auto",
         beyond="fewer experts",
     )
     shared: float | None = option(
         None,
-        "The share of the shared path's neurons that stays. Default: all of them.",
+        "Share of the shared path's neurons to keep. Default: all of them.",
         above=0,
         maximum=1,
         seldom=True,
@@ -70,14 +71,13 @@ class SlimConfig(MethodConfig):
     refit: bool | None = option(
         None,
         "Solve for the down projections anew. Default: where it can be done, not with stats.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     allocate: Literal["uniform", "layers", "experts", "layers+experts"] = option(
         "uniform",
-        "uniform: all experts equally wide; layers: wider in layers where more would be lost; "
-        "experts: those of a layer differ, for the neurons of the highest scores stay, whichever "
-        "expert they are of; or both. The result is then moesaic_<base>.",
+        "uniform: all experts equally wide; layers: wider in layers where narrowing costs more; "
+        "experts: the neurons of the highest scores in a layer are kept, whichever expert they are "
+        "of; layers+experts: both. Unless uniform, the result is of the class moesaic_<base>.",
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
@@ -153,6 +153,10 @@ class SlimConfig(MethodConfig):
     def measures(self) -> bool:
         """True if several shapes are compared by their exact error on the calibration tokens."""
         return self.experts == "auto" or self.by_layer
+
+    @property
+    def idle(self) -> str:
+        return "" if self.shared else super().idle
 
     def check(self) -> None:
         if self.experts not in ("all", "auto") and not self.count:
