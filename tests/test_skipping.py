@@ -18,6 +18,7 @@ from moesaic.metrics.size import model_size
 from moesaic.modules import skip, survivors
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Calibration, Evaluation, Recipe
+from moesaic.types import cache_of
 
 
 def falling(tokens, top_k, seed=0):
@@ -132,10 +133,10 @@ def test_every_architecture_skips_saved_and_loaded(moe_type, tokens, tmp_path):
 def test_token_by_token_is_the_batch(tokens, tmp_path):
     model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
     whole = model(tokens.input_ids[:1]).logits
-    cache, steps = None, []
+    cache, steps = {}, []
     for token in tokens.input_ids[0]:
-        out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(token.view(1, 1), **cache, use_cache=True)
+        cache = cache_of(out)
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
 

@@ -41,6 +41,7 @@ from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.loop import last_checkpoint
 from moesaic.train.objectives import checkpointing
+from moesaic.types import cache_of
 
 SHORT: dict[str, Any] = {
     "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0
@@ -339,7 +340,7 @@ def test_a_head_uses_top_k_dimensions_by_token() -> None:
 def test_cached_generation_is_the_whole_forward() -> None:
     result, _ = converted(student_of(tiny_model("qwen3")), Tokens(ids()))
     first = result(ids()[:2, :10], use_cache=True)
-    second = result(ids()[:2, 10:12], past_key_values=first.past_key_values)
+    second = result(ids()[:2, 10:12], **cache_of(first))
     whole = result(ids()[:2, :12]).logits[:, 10:]
     torch.testing.assert_close(second.logits, whole, rtol=0, atol=1e-4)
 
