@@ -791,10 +791,7 @@ def test_an_empty_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (out / "config.json").read_text() == "new"
     with pytest.raises(MoesaicError, match="exists"):
         check_out(out)
-    (tmp_path / "mounts").write_text(
-        f"disk {str(tmp_path / 'a b').replace(' ', chr(92) + '040')} x"
-    )
-    monkeypatch.setattr(outputs, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "a b")
     (tmp_path / "a b").mkdir()
     with pytest.raises(MoesaicError, match="exists"):
         check_out(tmp_path / "a b")

@@ -20,7 +20,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.checkpoint import Writer, cast
+from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.headers import reading
 from moesaic.io.mtp import is_mtp
 from moesaic.io.naming import Naming, language
@@ -313,8 +313,8 @@ class LanguageAlone:
 
     writer: Writer
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        self.writer.add(language(name), tensor)
+    def add(self, name: str, value: Value) -> None:
+        self.writer.add(language(name), value)
 
     def close(self) -> None:
         self.writer.close()

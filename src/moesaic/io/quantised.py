@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.fingerprint import Stored
 from moesaic.io.formats import (
     BlockScaled,
     Compressed,
@@ -338,10 +339,10 @@ class QuantisedCheckpoint(Checkpoint):
     def is_floating(self, name: str) -> bool:
         return name in self._parts or super().is_floating(name)
 
-    def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, name: str) -> Iterator[tuple[str, Stored]]:
         self._note(name, name)
         for part in self._parts.get(name, {"": name}).values():
-            yield part, super().tensor(part)
+            yield part, self._place(part)
 
     def _note(self, name: str, origin: str) -> None:
         if expert_number(origin) is not None and origin not in self._parts:
