@@ -6,6 +6,7 @@ Rows S2, S4, S5, S13, S14 and S15 of the list of defects.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,19 @@ def test_layers_of_another_dtype_are_not_resumed(
     moesaic.prune(pair[0], PruneConfig(keep=5), dtype=torch.float32, **options)
 
 
+def test_what_was_asked_otherwise_is_named_and_no_fingerprint_is_shown(
+    pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+) -> None:
+    """Two texts differ by fingerprints, which tell nobody that it was the number of samples."""
+    options: dict[str, Any] = {"resume_from": tmp_path / "kept"}
+    few, other = Tokens(tokens.input_ids[:3]), Tokens(tokens.input_ids.flip(0))
+    moesaic.prune(pair[0], PruneConfig(keep=5), calibration=tokens, **options)
+    for text, said in ((few, r"text\.samples was \d+, is 3"), (other, "the text is another")):
+        with pytest.raises(MoesaicError, match=said) as refused:
+            moesaic.prune(pair[0], PruneConfig(keep=5), calibration=text, **options)
+        assert not re.search(r"\b[0-9a-f]{16}\b", str(refused.value))
+
+
 def test_statistics_of_other_weights_are_refused(
     pair: tuple[str, str], tokens: Tokens, tmp_path: Path
 ) -> None:
@@ -228,7 +242,7 @@ def test_a_plan_for_other_weights_is_not_applied(
     assert plan is not None
     (tmp_path / "plan").mkdir()
     plan.save(tmp_path / "plan")
-    with pytest.raises(MoesaicError, match="with weights") as refused:
+    with pytest.raises(MoesaicError, match="has other weights") as refused:
         moesaic.apply(pair[1], tmp_path / "plan", tmp_path / "out")
     assert pair[0] in str(refused.value)
     assert pair[1] in str(refused.value)
@@ -293,11 +307,11 @@ def tuned(folder: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seed": 1}, "with weights"),
+        ({"seed": 1}, "the weights of a model in memory have changed"),
         ({"config": {"lr": 2e-2}}, "config.lr was 0.01, is 0.02"),
         ({"config": {"what": "lora"}}, "config.what was 'all', is 'lora'"),
-        ({"text": rows(4)}, "texts was"),
-        ({"teacher": 2}, "teacher was None"),
+        ({"text": rows(4)}, "the training text is another"),
+        ({"teacher": 2}, "the teacher is another"),
     ],
     ids=["weights", "rate", "what", "text", "teacher"],
 )

@@ -282,6 +282,18 @@ class Job(Generic[A_co]):
             **values,
         }
 
+    @property
+    def text(self) -> JSON:
+        """What identifies the calibration text, for requests; fields say why it may be another."""
+        settings, (samples, length) = self.args.calibration, self.tokens.input_ids.shape
+        return {
+            "source": settings.source,
+            "samples": samples,
+            "length": length,
+            "seed": settings.seed,
+            "fingerprint": self.tokens.fingerprint,
+        }
+
     @cached_property
     def share(self) -> tuple[Tokens, list[int]]:
         """The tokens that fall to this process, and the numbers of their batches."""
