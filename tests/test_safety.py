@@ -847,6 +847,8 @@ def test_an_unfinished_run_hides_no_wrong_request(
     work = tmp_path / "out.partial"
     work.mkdir()
     (work / "layer-0000-x.safetensors").touch()
+    said = {"verb": "slim", "base": {"name": "tiny-moe"}}
+    (work / "request.json").write_text(json.dumps(said))
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     run = ("prune", theirs, tmp_path / "out", "--no-eval")
     wrong = {
@@ -858,5 +860,6 @@ def test_an_unfinished_run_hides_no_wrong_request(
         code, _, err = command(*line)
         assert (code, words in err) == (2, True), (line, err)
         assert (words == "holds an unfinished run") == ("holds an unfinished run" in err), err
+    assert f"unfinished run of `moesaic slim tiny-moe {tmp_path / 'out'}`" in err
     assert (work / "layer-0000-x.safetensors").exists()
     assert command(*run, "--keep", 6, "--dry-run")[0] == 0

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -31,7 +32,7 @@ from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text_source import read_by, spelled
 from moesaic.errors import MoesaicError, meant, shown
-from moesaic.io.headers import DIGITS
+from moesaic.io.headers import DIGITS, mapping_of
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -171,10 +172,14 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
     Raises:
         MoesaicError: neither was asked for.
     """
-    folder = unfinished(recipe.out)
+    folder, command = unfinished(recipe.out), ""
     if folder.exists() and not (resume or overwrite):
+        for note in sorted(folder.rglob("request.json")):
+            with suppress(MoesaicError, KeyError, TypeError):
+                said = mapping_of(note)
+                command = f" of `moesaic {said['verb']} {said['base']['name']} {recipe.out}`"
         raise MoesaicError(
-            f"{folder} holds an unfinished run: continue it with resume=True, "
+            f"{folder} holds an unfinished run{command}: continue it with resume=True, "
             "or start anew with overwrite=True."
         )
 

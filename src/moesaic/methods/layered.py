@@ -161,6 +161,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         calibration, refit = observation.calibration, self._option("refit")
         text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
+            "verb": config.verb,
             "config": asdict(config),
             "compare": list(job.args.compare),
             "stats": observation.file,

@@ -79,7 +79,7 @@ def learn(
         Schedule.of(config),
         folder,
         trainable=trainable,
-        request=job.request({"config": asdict(config), **(request or {})}),
+        request=job.request({"verb": config.verb, "config": asdict(config), **(request or {})}),
         objective=objective,
         device=job.device,
         track=job.args.track,
