@@ -1,4 +1,4 @@
-"""What was decided, layer by layer: everything needed to rebuild the result, nothing else.
+"""Plans: the decision for each layer, everything needed to rebuild a result and nothing else.
 
 A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
 header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights); in a result
@@ -110,7 +110,7 @@ class Plan:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """All layers' tensors, by the layer's number and their name."""
+        """Return the tensors of all layers, by the layer's number and their name."""
         return {
             f"{i}.{name}": tensor.contiguous()
             for i, layer in self.layers.items()
@@ -225,7 +225,7 @@ class Progress:
         self._checked = True
 
     def finished(self) -> dict[tuple[str, int], tuple[LayerPlan, JSON]]:
-        """By name and layer, the plans that are on disk and what was seen on the way.
+        """Return the plans of finished layers, and their measurements, by name and number.
 
         Raises:
             MoesaicError: the folder holds another run, or a layer that is damaged.
@@ -287,12 +287,12 @@ MODEL = {
 TEXT = {"calibration": "", "text": "", "text.fingerprint": "", "texts": "training "}
 """Names of fingerprints of text, and what kind of text it is."""
 OF_TEXT = ("text.", "calibration.", "samples", "length", "bos", "tokens", "sources")
-"""How names begin that say more of a text."""
+"""Starts of the names of fields that describe a text."""
 
 
 @dataclass(frozen=True)
 class MadeFrom:
-    """All that plans, statistics, layers, prices or trained weights were made from.
+    """The inputs that plans, statistics, layers, prices or trained weights were made from.
 
     Args:
         values: the model (``base``, or ``weights`` alone), the text and the options, by name.

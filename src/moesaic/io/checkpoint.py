@@ -82,7 +82,7 @@ SHAPES = 8
 _SHAPES: dict[str, Model] = {}
 
 Value: TypeAlias = Tensor | Stored
-"""What is written under a name: a tensor's values, or the place of bytes that are copied."""
+"""A value to write under a name: a tensor, or the place of bytes that are copied."""
 
 
 class Checkpoint:
@@ -168,11 +168,11 @@ class Checkpoint:
         return tuple(self._stored[name].shape)
 
     def is_floating(self, name: str) -> bool:
-        """Whether a tensor is of a floating-point type, by a name of :meth:`names`."""
+        """True if a tensor is of a floating-point type, by a name of :meth:`names`."""
         return "F" in self._stored[name].kind
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose names start with ``prefix``, without it."""
+        """Return the tensors whose names start with ``prefix``, by their names without it."""
         names = (name for name in self.names() if name.startswith(prefix))
         return {name.removeprefix(prefix): self.tensor(name) for name in names}
 
@@ -266,7 +266,7 @@ def check_whole(folder: Path) -> None:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether a name is that of a file beside the one that says it, and of no other.
+    """True if a name is that of a file beside the one that names it.
 
     >>> [_is_plain(name) for name in ("a.safetensors", "../a.safetensors", "..", "", 3)]
     [True, False, False, False, False]
@@ -520,7 +520,7 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
 
 
 def path_of(model: Model, module: nn.Module) -> str:
-    """What a module of a model is called in it."""
+    """Return the dotted name of a module in its model."""
     return next(name for name, other in model.named_modules() if other is module)
 
 

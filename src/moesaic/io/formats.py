@@ -26,7 +26,7 @@ Parts = Mapping[str, Tensor]
 """A weight's stored tensors by what their names end with."""
 FP8 = torch.float8_e4m3fn
 EXPONENTS = 127
-"""What is added to an exponent of two that is stored in a byte."""
+"""The number that is added to an exponent of two to store it in a byte."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1; the fourth bit is the sign."""
 
@@ -138,7 +138,7 @@ class Format(ABC):
         """The values, float32."""
 
     def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        """The same as ``values(parts).index_select(axis, order)``; little else is computed.
+        """Return ``values(parts).index_select(axis, order)``; little else is computed.
 
         Args:
             parts: the weight's.
@@ -441,7 +441,7 @@ class Compressed(Format):
 
     def __init__(self, config: JSON) -> None:
         super().__init__(config)
-        groups: list[JSON] = list((config.get("config_groups") or {}).values())
+        groups = self._groups
         formats = {
             str(config.get("format")),
             *(str(g["format"]) for g in groups if g.get("format")),
@@ -464,9 +464,7 @@ class Compressed(Format):
             raise MoesaicError(
                 "compressed-tensors with static activation scales is not read; dynamic is."
             )
-        weights: list[JSON] = [g.get("weights") or {} for g in groups]
-        packed = [w for w in weights if w.get("type", "int") == "int"]
-        bits = {int(w.get("num_bits", 8)) for w in packed}
+        bits = {int(w.get("num_bits", 8)) for w in self._weights if w.get("type", "int") == "int"}
         if not bits <= {4, 8} or len(bits) > 1:
             widths = " and ".join(map(str, sorted(bits)))
             raise MoesaicError(
@@ -477,11 +475,19 @@ class Compressed(Format):
         """Codes of a word."""
 
     @property
+    def _groups(self) -> list[JSON]:
+        """The settings of each group of modules."""
+        return list((self.config.get("config_groups") or {}).values())
+
+    @property
+    def _weights(self) -> list[JSON]:
+        """The settings of the weights of each group of modules."""
+        return [group.get("weights") or {} for group in self._groups]
+
+    @property
     def columns(self) -> int:
-        declared = (self.config.get("config_groups") or {}).values()
-        weights: list[JSON] = [group.get("weights") or {} for group in declared]
-        sizes = (w.get("group_size") or (w.get("block_structure") or (0, 0))[1] for w in weights)
-        return max([0, *map(int, sizes)])
+        structures = ((w.get("block_structure") or (0, 0), w) for w in self._weights)
+        return max([0, *(int(w.get("group_size") or block[1]) for block, w in structures)])
 
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         names = {
@@ -537,9 +543,8 @@ class Compressed(Format):
         """
         grid = (*scales, *[1] * (2 - len(scales)))
         if len(grid) == 2:
-            declared = self.config.get("config_groups") or {}
-            weights = (group.get("weights") or {} for group in declared.values())
-            for block in (w["block_structure"] for w in weights if w.get("block_structure")):
+            blocks = (w.get("block_structure") for w in self._weights)
+            for block in filter(None, blocks):
                 if grid == tuple(-(-n // int(b)) for n, b in zip(shape, block, strict=True)):
                     return int(block[0]), int(block[1])
             if all(n % parts == 0 for n, parts in zip(shape, grid, strict=True)):
@@ -556,19 +561,15 @@ class Compressed(Format):
 
     def check_settings(self) -> None:
         super().check_settings()
-        declared = (self.config.get("config_groups") or {}).values()
-        weights: list[JSON] = [group.get("weights") or {} for group in declared]
-        blocks = [int(n) for w in weights for n in w.get("block_structure") or ()]
+        blocks = [int(n) for w in self._weights for n in w.get("block_structure") or ()]
         if min([1, *self._group_sizes(), *blocks]) < 1:
             raise ValueError("a group or a block of weights has no size")
 
     def _group_sizes(self) -> set[int]:
         """Columns of a group, where a config says that all weights are in groups."""
-        declared = (self.config.get("config_groups") or {}).values()
-        weights: list[JSON] = [group.get("weights") or {} for group in declared]
-        if any(w.get("strategy") != "group" or not w.get("group_size") for w in weights):
+        if any(w.get("strategy") != "group" or not w.get("group_size") for w in self._weights):
             return set()
-        return {int(w["group_size"]) for w in weights}
+        return {int(w["group_size"]) for w in self._weights}
 
     def _codes(self, parts: Parts) -> Tensor:
         """The codes (O, I), zero points not taken off."""
@@ -735,7 +736,7 @@ PIECE = 1 << 18
 
 
 def _by_pieces(read: Callable[[Tensor], Tensor], codes: Tensor, each: int = 1) -> Tensor:
-    """What a function makes of codes (..., N), so many of each one; float32 (..., each N)."""
+    """Apply a function to codes (..., N), ``each`` values of one; float32 (..., each N)."""
     values = torch.empty(*codes.shape[:-1], each * codes.shape[-1], device=codes.device)
     if values.is_meta:
         return values

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
 FORMAT = 3
-"""Of folders in the cache."""
+"""The format of folders in the cache."""
 COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
 """Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
@@ -190,7 +190,7 @@ def _unfold(file: Path, work: Path) -> None:
 
 
 def _field(reader: GGUFReader, name: str) -> Any:
-    """What a file says of itself under a name; None where it says nothing."""
+    """Return a field of a file's header; None if it has none of that name."""
     field = reader.fields.get(name)
     return None if field is None else field.contents()
 
@@ -230,7 +230,7 @@ def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
         raise MoesaicError(message) from None
     state = model.state_dict()
     stored = {*naming.in_memory.values()}
-    # layers that predict further tokens, which transformers does not read
+    # MTP layers, which transformers does not read
     left = {name for name in stored - state.keys() if not name.startswith("mtp.")}
     _check_left(file, [name for name, to in naming.in_memory.items() if to in left], model)
     return [name for name in state if name in stored]

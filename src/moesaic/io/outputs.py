@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import FILES, FOLDER, misread, our_folder
@@ -223,6 +221,8 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
     Yields:
         True if this thread had not held it before. What killed runs left is removed then.
     """
+    from filelock import FileLock, Timeout  # which wrong requests need not wait for
+
     file = _lock_of(out)
     created = [place for place in file.parents if not place.exists()]
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ def _method_of(config: JSON) -> str:
 
 
 def described(config: Values, folder: Path) -> JSON:
-    """What a folder says of the format that its weights are stored in; empty where it is none.
+    """Return the settings of the format of a folder's weights; empty if there are none.
 
     Args:
         config: of ``config.json``, whose language model may have words of its own.
@@ -202,7 +202,7 @@ class Packed(Tensor):
         args: tuple[object, ...] = (),
         kwargs: Values | None = None,
     ) -> object:
-        """What reaches torch after all is done with values."""
+        """Compute with values whatever reaches torch in another way."""
         return func(*_plain(args), **_plain(kwargs or {}))
 
 
@@ -211,7 +211,7 @@ PROPERTIES = {
     *(getattr(Tensor, name).__get__ for name in _SIZES),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
 }
-"""What a tensor says of itself without its values."""
+"""Properties of a tensor that need no values."""
 
 
 def _plain(argument: T) -> T:
@@ -228,7 +228,7 @@ def _plain(argument: T) -> T:
 
 
 def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
-    """What was chosen of a weight, as bytes where they can be; None of one without bytes."""
+    """Return the chosen part of a weight, as bytes if possible; None if the weight has no bytes."""
     if not isinstance(source, Packed) or source.format is None:
         return None
     axis = axis % source.dim() - source.dim()

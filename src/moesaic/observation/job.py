@@ -240,7 +240,7 @@ class Job(Generic[A_co]):
 
     @cached_property
     def mtp_layers(self) -> int:
-        """Layers that predict further tokens.
+        """Number of MTP layers.
 
         Of a loaded model as many as its config says, for it has none any more.
         """
