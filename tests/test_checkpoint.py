@@ -11,14 +11,21 @@ import pytest
 import torch
 from builders import equal, inside, tiny_model, weights
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, ShardWriter, check_finite, extend
+from moesaic.io.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    ShardWriter,
+    check_finite,
+    extend,
+)
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.source import resolve
@@ -46,20 +53,6 @@ def test_one_shard_needs_no_index(tmp_path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(2))
 
 
-def test_pickled_weights_are_never_opened(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(MoesaicError, match="pickled weights only"):
-        Checkpoint(tmp_path)
-
-
-def test_truncated_file(tmp_path):
-    save_file({"a": torch.randn(100)}, tmp_path / "model.safetensors")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-50])
-    with pytest.raises(MoesaicError, match=r"model\.safetensors is missing, truncated or corrupt"):
-        Checkpoint(tmp_path)
-
-
 def test_one_file_may_be_larger_than_memory(tmp_path):
     """A file of holes, which takes no room."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -72,21 +65,22 @@ def test_one_file_may_be_larger_than_memory(tmp_path):
     assert Checkpoint(tmp_path).shape("w") == (rows, 512)
 
 
-def test_missing_shard(tmp_path):
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(MoesaicError, match="00001-of-00002"):
-        Checkpoint(tmp_path)
+INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
 
 
-def test_broken_index(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(MoesaicError, match="index.json cannot be read"):
-        Checkpoint(tmp_path)
-
-
-def test_nothing_there(tmp_path):
-    with pytest.raises(MoesaicError, match=r"No model\.safetensors"):
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("pytorch_model.bin", b"x", "pickled weights only"),
+        (SINGLE_NAME, save({"a": torch.ones(9)})[:-5], "safetensors is missing, truncated or corr"),
+        (INDEX_NAME, INDEX.encode(), "00001-of-00002"),
+        (INDEX_NAME, b"{", r"index\.json cannot be read"),
+        ("none", b"", r"No model\.safetensors"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path, file, content, words):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(MoesaicError, match=words):
         Checkpoint(tmp_path)
 
 

@@ -335,8 +335,8 @@ def rewrite(
         arch: its architecture.
         plan: the decision.
         writer: takes the tensors.
-        keep: whether a tensor outside of the plan's layers stays, by its name in memory; of layers
-            that predict further tokens and stay, :func:`followers` tells what becomes.
+        keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
+            layers that are kept are converted by :func:`mtp_plans`.
         dtype: the floating-point type by name in memory, None for the checkpoint's own.
     """
     checkpoint = naming.checkpoint
