@@ -240,7 +240,7 @@ def test_compressed_tensors_by_its_own_package(layout):
     for axis, order in ((0, [*range(16, 32), *range(16)]), (1, [*range(32, 64)])):
         some = carried.index_select(axis, torch.tensor(order))
         assert torch.equal(form.values(some.parts), some.as_subclass(torch.Tensor)), axis
-    check_taken(form, mine)
+    check_chosen(form, mine)
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,13 @@ def test_scales_stay_powers_of_two_where_the_config_says_so():
     assert torch.equal(scales.log2(), scales.log2().round())
 
 
-def check_taken(form, parts):
+def check_chosen(form, parts):
     """Rows and columns across blocks are those of the values, twice and in no order."""
     values = form.values(parts)
     for axis in range(-values.dim(), 0):
         order = torch.tensor([3, 0, values.shape[axis] - 1, 3])[: values.shape[axis] + 1]
         order = order.clamp(max=values.shape[axis] - 1)
         wanted = values.index_select(axis, order)
-        assert torch.equal(form.taken(parts, axis, order), wanted), axis
         assert torch.equal(Packed.of(form, parts).index_select(axis, order) + 0, wanted), axis
 
 
@@ -303,7 +302,7 @@ def test_what_a_format_holds_it_gives_back(form):
     step = 2**-4 if eight else 0.25
     assert ((once - values).abs() <= step * values.abs().amax() + 1e-6).all()
     assert (once - values).norm() / values.norm() < (0.04 if eight else 0.15)
-    check_taken(form, form.parts(values, like))
+    check_chosen(form, form.parts(values, like))
     again = form.values(form.parts(once, like))
     torch.testing.assert_close(again, once, rtol=1e-6 if eight else 0, atol=0)
 

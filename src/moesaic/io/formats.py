@@ -137,16 +137,6 @@ class Format(ABC):
     def values(self, parts: Parts) -> Tensor:
         """The values, float32."""
 
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        """Return ``values(parts).index_select(axis, order)``; little else is computed.
-
-        Args:
-            parts: the weight's.
-            axis: of the values, counted from the end.
-            order: int64.
-        """
-        return self.values(parts).index_select(axis, order)
-
     @abstractmethod
     def parts(self, values: Tensor, like: Parts) -> Parts:
         """Values in this format, each block with the scale that its largest value asks for.
@@ -255,17 +245,7 @@ class BlockScaled(Format):
     def values(self, parts: Parts) -> Tensor:
         codes, scales = parts.values()
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        return _scaled(_numbers(codes), _scales(scales), self.block(codes.shape))
-
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        codes, scales = parts.values()
-        if axis < -2 or scales.dim() < 2:
-            return super().taken(parts, axis, order)
-        block = [*self.block(codes.shape)]
-        scales = _rows(scales, axis, order // block[axis])  # every row or column has its scale
-        block[axis] = 1
-        chosen = _rows(codes, axis, order)
-        return _scaled(_numbers(chosen), _scales(scales), (block[0], block[1]))
+        return _blockwise(_numbers(codes), _scales(scales), self.block(codes.shape))
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         rows, columns = self.block(values.shape)
@@ -313,10 +293,7 @@ class Halved(BlockScaled):
     def values(self, parts: Parts) -> Tensor:
         codes, scales = parts.values()
         values = _two_a_byte(codes.view(torch.uint8))
-        return _scaled(values, _scales(scales), (1, GROUP))
-
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        return Format.taken(self, parts, axis, order)
+        return _blockwise(values, _scales(scales), (1, GROUP))
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         (code_end, _), (scale_end, like_scales) = like.items()
@@ -610,22 +587,8 @@ class Compressed(Format):
         block = self._block(codes.shape, scales.shape)
         values = _numbers(codes)
         if zeros is not None:
-            values -= _spread(zeros.float(), codes.shape, block)
-        return _scaled(values, scales, block)
-
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        codes, scales, zeros = self._codes(parts), parts["_scale"].float(), self._zeros(parts)
-        if scales.dim() < 2 or scales.shape[axis] == 1:
-            return super().taken(parts, axis, order)
-        block = [*self._block(codes.shape, scales.shape)]
-        blocks, block[axis] = order // block[axis], 1
-        chosen = _numbers(_rows(codes, axis, order))
-        wide = [
-            _spread(_rows(part.float(), axis, blocks), chosen.shape, (block[0], block[1]))
-            for part in (scales, zeros)
-            if part is not None
-        ]
-        return (chosen - wide[1] if len(wide) > 1 else chosen) * wide[0]
+            _blockwise(values, zeros.float(), block, Tensor.sub_)
+        return _blockwise(values, scales, block)
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         before = self._codes(like)
@@ -766,24 +729,28 @@ def e4m3(codes: Tensor) -> Tensor:
     return (sign | size << 7 | nan).view(torch.float16) * 256
 
 
-def _scaled(values: Tensor, grid: Tensor, block: Sequence[int]) -> Tensor:
-    """Values (..., O, I) times their block's number, in place; the last blocks may be cut off."""
+def _blockwise(
+    values: Tensor,
+    grid: Tensor,
+    block: Sequence[int],
+    change: Callable[[Tensor, Tensor], object] = Tensor.mul_,
+) -> Tensor:
+    """Change values (..., O, I) by their block's number, in place; the last blocks may be cut off.
+
+    Args:
+        values: float32.
+        grid: a number for each block.
+        block: its rows and columns.
+        change: of a view of the values, in place; by default times the number.
+    """
     rows, columns = block
     grid = grid if grid.dim() > 1 else grid.view(-1, 1)
     wide = grid.repeat_interleave(columns, -1)[..., : values.shape[-1]]
     whole = values.shape[-2] // rows
     blocks = values[..., : whole * rows, :].unflatten(-2, (whole, rows))
-    blocks *= wide[..., :whole, :].unsqueeze(-2)
-    values[..., whole * rows :, :] *= wide[..., whole:, :]
+    change(blocks, wide[..., :whole, :].unsqueeze(-2))
+    change(values[..., whole * rows :, :], wide[..., whole:, :])
     return values
-
-
-def _spread(grid: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
-    """A number for each block as a number for each value."""
-    if grid.dim() < 2:
-        grid = grid.view(-1, 1)
-    wide = grid.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return wide[..., : shape[-2], : shape[-1]]
 
 
 def _spoken(shape: Sequence[int]) -> str:

@@ -235,8 +235,7 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
     parts = source.format.chosen(source.parts, axis, order)
     if parts is not None:
         return Packed(source.format, parts, source._row)
-    values = source.format.taken(source.parts, axis, order)
-    return values[0] if source._row else values
+    return source.plain.index_select(axis, order)
 
 
 def _cast(source: Packed, dtype: torch.dtype) -> Tensor | None:
