@@ -95,7 +95,7 @@ class Tensors(Checkpoint):
             about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
             processed = self._processor.process(weights=numbers, name=str(stored.name), **about)
             numbers = processed.weights
-        return torch.from_numpy(np.array(numbers, np.float32)).view(shape)
+        return torch.from_numpy(np.require(numbers, np.float32, ["C", "W"])).view(shape)
 
 
 def values(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> Numbers:
