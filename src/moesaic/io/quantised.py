@@ -286,10 +286,8 @@ class QuantisedCheckpoint(Checkpoint):
         stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
         self._formats: dict[str, Format] = {}
-        try:
+        with reading(folder):
             weights = list(format.weights({n: s.kind for n, s in self._stored.items()}))
-        except ValueError as error:
-            raise MoesaicError(f"{folder} cannot be read: {error}.") from error
         for weight, ends in weights:
             stored = {end: stored_name(weight, end) for end in ends}
             missing = [part for part in stored.values() if part not in self._stored]
@@ -320,20 +318,16 @@ class QuantisedCheckpoint(Checkpoint):
         if stored is None:
             return super().tensor(name)
         parts = {end: super(QuantisedCheckpoint, self).tensor(p) for end, p in stored.items()}
-        try:
+        with reading(f"{name} in {self.folder}"):
             return Packed.of(self._formats[name], parts)
-        except ValueError as error:
-            raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._parts.get(name)
         if stored is None:
             return super().shape(name)
-        try:
+        with reading(f"{name} in {self.folder}"):
             shapes = {end: tuple(self._stored[part].shape) for end, part in stored.items()}
             return self._formats[name].shape(shapes)
-        except ValueError as error:
-            raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
     def is_floating(self, name: str) -> bool:
         return name in self._parts or super().is_floating(name)
