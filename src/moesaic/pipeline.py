@@ -37,7 +37,7 @@ from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
-from moesaic.plan import Plan, Progress
+from moesaic.plan import MadeFrom, Plan, Progress
 from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
@@ -310,10 +310,10 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
 def _keep(result: Result, folder: Path) -> None:
     """Save a step's result, unless the same result of the same weights is there already."""
     note = folder.with_name(f"{folder.name}.json")
-    identity: JSON = json.loads(json.dumps(result.identity()))
+    identity = result.identity()
     if folder.exists() and note.exists():
-        noted: JSON = mapping_of(note)
-        if noted == {**identity, "saved": resolve(str(folder)).fingerprint}:
+        there = {**identity, "saved": resolve(str(folder)).fingerprint}
+        if not MadeFrom(mapping_of(note)).differs(MadeFrom(there)):
             return
     with whole_folder(folder, overwrite=True) as partial:
         result.write(partial)

@@ -613,7 +613,7 @@ def _check_weights(plan: Plan, source: Source) -> None:
     A plan that was made from a live model is compared with the source loaded in its type.
 
     Raises:
-        MoesaicError: names both models and their fingerprints.
+        MoesaicError: names both models.
     """
     expected, actual = plan.base.weights, source.fingerprint
     if expected.startswith(IN_MEMORY):
@@ -630,8 +630,8 @@ def _check_weights(plan: Plan, source: Source) -> None:
         )
     else:
         raise MoesaicError(
-            f"The plan was made from {plan.base.name or 'a model in memory'} with weights "
-            f"{expected}; {source.name} has weights {actual}."
+            f"The plan was made from {plan.base.name or 'a model in memory'}, and "
+            f"{source.name} has other weights."
         )
 
 

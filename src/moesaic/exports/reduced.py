@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, aligned, base_config
-from moesaic.io.checkpoint import Writer, shape_of
+from moesaic.io.checkpoint import Value, Writer, mapped, shape_of
 from moesaic.io.source import Source
 from moesaic.plan import Plan
 from moesaic.plans import neurons
@@ -214,19 +213,19 @@ class Fitting:
         self.writer, self.mixture = writer, mixture
         self.numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, value: Value) -> None:
         layer = self.numbered.match(name)
         if layer is not None:
             start, old, rest = layer[1], int(layer[2]), layer[3]
             if old not in self.mixture.numbers:
                 return
             name = f"{start}{self.mixture.numbers[old]}.{rest}"
-            new = self.mixture.widened(old, rest, tuple(tensor.shape))
-            if new != tuple(tensor.shape):
-                missing = [n - was for was, n in zip(tensor.shape, new, strict=True)]
+            new = self.mixture.widened(old, rest, tuple(value.shape))
+            if new != tuple(value.shape):
+                missing = [n - was for was, n in zip(value.shape, new, strict=True)]
                 assert min(missing) >= 0, f"{name} would be cut"
-                tensor = F.pad(tensor, (0, missing[1], 0, missing[0]))
-        self.writer.add(name, tensor)
+                value = F.pad(mapped(value), (0, missing[1], 0, missing[0]))
+        self.writer.add(name, value)
 
     def close(self) -> None:
         self.writer.close()

@@ -163,7 +163,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             **job.asked(config),
             "compare": list(job.args.compare),
             "stats": observation.file,
-            "calibration": job.tokens.fingerprint if refit else calibration,
+            "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
         finished = job.finished(request)
         self._decide(job, methods, sizes, observation, finished)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.types import JSON, Model, Track, Values, logits_alone, silent
+from moesaic.types import JSON, Model, Track, Values, cache_of, logits_alone, silent
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
     token = out.logits[:, -1:].argmax(-1)
     prefilled = clock(prompt.device)
     for _ in range(new_tokens):
-        out = model(input_ids=token, past_key_values=out.past_key_values, **options)
+        out = model(input_ids=token, **cache_of(out), **options)
         token = out.logits[:, -1:].argmax(-1)
     return prefilled - start, clock(prompt.device) - prefilled
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.types import Values
+from moesaic.types import Values, cache_of
 
 LOW = 0xFFFFFFFF
 """Mask of the lower 32 bits."""
@@ -135,7 +135,8 @@ class Watch:
         if isinstance(positions, Tensor):  # the first of several kinds (K, B, L) is that in text
             positions_BL = (positions[0] if positions.dim() == 3 else positions).expand_as(ids)
         else:
-            count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)
+            cache = next(iter(cache_of(kwargs).values()), None)
+            count = getattr(cache, "get_seq_length", lambda: 0)
             positions_BL = places(ids, kwargs.get("attention_mask"), count())
         for index, layer in enumerate(getattr(body, self.leaf)):
             if (passage := vars(layer).get("passage")) is not None:

@@ -37,7 +37,7 @@ from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
 from moesaic.observation.stream import Site
-from moesaic.plan import BaseShape, differing
+from moesaic.plan import BaseShape, MadeFrom
 from moesaic.types import JSON, Model, Values
 
 FORMAT = 4
@@ -106,7 +106,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     wait_for_all()  # or a process would look for finished layers in a folder that is being deleted
     done = [i for i in layers if _layer_file(folder, i).exists()]
     for i in done:
-        differences = [*differing(StatsFile(_layer_file(folder, i)).header, request)]
+        stored = MadeFrom(StatsFile(_layer_file(folder, i)).header)
+        differences = stored.differs(MadeFrom(request))
         if differences:
             raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
     if len(done) < len(layers):
@@ -157,8 +158,8 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
     file = StatsFile(Path(path))
     job.warn_of_text()
     base = plain(job.base)
-    stored = {"routing": base["routing"], **file.header["base"]}  # absent in older files
-    differences = [*differing({"base": stored}, {"base": base})]
+    stored = {"base": {"routing": base["routing"], **file.header["base"]}}
+    differences = MadeFrom(stored).differs(MadeFrom({"base": base}))
     if differences:
         raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
     if needs_gram and not file.header["gram"]:

@@ -282,6 +282,13 @@ class Job(Generic[A_co]):
             **values,
         }
 
+    @property
+    def text(self) -> JSON:
+        """Options and fingerprint of the calibration text; options explain another fingerprint."""
+        windows, tokens = self.tokens.input_ids.shape
+        made = {"windows": windows, "tokens": tokens, "fingerprint": self.tokens.fingerprint}
+        return {**asdict(self.args.calibration), **made}
+
     @cached_property
     def share(self) -> tuple[Tokens, list[int]]:
         """Tokens of this process, and the indices of their batches."""
@@ -333,9 +340,8 @@ class Job(Generic[A_co]):
         return self.original if inplace else copy.deepcopy(self.original)
 
     def asked(self, config: MethodConfig) -> JSON:
-        """Return the request as a user wrote it: verb, method, options, and options of the text."""
-        text = {"method": config.name, **asdict(self.args.calibration)}
-        return {"config": asdict(config), "asked": {"verb": config.verb, **text}}
+        """Return the request for a method, as a user wrote it: verb, method and options."""
+        return {"verb": config.verb, "method": config.name, "config": asdict(config)}
 
     def finished(self, request: Values) -> Finished:
         """Return the store of layers of this request that were decided before.

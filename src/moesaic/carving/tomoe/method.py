@@ -72,7 +72,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             examples,
             args.resume_from and args.resume_from / "training",
             objective=StudentLoss(config.seed),
-            request={"calibration": job.tokens.fingerprint},
+            request={"text": job.text},
         )
         head_logits = student.head_logits(job.tokens)
         student.to("cpu")

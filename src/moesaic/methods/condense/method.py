@@ -100,7 +100,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config, options = self.config, asdict(self.config)
         candidates = _candidates(job, config)
         fingerprint = job.tokens.fingerprint
-        finished = job.finished({**job.asked(config), "calibration": fingerprint})
+        finished = job.finished({**job.asked(config), "text": job.text})
         stream = job.stream(candidates, job.arch.mixture, job.share[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
