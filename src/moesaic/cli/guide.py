@@ -298,7 +298,8 @@ def drawn(points: Sequence[Point], size: int) -> Table:
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for n, point in enumerate(points, 1):
-        active = point.candidate and count(point.candidate.weight.active_parameters)
+        weight = point.candidate.weight if point.candidate else None
+        active = count(weight.active_parameters) if weight else ""
         native = "GGUF" if point.type else "yes" if point.native else "no"
         loss = f"{point.figures['loss']:+.1%}".replace("%", " %").replace("-0.0 ", "+0.0 ")
         table.add_row(
