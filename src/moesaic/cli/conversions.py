@@ -69,7 +69,8 @@ class VerbCommand(Command):
         if method not in self.methods:
             step_config(self.verb.name, {"method": method})  # refused, with what was meant
         bundles = self.methods[method].bundles
-        self.bundle = bundles.get(str(named.get("recipe", "" if "method" in named else "best")), {})
+        bundle = str(named.get("recipe", "" if "method" in named else "best"))
+        self.bundle = dict(bundles.get(bundle, {}))
         return method
 
     def _params(self) -> list[click.Parameter]:
