@@ -213,8 +213,10 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
     """Return the goal: given, of the search that is resumed, asked for, or by default."""
     size, room = machine["weight_bytes"], int(ROOM * machine["free_bytes"])
     if wanted.memory and wanted.memory >= size:
-        least = f"memory {in_unit(size)}"
-        raise MoesaicError(f"The model is within this budget as it is ({least}): give less.")
+        raise MoesaicError(
+            f"This model is within this budget as it is (memory {in_unit(size)}): give a smaller "
+            "one."
+        )
     if wanted != Goal():
         return wanted
     if resume and (work / GOAL).is_file():
