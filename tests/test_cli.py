@@ -241,7 +241,7 @@ skip MIXTURE OUT --quantile 0 | --quantile 0 skips nothing
 skip MIXTURE OUT --top-k two | 'two' is not a whole number
 condense MIXTURE OUT --count 0 | --count 0 condenses nothing
 condense MIXTURE OUT --memory much | not a number of bytes
-condense MIXTURE OUT --candidates a,b | --candidates: Input should be
+condense MIXTURE OUT --candidates 1,a | candidates.1 'a' is not a whole number
 tune MIXTURE OUT --data old.txt | trained on, too, with train=FILE
 fit MIXTURE OUT | Give a budget
 fit MIXTURE OUT --memory 50% | --memory '50%' is not a number of bytes
