@@ -241,7 +241,7 @@ skip MIXTURE OUT --quantile 0 | --quantile 0 skips nothing
 skip MIXTURE OUT --top-k two | 'two' is not a whole number
 condense MIXTURE OUT --count 0 | --count 0 condenses nothing
 condense MIXTURE OUT --memory much | not a number of bytes
-condense MIXTURE OUT --candidates a,b | --candidates: Input should be
+condense MIXTURE OUT --candidates 1,a | candidates.1 'a' is not a whole number
 tune MIXTURE OUT --data old.txt | trained on, too, with train=FILE
 fit MIXTURE OUT | Give a budget
 fit MIXTURE OUT --memory 50% | --memory '50%' is not a number of bytes
@@ -347,7 +347,7 @@ def test_an_unfinished_run_is_named_by_its_command(command, moe_folder, tmp_path
         assert command(*verb, "--keep", 0.5, "--samples", 6)[0] == 130
     code, _, err = command(*verb, "--keep", 0.75, "--samples", 6)
     assert (code, "holds an unfinished run (moesaic slim" in err) == (2, True), err
-    assert "--keep 0.5 --samples 6 --length 24, 3 layers finished)" in err
+    assert "--keep 0.5 --refit --samples 6 --length 24, 4 layers finished)" in err
     code, _, err = command(*verb, "--keep", 0.75, "--samples", 5, "--resume")
     assert (code, "keep was 0.5, is 0.75; samples was 6, is 5." in err) == (2, True), err
     assert command(*verb, "--keep", 0.5, "--samples", 6, "--resume")[0] == 0
@@ -627,13 +627,13 @@ def test_python_m_moesaic_is_the_command():
 
 @pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --sco", 4)])
 def test_shells_complete_commands_and_options(words, at):
-    asked = {"_MOESAIC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+    asked = {"_MOESAIC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
     code = "import sys; sys.argv = ['moesaic']; from moesaic import cli; cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, env={**os.environ, **asked},
     )  # fmt: skip
-    assert done.stdout.split() == ["prune" if at == 1 else "--score"], done.stderr
+    assert done.stdout.split() == ["plain,prune" if at == 1 else "plain,--score"]
 
 
 def test_version(command):

@@ -28,7 +28,8 @@ from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import Prices, asked, key_of
 from moesaic.fitting.run import opened
-from moesaic.fitting.sizes import Weight
+from moesaic.fitting.sizes import Weight, steps_as_json
+from moesaic.fitting.trials import Trials, _key
 from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.rounding import rounded
@@ -101,6 +102,18 @@ def test_a_native_point_is_among_those_shown():
     found: Any = guide.found
     assert found(search, Goal(memory=90), [FitConfig(memory=90)], 100) == [odd, natives[1]]
     assert search.config.native
+
+
+def test_layers_that_were_decided_on_other_text_are_not_handed_over(tmp_path):
+    """Some methods hold windows back to compare, and a run holds others back than a search."""
+    trials: Any = Trials.__new__(Trials)
+    trials.work, trials.texts = tmp_path, SimpleNamespace(both=[SimpleNamespace(fingerprint="a")])
+    steps = (SlimConfig(allocate="layers+experts"),)
+    layers = tmp_path / f"layers-{_key(steps_as_json(steps))}"
+    layers.mkdir()
+    for text, handed in (("b", False), ("a", True)):
+        (layers / "request.json").write_text(json.dumps({"calibration": text}))
+        assert trials.hand_over(steps, str(tmp_path / "out")) == handed
 
 
 def test_the_command_that_does_it_again():

@@ -33,6 +33,11 @@ def test_sizes_may_have_units():
     assert step_config("condense", {"memory": "1.5GB"}).memory == 1_500_000_000
 
 
+def test_numbers_may_be_listed_with_commas():
+    assert step_config("condense", {"candidates": "1,2"}).candidates == (1, 2)
+    assert step_config("skip", {"betas": "0.5"}).betas == (0.5,)
+
+
 def test_values_arrive():
     recipe = parse_recipe(TEXT)
     assert recipe.steps[0].active == 0.7

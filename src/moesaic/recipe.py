@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -31,6 +31,7 @@ from moesaic.config import (
     flag_of,
     option,
     parse_bytes,
+    types_of,
 )
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
@@ -330,6 +331,9 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
                 raise MoesaicError(f"{entry.name} {error}") from None
         if about(entry).parse == "text" and isinstance(value, dict | list):
             values[entry.name] = spelled(value)
+        hint = types_of(config)[entry.name]
+        if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
+            values[entry.name] = value.split(",")  # numbers, as a command line has them
     return values
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class VerbCommand(Command):
         if method not in self.methods:
             step_config(self.verb.name, {"method": method})  # refused, with what was meant
         bundles = self.methods[method].bundles
-        self.bundle = bundles.get(str(named.get("recipe", "" if "method" in named else "best")), {})
+        bundle = str(named.get("recipe", "" if "method" in named else "best"))
+        self.bundle = dict(bundles.get(bundle, {}))
         return method
 
     def _params(self) -> list[click.Parameter]:
@@ -103,7 +104,7 @@ class VerbCommand(Command):
         common = [*self.text, *measured, evaluate, given.DEVICE, given.DTYPE]
         return [given.MODEL, given.OUT, *own, *common, given.DRY_RUN, *RUN]
 
-    def unknown(self, flag: str) -> str:
+    def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         for method, config in self.methods.items():
             if name in {field.name for field in fields(config)}:

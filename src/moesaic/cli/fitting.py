@@ -92,10 +92,10 @@ def tried(candidates: list[Any]) -> Any:
     from moesaic.report.numbers import memory
 
     table = Table(title="Candidates", title_justify="left")
-    for name in ("form", "memory", "active", "perplexity", "KL", "estimated"):
+    for name in ("form", "memory", "active", "perplexity rises", "KL", "estimated"):
         table.add_column(name, justify="left" if name == "form" else "right")
     for c in sorted(candidates, key=lambda c: float(c["kl"])):
-        figures = (memory(c["memory"]), f"{c['active_parameters']:,}", f"{c['loss']:+.1%}")
+        figures = (memory(c["memory"]), f"{c['active_parameters']:,}", f"{c['loss']:.1%}")
         table.add_row(c["form"], *figures, f"{c['kl']:.4f}", f"{c['estimated_kl']:.4f}")
     return table
 

@@ -213,8 +213,10 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
     """Return the goal: given, of the search that is resumed, asked for, or by default."""
     size, room = machine["weight_bytes"], int(ROOM * machine["free_bytes"])
     if wanted.memory and wanted.memory >= size:
-        least = f"memory {in_unit(size)}"
-        raise MoesaicError(f"The model is within this budget as it is ({least}): give less.")
+        raise MoesaicError(
+            f"This model is within this budget as it is (memory {in_unit(size)}): give a smaller "
+            "one."
+        )
     if wanted != Goal():
         return wanted
     if resume and (work / GOAL).is_file():
@@ -298,7 +300,8 @@ def drawn(points: Sequence[Point], size: int) -> Table:
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for n, point in enumerate(points, 1):
-        active = point.candidate and count(point.candidate.weight.active_parameters)
+        weight = point.candidate.weight if point.candidate else None
+        active = count(weight.active_parameters) if weight else ""
         native = "GGUF" if point.type else "yes" if point.native else "no"
         loss = f"{point.figures['loss']:+.1%}".replace("%", " %").replace("-0.0 ", "+0.0 ")
         table.add_row(

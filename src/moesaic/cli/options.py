@@ -34,7 +34,7 @@ OWN, COMMON, RUN, SELDOM = "Options", "Text, measuring and device", "The run", "
 """Groups of options; a brief help shows the first, and names those of the next two."""
 
 
-class _Place(click.ParamType):
+class _Place(click.ParamType):  # type: ignore[type-arg]
     """A path; one that begins with ~, which shells leave alone behind =, is in the user's home."""
 
     name = "path"
@@ -46,7 +46,7 @@ class _Place(click.ParamType):
 PATH = _Place()
 
 
-class Number(click.ParamType):
+class Number(click.ParamType):  # type: ignore[type-arg]
     """A number of a kind, ``int`` or ``float``."""
 
     name = "number"
@@ -129,7 +129,7 @@ def option(
 
 def kinds_of(config: type, name: str) -> list[object]:
     """Return the types that a field may have, without None."""
-    hint = types_of(config)[name]
+    hint: Any = types_of(config)[name]
     kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
     return [kind for kind in kinds if kind is not type(None)]
 
