@@ -287,6 +287,7 @@ def test_shown_in_one_line_and_never_as_an_empty_box(name):
     assert "kl" in repr(result.scores).lower()
 
 
+@pytest.mark.nightly
 def test_a_search_returns_a_result(tmp_path, name):
     text = {"samples": 8, "length": 32, "progress": False}
     memory = 3 * resolve(name).checkpoint.nbytes() // 4

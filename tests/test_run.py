@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import pages, tiny_model
+from builders import equal, pages, tiny_model, weights
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,15 +50,6 @@ from moesaic.surgery import apply_plan
 CONFIG = MoREConfig(active=0.8, layers="all")
 MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
 QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
-
-
-def weights(folder):
-    checkpoint = Source("x", folder).checkpoint
-    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def recipe(folder, out, **changes):
