@@ -70,8 +70,7 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
         model: a name or folder, a loaded model, or what a verb returned.
         config: config of one of the verb's methods; None for the one that measures best.
         options: fields of the method's config, ``method`` and ``recipe`` as in a recipe, and
-            options
-        of :meth:`~moesaic.config.RunArgs.of`.
+            options of :meth:`~moesaic.config.RunArgs.of`.
 
     Raises:
         MoesaicError: there is no such verb, or the request cannot be met.
@@ -99,8 +98,7 @@ def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[
     """Split options into those of a verb's method and those of every run.
 
     Some names are both, as on the command line: a seed is that of text and method, and a length is
-    that
-    of calibration text if the verb calibrates.
+    that of calibration text if the verb calibrates.
 
     Raises:
         TypeError: an option is neither; names it and a similar one.
@@ -140,8 +138,7 @@ def apply(
     """Rebuild a result from its base and its plan, bit for bit; return its folder.
 
     A plan holds those that made its base, too: the result is rebuilt from the first base, or from
-    one
-    between.
+    one between.
 
     Args:
         base: the model that the plan was made for: a name or folder, a loaded model, or what a verb
@@ -214,13 +211,12 @@ def run_recipe(
         track: shows progress.
         findings: values that led to the recipe, for the record.
         more: function that writes further files into the folder before it is complete, and returns
-        values for the record.
+            values for the record.
         log: a log to continue; by default a new one.
 
     Returns:
         the record of the run, as in ``result.json``; None in all processes but the first, which
-        alone
-        writes.
+        alone writes.
 
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.

@@ -109,7 +109,8 @@ def of_model(model: Model, config: Config) -> Arch:
     Args:
         model: on any device; a skeleton will do.
         config: its config.
-        Raises:
+
+    Raises:
         MoesaicError: names the parts that were not found.
     """
     name = config.model_type

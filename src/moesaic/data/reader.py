@@ -79,8 +79,7 @@ class RowRange:
 
         Returns:
             ``source``; ``split`` if there are several; ``rows``, first and one past the last, if
-            they
-            are not all; ``held_out`` if true.
+            they are not all; ``held_out`` if true.
         """
         values: JSON = {"source": self.source or "shipped"}
         if self.split:

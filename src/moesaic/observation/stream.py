@@ -321,10 +321,10 @@ class LayerStream(Generic[V_co]):
         self.change: Callable[[nn.Module, int], AbstractContextManager[object]] = lambda *_: (
             nullcontext()
         )
-        """Context entered with each layer and its index while its weights are loaded. For the
-        embeddings
-        it gets the model itself and :data:`BEFORE`, for the head the model and the number of
-        layers.
+        """Function of each layer and its index, whose context is entered while weights are loaded.
+
+        For the embeddings it gets the model and :data:`BEFORE`, for the head the model and
+        :attr:`count`.
         """
 
     @contextmanager
@@ -354,7 +354,7 @@ class LayerStream(Generic[V_co]):
 
         Args:
             dtype: floating-point dtype; None for the checkpoint's own, or its replacement
-            (:func:`~moesaic.io.dtypes.working_type`).
+                (:func:`~moesaic.io.dtypes.working_type`).
             model: the skeleton to fill; by default a new one. Other arguments are those of the
                 class.
         """

@@ -43,8 +43,7 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
     possible.
 
     Each of the old groups with the most neurons left gets a new group, which neurons of the other
-    groups
-    fill up. So most columns keep the group for which their scale was computed.
+    groups fill up. So most columns keep the group for which their scale was computed.
 
     Args:
         order_W: the neurons, then PADDING.
@@ -98,7 +97,7 @@ def of_mlp(
         order_W: int64: the neuron at each new place, or PADDING.
         down_DW: replaces the down projection.
         width: neurons before, for gates and ups that one projection makes but that may be stored
-        apart.
+            apart.
     """
     projection, _, part = name.rpartition(".")
     if projection == names.down:

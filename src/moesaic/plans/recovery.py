@@ -1,14 +1,14 @@
 """Refit in closed form: the least-squares problem that every layer kind's ``refit`` solves.
 
-Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ
-by token. With h~ the input of the down projection after conversion, zero for idle neurons,
+Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ by
+token. With h~ the input of the down projection after conversion, zero for idle neurons,
 
     min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
 
-y the layer's output in the original model. The result is near the weights W it starts from;
-lambda is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
-:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its
-experts side by side, see :func:`~moesaic.plans.regression.ridge_path`.
+y the layer's output in the original model. The result is near the weights W it starts from; lambda
+is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
+:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its experts
+side by side, see :func:`~moesaic.plans.regression.ridge_path`.
 
 Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W kept
 ones.
@@ -82,7 +82,7 @@ def refitted_down(
         site: the unchanged layer, and its tokens.
         order_M: the kept neurons, in their new order.
         running: per batch, the original hidden activations, and h~ (T, M) of the kept neurons, zero
-        where a token does not run one.
+            where a token does not run one.
 
     Returns:
         the down projection (D, M); ``lost``, ``recovered`` and ``strength`` for the record.
@@ -167,7 +167,7 @@ def refitted_downs(
         kept: the original expert at each new place, below 0 if there is none.
         neurons_of: function of (place, width) that returns the expert's kept neurons, int64.
         shared_S: the kept neurons of the shared path, whose down projection is solved for too; None
-        to leave that path unchanged.
+            to leave that path unchanged.
 
     Returns:
         down projections by place, in the layout of the experts' module (E, D, W), None if none

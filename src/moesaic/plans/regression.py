@@ -1,8 +1,7 @@
 """Ridge regression with held-out strength, in closed form or by conjugate gradients; a paired test.
 
 The closed form works on sums over tokens; conjugate gradients solve many blocks of features
-jointly.
-Shape suffixes: T tokens, N tokens of one block, F features, O outputs.
+jointly. Shape suffixes: T tokens, N tokens of one block, F features, O outputs.
 """
 
 from __future__ import annotations
