@@ -182,7 +182,7 @@ def refitted_downs(
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
-    fitted, held, square = _missing(site, parts)
+    fitted, held, square = _regression_data(site, parts)
     before = _square(held.y_TO)
     lost = _square(fitted.y_TO) + before
     enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
@@ -197,14 +197,16 @@ def refitted_downs(
     if SHARED in parts:
         shared = parts.pop(SHARED)
         shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
-    return _placed(kept, view, parts), shared_DS, figures
+    return _by_place(kept, view, parts), shared_DS, figures
 
 
 def _square(r_TD: Tensor) -> float:
     return r_TD.double().square().sum().item()
 
 
-def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Blocks, float]:
+def _regression_data(
+    site: Site[MoEFFN], parts: Mapping[int, _Part]
+) -> tuple[Blocks, Blocks, float]:
     """Return the output's error without the removed parts, and h~ of the kept ones, as regression
     data.
 
@@ -300,7 +302,7 @@ def _fit(
     return left_TD
 
 
-def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
+def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
     """Return the experts' down projections by place, zero at empty places (E, D, W)."""
     fused, transposed = view.experts.down_proj, view.arch.transposed
     room = max(len(part.order_W) for part in parts.values())
