@@ -26,8 +26,8 @@ class Log(logging.Handler):
     def __init__(self, track: Track = silent) -> None:
         super().__init__(logging.WARNING)
         self.stages: list[JSON] = []
-        """Stages in order of their start: ``stage``, ``seconds`` by the clock, ``cpu_seconds``
-        of this process, and ``within``, the stage that it is a part of."""
+        """Stages in order of their start: ``stage``, ``seconds`` by the clock, ``cpu_seconds`` of
+        this process, and ``within``, the stage that it is a part of."""
         self.warnings: list[str] = []
         """Warnings, each once."""
         self.of_speed: list[str] = []

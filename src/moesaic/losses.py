@@ -41,8 +41,7 @@ def in_chunks(logits_BLV: Tensor, labels_BL: Tensor) -> Iterator[Tensor]:
     """Yield :func:`log_probabilities`, a few tokens at a time and in order.
 
     Temporaries then fit into a processor's cache: a sum over a vocabulary of 262,144 takes a third
-    of
-    the time that it takes at once.
+    of the time that it takes at once.
     """
     chunk = CHUNK if logits_BLV.device.type == "cpu" else ACCELERATED
     places_T2 = (labels_BL[:, 1:] != IGNORED).nonzero()

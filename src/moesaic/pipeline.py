@@ -70,8 +70,7 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
         model: a name or folder, a loaded model, or what a verb returned.
         config: config of one of the verb's methods; None for the one that measures best.
         options: fields of the method's config, ``method`` and ``recipe`` as in a recipe, and
-            options
-        of :meth:`~moesaic.config.RunArgs.of`.
+            options of :meth:`~moesaic.config.RunArgs.of`.
 
     Raises:
         MoesaicError: there is no such verb, or the request cannot be met.
@@ -85,7 +84,7 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
         shown = ", ".join(f"{key}={value!r:.60}" for key, value in given.items())
         called = repr(str(model)) if isinstance(model, str | Path) else "model"
         raise TypeError(f"Options are given by name: moesaic.{name}({called}, {shown})")
-    own, run = _told_apart(name, config, options)
+    own, run = _split_options(name, config, options)
     if config is None:
         config = step_config(name, own)
     elif own:
@@ -95,12 +94,11 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
     return convert(config, RunArgs.of(model, **run))
 
 
-def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
+def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
     """Split options into those of a verb's method and those of every run.
 
     Some names are both, as on the command line: a seed is that of text and method, and a length is
-    that
-    of calibration text if the verb calibrates.
+    that of calibration text if the verb calibrates.
 
     Raises:
         TypeError: an option is neither; names it and a similar one.
@@ -140,8 +138,7 @@ def apply(
     """Rebuild a result from its base and its plan, bit for bit; return its folder.
 
     A plan holds those that made its base, too: the result is rebuilt from the first base, or from
-    one
-    between.
+    one between.
 
     Args:
         base: the model that the plan was made for: a name or folder, a loaded model, or what a verb
@@ -214,13 +211,12 @@ def run_recipe(
         track: shows progress.
         findings: values that led to the recipe, for the record.
         more: function that writes further files into the folder before it is complete, and returns
-        values for the record.
+            values for the record.
         log: a log to continue; by default a new one.
 
     Returns:
         the record of the run, as in ``result.json``; None in all processes but the first, which
-        alone
-        writes.
+        alone writes.
 
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
@@ -229,7 +225,7 @@ def run_recipe(
     wait_for_all()  # all have found the output free before the first process locks it
     log, first, work = log or Log(track), process()[0] == 0, unfinished(recipe.out)
     place = output_lock(Path(recipe.out)) if first else nullcontext()
-    with place, log.listening(), _cleared(recipe.out):
+    with place, log.listening(), _discarded_on_failure(recipe.out):
         measurement = None
         if (settings := recipe.evaluation) is not None:  # refuse wrong requests before any work
             check_tasks(wanted_tasks(settings.tasks, settings.shots, settings.limit))
@@ -270,7 +266,7 @@ def run_recipe(
 
 
 @contextmanager
-def _cleared(out: str) -> Iterator[None]:
+def _discarded_on_failure(out: str) -> Iterator[None]:
     """Delete what a failed run leaves, unless it could be resumed."""
     try:
         yield
@@ -302,12 +298,12 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
             earlier = _record(recipe, result, earlier)
             model = str(work / f"step-{i}")  # on disk until the run is done
             if process()[0] == 0:
-                _keep(result, Path(model))
+                _save_step(result, Path(model))
             wait_for_all()
     return result, earlier
 
 
-def _keep(result: Result, folder: Path) -> None:
+def _save_step(result: Result, folder: Path) -> None:
     """Save a step's result, unless the same result of the same weights is there already."""
     note = folder.with_name(f"{folder.name}.json")
     identity = result.identity()

@@ -109,7 +109,8 @@ def of_model(model: Model, config: Config) -> Arch:
     Args:
         model: on any device; a skeleton will do.
         config: its config.
-        Raises:
+
+    Raises:
         MoesaicError: names the parts that were not found.
     """
     name = config.model_type
@@ -356,7 +357,7 @@ def _mixture(
         arch = replace(arch, shared_times=parts.always)
     elif shared or beside:
         arch = _sizing_shared(arch, layers, layer, config, width)
-    return _asked(arch, block, settings, count)
+    return _with_router_findings(arch, block, settings, count)
 
 
 def _has_down(layer: nn.Module, path: str) -> bool:
@@ -569,7 +570,7 @@ def _choosing(settings: JSON, router: nn.Module, parts: RouterParts) -> str | No
 # --- found by running the router -----------------------------------------------------------------
 
 
-def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEArch:
+def _with_router_findings(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEArch:
     """Return the architecture with the findings of running the router: call, biases, groups."""
     parts, groups = arch.parts, next((key for key in GROUPS if settings.get(key)), None)
     if not hasattr(block.get_submodule(parts.router), "num_group"):
@@ -580,7 +581,7 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     for lifted, apart in ((False, False), (True, False), (False, True)):
         parts = replace(parts, lifted=lifted, apart=apart)
         try:
-            echo_NE = _stand_in(block, parts, count).reported(logits_NX)
+            echo_NE = _routing_twin(block, parts, count).reported(logits_NX)
             break
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
@@ -590,12 +591,14 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     if not (parts.apart or same):
         raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
     arch = replace(arch, parts=parts, groups=groups)
-    if (_stand_in(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
+    if (_routing_twin(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
         arch = replace(arch, chosen=None)
     return replace(arch, per_group=_per_group(arch, block), never=_never(arch, block, logits_NX))
 
 
-def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) -> RoutingFunction:
+def _routing_twin(
+    block: nn.Module, parts: RouterParts, count: int, **numbers: int
+) -> RoutingFunction:
     """Return the routing function of a block with constant weights: all ones, biases zero.
 
     Args:
@@ -631,7 +634,7 @@ def _per_group(arch: MoEArch, block: nn.Module) -> int:
     if arch.groups is None:
         return 1
     try:
-        alone = _stand_in(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
+        alone = _routing_twin(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
         alone.weights(torch.ones(2, 2, dtype=torch.float32))
     except (RuntimeError, IndexError):
         return 2
@@ -652,7 +655,7 @@ def _never(arch: MoEArch, block: nn.Module, logits_NX: Tensor) -> str | None:
     allowed_E[:: count // groups] = False
     there_X = F.pad(allowed_E, (0, parts.always), value=True)
     logits_NX = torch.cat([logits_NX, logits_NX + FAR * ~there_X])
-    routing = _stand_in(block, parts, count)
+    routing = _routing_twin(block, parts, count)
     masked_NE = routing.weights(logits_NX, allowed_E.expand(len(logits_NX), -1))
     lowest = torch.finfo(torch.float32).min / 4
     routing.bias_E = torch.zeros(count, dtype=torch.float32).masked_fill(~allowed_E, lowest)

@@ -78,7 +78,8 @@ def uncarved_arch(config: Config, instead: str) -> Arch:
     Args:
         config: the model's config.
         instead: advice in the message if it was carved.
-        Raises:
+
+    Raises:
         MoesaicError: the model is unknown, or a carved dense model.
     """
     arch = base_arch(config)

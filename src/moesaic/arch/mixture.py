@@ -355,7 +355,8 @@ def each_with_its_tokens(
         chosen_TK: the experts of each token; ``count`` stands for a skipped one.
         weights_TK: their combine weights.
         count: number of experts.
-        Yields:
+
+    Yields:
         the expert's index; its tokens' rows (N,); the factor of its output (N, 1).
     """
     for number in chosen_TK.unique().tolist():
@@ -493,8 +494,7 @@ class MoEFFN:
 
         Yields:
             each expert that runs: its index, its row indices (N,), these rows (N, D), and the
-            factor
-            of its output (N, 1).
+            factor of its output (N, 1).
         """
         if routed:
             chosen_TK, weights_TK = routed

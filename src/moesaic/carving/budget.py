@@ -1,8 +1,8 @@
 """Active ratio, counted one way for all methods, and solvers for a target.
 
 The *active ratio* is parameters used per token over total parameters, counting only the linear
-projections of attention and FFN in the decoder layers. Embeddings, head, norms, biases and
-routers are left out (MoRE Eq. 16: APR; PR = 1 - APR).
+projections of attention and FFN in the decoder layers. Embeddings, head, norms, biases and routers
+are left out (MoRE Eq. 16: APR; PR = 1 - APR).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def split_for_target(
 ) -> dict[int, Split]:
     """Return backbone and petal sizes that meet an active ratio, in closed form.
 
-    A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``,
-    and the backbone has the other neurons.
+    A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``, and
+    the backbone has the other neurons.
 
     Args:
         sizes: all layers.
@@ -101,7 +101,7 @@ def split_for_target(
         experts: petals of a layer.
         top_k: petals that a token runs.
         multiple: both sizes are a multiple of this, as near to the target as that allows; None for
-        a multiple that hardly changes a layer (:func:`alignment`).
+            a multiple that hardly changes a layer (:func:`alignment`).
 
     Raises:
         MoesaicError: the target is out of reach; the message names the nearest that works.
@@ -200,8 +200,7 @@ def solved_top_k(
     neurons in petals of whole neurons.
 
     With ``multiple``, petals are the narrowest of those that meet the target within :data:`NEAR`
-    and
-    the third within a tenth of the width.
+    and the third within a tenth of the width.
 
     >>> sizes = [LayerSize(884_736, 2_654_208, 1536)]
     >>> solved_top_k(sizes, [0], 0.8, 256), solved_top_k(sizes, [0], 0.8, 6, multiple=32)

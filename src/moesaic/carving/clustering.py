@@ -95,8 +95,7 @@ def fill(distance_NR: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.nda
     """Assign each point to a near cluster so that cluster sizes are within bounds.
 
     Points choose in the order of the cost of their second choice; then clusters below ``least``
-    take
-    the points whose distance rises least.
+    take the points whose distance rises least.
 
     >>> d = np.array([[0.0, 1.0], [0.0, 5.0], [0.0, 3.0], [2.0, 0.0]])
     >>> fill(d, np.array([2, 2]), np.array([2, 2])).tolist()

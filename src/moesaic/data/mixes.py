@@ -72,15 +72,15 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
     """Return the sources that a text's name stands for, with named mixes replaced by theirs.
 
     For evaluation, a name that is also a domain of the text that ships is that domain, so that
-    figures
-    are the same everywhere.
+    figures are the same everywhere.
 
     Args:
         spec: as for :func:`moesaic.data.text_source.text_sources`.
         use: calibration (or training), or evaluation.
-        Raises:
+
+    Raises:
         MoesaicError: the name is wrong, or a mix's data sets cannot be read: they are not replaced
-        by other text, so that results do not depend on the network.
+            by other text, so that results do not depend on the network.
     """
     weights: dict[TextSource, float] = {}
     for part in (p for source in text_sources(spec) for p in _parts(source, use)):

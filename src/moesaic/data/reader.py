@@ -80,8 +80,7 @@ class RowRange:
 
         Returns:
             ``source``; ``split`` if there are several; ``rows``, first and one past the last, if
-            they
-            are not all; ``held_out`` if true.
+            they are not all; ``held_out`` if true.
         """
         values: JSON = {"source": self.source or "shipped"}
         if self.split:
@@ -279,7 +278,7 @@ def check_rows(used: Iterable[TextSource], measured: Iterable[TextSource]) -> No
     ours = [source for source in used if not source.shipped]
     for theirs in measured:
         for source in ours:
-            if _place(source) == _place(theirs) and _meet(source, theirs):
+            if _place(source) == _place(theirs) and _overlap(source, theirs):
                 raise MoesaicError(
                     f"{theirs} is to be measured on, and rows of it are calibrated or trained on "
                     f"too ({source}). Measure on another text or split, or on a slice, such as "
@@ -297,7 +296,7 @@ def _place(source: TextSource) -> tuple[str, str, str]:
     return name, source.config, source.data_dir
 
 
-def _meet(source: TextSource, theirs: TextSource) -> bool:
+def _overlap(source: TextSource, theirs: TextSource) -> bool:
     if source.tokenised:
         return True
     taken = open_rows(source, "calibration").taken

@@ -361,7 +361,8 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
     Args:
         row: a text, or columns.
         tokenizer: the model's tokenizer, with the template for conversations.
-        Raises:
+
+    Raises:
         Unusable: its columns hold no text, or the template refuses it.
         MoesaicError: its columns are unknown.
     """

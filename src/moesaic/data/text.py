@@ -54,7 +54,7 @@ class Tokens:
 
     Raises:
         MoesaicError: ids are no integers of at least 0, or the mask has another shape or holds more
-        than 0 and 1.
+            than 0 and 1.
     """
 
     input_ids: Tensor
@@ -390,12 +390,11 @@ def evaluation_tokens(
         max_tokens: most tokens in all; 0 or None for the whole text. A mix shares it by its
             weights.
         config: the model's config, to check the tokens; the default length is then at most its
-        positions.
+            positions.
 
     Raises:
         MoesaicError: a source cannot be read, does not fill one window, or does not fit the model;
-            or
-        ``max_tokens`` is less than one window.
+            or ``max_tokens`` is less than one window.
     """
     usual = LENGTH if config is None else min(LENGTH, positions(config) or LENGTH)
     sources = sources_of(source, "evaluation") if isinstance(source, str) else ()
@@ -464,11 +463,10 @@ def calibration_tokens(
         tokenizer: the model's tokenizer; not used for a file of token ids.
         samples: number of windows; None for 100, or for all of a token file.
         length: tokens of a window, or most tokens of a document; None for ``window``, or for a
-            token
-        file's own.
+            token file's own.
         seed: seed of the draw.
         documents: True if each window is one document with the tokenizer's special tokens, cut at
-        ``length`` and padded, instead of a piece of all text.
+            ``length`` and padded, instead of a piece of all text.
         window: default length of a window.
 
     Raises:

@@ -10,9 +10,8 @@ It identifies byte-level vocabularies by a hash over some text, which is differe
 vocabulary. One that splits text as GPT-2 does, without normalising it, is written as GPT-2's.
 
 For SentencePiece's vocabularies it needs the file ``tokenizer.model``, which transformers 5 does
-not
-write. Without it, all tokens get one score, or are taken for bytes (Gemma 3): llama.cpp would split
-text differently from transformers. Their scores become the order of their merges.
+not write. Without it, all tokens get one score, or are taken for bytes (Gemma 3): llama.cpp would
+split text differently from transformers. Their scores become the order of their merges.
 
 It expects MTP layers in Qwen's mixtures, which transformers does not write: if a checkpoint has
 none, ``no_mtp`` is set.
@@ -119,8 +118,7 @@ def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
     """Return text, score and type of every token, one for each row of the embedding.
 
     The converter's own method takes added tokens that are in the vocabulary, such as those that
-    begin
-    a turn, for ordinary text, and has only as many tokens as the tokenizer.
+    begin a turn, for ordinary text, and has only as many tokens as the tokenizer.
     """
     vocab, kinds = gguf.LlamaHfVocab(model.dir_model), gguf.TokenType
     tokens = [*vocab.all_tokens()][:size]

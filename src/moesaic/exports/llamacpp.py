@@ -78,15 +78,14 @@ def export_gguf(
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the file to write.
         args: its ``type`` is that of the weights; routers and norms are f32. If blocks of a k-quant
-        (256 weights) do not divide rows, llama.cpp uses another type for them. With ``memory``
-        types are chosen by layer, see :mod:`moesaic.exports.mixed`.
+            (256 weights) do not divide rows, llama.cpp uses another type for them. With ``memory``
+            types are chosen by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
         track: shows progress of passes over text.
 
     Returns:
         the keys of the native export, and ``out``, ``type``, ``bytes``, and ``types``: the number
-        of
-        weights by llama.cpp's type.
+        of weights by llama.cpp's type.
 
     Raises:
         MoesaicError: there is no converter or quantiser, it refuses the model, or llama.cpp would

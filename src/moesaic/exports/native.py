@@ -49,7 +49,7 @@ def export_native(
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to write.
         args: its ``target`` names an architecture, or is empty for the one with the fewest active
-        neurons; its ``type`` is not used.
+            neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
     Returns:

@@ -2,8 +2,7 @@
 
 A method is a config (its options, title and paper; imports no torch) and a
 :class:`~moesaic.methods.base.Method` (the computation). Other packages add methods by an entry
-point
-``VERB.NAME`` in the group ``moesaic.methods`` that names the config's class.
+point ``VERB.NAME`` in the group ``moesaic.methods`` that names the config's class.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Method(ABC, Generic[C, A]):
         """Replace options left at None by values for this model; afterwards :attr:`config` has
         none.
 
-        Layers are refitted by default, unless decisions come from a file of statistics. Windows
-        are at most as long as the model's positions.
+        Layers are refitted by default, unless decisions come from a file of statistics. Windows are
+        at most as long as the model's positions.
 
         Yields:
             a sentence and its reason for each default that is not the most accurate one.

@@ -151,8 +151,7 @@ def trained(training: Values) -> list[Figure]:
 
     Args:
         training: ``what`` was trained, the values (``losses``) logged at each step, their
-            ``labels``,
-            ``trained_parameters`` and ``total_parameters``.
+            ``labels``, ``trained_parameters`` and ``total_parameters``.
     """
     curves = _curves(training.get("losses") or ())
     labels = {name: name.replace("_", " ") for name in curves} | (training.get("labels") or {})

@@ -19,7 +19,7 @@ def original(config: Config, instead: str) -> MoEArch:
 
     Raises:
         MoesaicError: the model was converted (the message ends with ``instead``), or is no known
-        mixture of experts.
+            mixture of experts.
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} was reduced already; {instead}.")

@@ -13,8 +13,7 @@ class CondensedFFN(nn.Module):
     """MLP without biases: ``y = down(act(gate x) * up x)``.
 
     Fixed expert weights are folded into the down projection. If the base scales its shared path by
-    a
-    gate for each token, the first ``gated`` neurons are that path and ``shared_gate`` scales
+    a gate for each token, the first ``gated`` neurons are that path and ``shared_gate`` scales
     them: sigmoid(g x) down(h) = down(sigmoid(g x) h).
 
     Args:

@@ -1,7 +1,7 @@
 """Prompts and decoding: a converted layer may skip parts only in decoding.
 
-A forward pass over one position per sequence is decoding. Prompts run dense if skipping parts
-would save no time: they are then as fast, and exact.
+A forward pass over one position per sequence is decoding. Prompts run dense if skipping parts would
+save no time: they are then as fast, and more exact.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def skip(
     """Return the weights and indices of the kept experts, heaviest first.
 
     Kept experts take over the weight of the skipped ones, in proportion. A skipped place has weight
-    0
-    and the index ``count``, which no expert has.
+    0 and the index ``count``, which no expert has.
 
     >>> skip(torch.tensor([[0.1, 0.9]]), torch.tensor([[4, 2]]), 0.5, "top2", 8)
     (tensor([[1., 0.]]), tensor([[2, 8]]))

@@ -32,8 +32,7 @@ def backward(
         stream: the model, and the tokens; padding is left out of the loss.
         layers: the layers that are watched; those before the first of them are not run again.
         watch: returns a context for an open layer, in which every batch in turn runs forward and
-            then
-        backward.
+            then backward.
         track: shows progress.
 
     Yields:

@@ -44,8 +44,7 @@ def branches(
 
     Returns:
         for each change its hidden states, one entry per batch (B, L, D), to be cleared by the
-        caller;
-        equal changes share one object.
+        caller; equal changes share one object.
     """
     states, kwargs = stream.record()
     groups = [(list(range(len(changes))), states)]

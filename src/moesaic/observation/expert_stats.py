@@ -431,7 +431,8 @@ def observed(
         numbers: indices of the batches in this process's share; None if the site has all tokens.
         gram_bytes: memory for the layer's Gram matrices; 0 for none.
         parts: statistics to compute, of :data:`PARTS`.
-        Raises:
+
+    Raises:
         MoesaicError: not even one token's Gram matrix fits.
     """
     share = sample_share(tokens.count, site.view.weighed, gram_bytes)

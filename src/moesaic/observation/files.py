@@ -68,7 +68,8 @@ def observe(
         overwrite: replace ``out`` if it exists.
         resume: continue an unfinished run of the same.
         options: those of :meth:`moesaic.config.RunArgs.of`: calibration, samples, device and so on.
-        Returns:
+
+    Returns:
         the path of the file.
 
     Raises:

@@ -119,8 +119,7 @@ class Job(Generic[A_co]):
 
         Raises:
             MoesaicError: there is no such text, too little of it, no tokenizer for it, or a token
-                in
-            it is outside the model's vocabulary.
+                in it is outside the model's vocabulary.
         """
         text, calibration = self.args.text, self.args.calibration
         config = self.original.config
@@ -176,8 +175,8 @@ class Job(Generic[A_co]):
         four.
 
         If the text has more than the requested windows, they share nothing with :attr:`tokens`;
-        else,
-        and if the caller passed tokens, they are removed from those; a single window serves both.
+        else, and if the caller passed tokens, they are removed from those; a single window serves
+        both.
         """
         every = self.tokens
         count = len(every.input_ids)

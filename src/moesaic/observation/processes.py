@@ -31,7 +31,7 @@ def each_layer(
         work: function of an opened layer.
         words: label of the progress bar.
         shared: False if every process works on all layers, because each layer needs the results of
-        those before it, or because processes share the tokens.
+            those before it, or because processes share the tokens.
     """
     number, world = process() if shared else (0, 1)
     numbers = sorted(layers)[number::world]

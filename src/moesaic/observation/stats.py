@@ -62,7 +62,8 @@ class Observation:
         job: the model, and the calibration tokens or the file of statistics.
         needs: names of :data:`NEEDS`.
         gram_bytes: memory for the Gram matrices of one layer's experts.
-        Raises:
+
+    Raises:
         MoesaicError: the file is of another model, or lacks what is needed.
     """
 

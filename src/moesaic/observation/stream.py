@@ -215,7 +215,7 @@ class Block:
         arguments = self._kwargs[batch][index]
         arguments = {name: before if v is CARRIED else v for name, v in arguments.items()}
         if (passage := vars(layer).get("passage")) is not None and self._batches:
-            self._tell(passage, self._batches[batch])
+            self._set_tokens(passage, self._batches[batch])
         result = layer(states.to(self.device), **arguments)
         after: Tensor = result
         if isinstance(result, tuple):
@@ -223,7 +223,7 @@ class Block:
             self._carried.pop((which, batch, index - 2), None)
         return after
 
-    def _tell(self, passage: Passage, batch: Tokens, real: bool = False) -> None:
+    def _set_tokens(self, passage: Passage, batch: Tokens, real: bool = False) -> None:
         """Set the tokens that random choices depend on; with ``real``, without padding."""
         ids, mask = batch.input_ids, batch.attention_mask
         passage.see(ids, places(ids, mask), self.index, mask if real else None)
@@ -321,10 +321,10 @@ class LayerStream(Generic[V_co]):
         self.change: Callable[[nn.Module, int], AbstractContextManager[object]] = lambda *_: (
             nullcontext()
         )
-        """Context entered with each layer and its index while its weights are loaded. For the
-        embeddings
-        it gets the model itself and :data:`BEFORE`, for the head the model and the number of
-        layers.
+        """Function of each layer and its index, whose context is entered while weights are loaded.
+
+        For the embeddings it gets the model and :data:`BEFORE`, for the head the model and
+        :attr:`count`.
         """
 
     @contextmanager
@@ -354,7 +354,7 @@ class LayerStream(Generic[V_co]):
 
         Args:
             dtype: floating-point dtype; None for the checkpoint's own, or its replacement
-            (:func:`~moesaic.io.dtypes.working_type`).
+                (:func:`~moesaic.io.dtypes.working_type`).
             model: the skeleton to fill; by default a new one. Other arguments are those of the
                 class.
         """
@@ -589,7 +589,7 @@ class LayerStream(Generic[V_co]):
         for b, x_TD in enumerate(inputs):
             for told in (passage, vars(block.layer).get("passage")):
                 if told is not None:
-                    block._tell(told, self._batches[b], real=True)
+                    block._set_tokens(told, self._batches[b], real=True)
             with self.handing(block, b):
                 yield x_TD
 
@@ -649,12 +649,12 @@ class LayerStream(Generic[V_co]):
         """Replace every block by ``stand_in(index, hidden states, keyword arguments)``."""
         with ExitStack() as replaced:
             for index, layer in enumerate(self.arch.layers(self.model)):
-                forward = _standing_in(stand_in, index, layer)
+                forward = _replacement_forward(stand_in, index, layer)
                 replaced.enter_context(forward_replaced(layer, forward))
             yield
 
 
-def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:
+def _replacement_forward(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:
     """Return a replacement of a layer's forward with the same arguments and results."""
     _, _, *names = inspect.signature(type(layer).forward).parameters
     handing = hands_on(type(layer).forward)

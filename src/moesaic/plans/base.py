@@ -141,8 +141,7 @@ class LayerPlan(ABC):
     """Plan of one converted decoder layer: a header and tensors, and the code that applies them.
 
     Subclasses are frozen dataclasses. ``header`` and ``tensors`` together are the whole decision:
-    by
-    default all fields, those in ``held`` as tensors, the others as plain JSON.
+    by default all fields, those in ``held`` as tensors, the others as plain JSON.
     """
 
     kind: ClassVar[str]

@@ -43,8 +43,7 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
     possible.
 
     Each of the old groups with the most neurons left gets a new group, which neurons of the other
-    groups
-    fill up. So most columns keep the group for which their scale was computed.
+    groups fill up. So most columns keep the group for which their scale was computed.
 
     Args:
         order_W: the neurons, then PADDING.
@@ -98,7 +97,7 @@ def of_mlp(
         order_W: int64: the neuron at each new place, or PADDING.
         down_DW: replaces the down projection.
         width: neurons before, for gates and ups that one projection makes but that may be stored
-        apart.
+            apart.
     """
     projection, _, part = name.rpartition(".")
     if projection == names.down:
@@ -199,7 +198,7 @@ def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
     for name in names.projections:
         axis = 1 if name == names.down else 0
         narrow_linear(getattr(module, name), axis, width * (2 if names.fused and not axis else 1))
-    _say_width([module], before, width)
+    _update_width([module], before, width)
 
 
 def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
@@ -215,7 +214,7 @@ def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
     before = getattr(module, names.down).shape[2]
     for name in names.projections:
         _resize(module, name, 2 if name == names.down else 1, width)
-    _say_width([module], before, width)
+    _update_width([module], before, width)
 
 
 def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> None:
@@ -225,7 +224,7 @@ def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> 
         axis = _neuron_axis(arch, leaf)
         if axis is not None:
             _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
-    _say_width([block, experts], before, width)
+    _update_width([block, experts], before, width)
 
 
 def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
@@ -236,7 +235,7 @@ def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
     setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
-def _say_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
+def _update_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
     """Update the attributes in which modules hold their intermediate size."""
     for module in modules:
         for name, value in list(vars(module).items()):

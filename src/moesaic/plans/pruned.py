@@ -196,8 +196,7 @@ def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
     """Give a routed block another number of experts, in place.
 
     Parameters with an axis of experts are replaced by new ones on the meta device, buffers by new
-    ones
-    on their own device: vLLM gives values to parameters alone.
+    ones on their own device: vLLM gives values to parameters alone.
     """
     view = arch.mixture(layer)
     before = view.count

@@ -1,14 +1,14 @@
 """Refit in closed form: the least-squares problem that every layer kind's ``refit`` solves.
 
-Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ
-by token. With h~ the input of the down projection after conversion, zero for idle neurons,
+Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ by
+token. With h~ the input of the down projection after conversion, zero for idle neurons,
 
     min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
 
-y the layer's output in the original model. The result is near the weights W it starts from;
-lambda is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
-:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its
-experts side by side, see :func:`~moesaic.plans.regression.ridge_path`.
+y the layer's output in the original model. The result is near the weights W it starts from; lambda
+is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
+:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its experts
+side by side, see :func:`~moesaic.plans.regression.ridge_path`.
 
 Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W kept
 ones.
@@ -82,7 +82,7 @@ def refitted_down(
         site: the unchanged layer, and its tokens.
         order_M: the kept neurons, in their new order.
         running: per batch, the original hidden activations, and h~ (T, M) of the kept neurons, zero
-        where a token does not run one.
+            where a token does not run one.
 
     Returns:
         the down projection (D, M); ``lost``, ``recovered`` and ``strength`` for the record.
@@ -167,7 +167,7 @@ def refitted_downs(
         kept: the original expert at each new place, below 0 if there is none.
         neurons_of: function of (place, width) that returns the expert's kept neurons, int64.
         shared_S: the kept neurons of the shared path, whose down projection is solved for too; None
-        to leave that path unchanged.
+            to leave that path unchanged.
 
     Returns:
         down projections by place, in the layout of the experts' module (E, D, W), None if none
@@ -182,7 +182,7 @@ def refitted_downs(
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
-    fitted, held, square = _missing(site, parts)
+    fitted, held, square = _regression_data(site, parts)
     before = _square(held.y_TO)
     lost = _square(fitted.y_TO) + before
     enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
@@ -197,14 +197,16 @@ def refitted_downs(
     if SHARED in parts:
         shared = parts.pop(SHARED)
         shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
-    return _placed(kept, view, parts), shared_DS, figures
+    return _by_place(kept, view, parts), shared_DS, figures
 
 
 def _square(r_TD: Tensor) -> float:
     return r_TD.double().square().sum().item()
 
 
-def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Blocks, float]:
+def _regression_data(
+    site: Site[MoEFFN], parts: Mapping[int, _Part]
+) -> tuple[Blocks, Blocks, float]:
     """Return the output's error without the removed parts, and h~ of the kept ones, as regression
     data.
 
@@ -300,7 +302,7 @@ def _fit(
     return left_TD
 
 
-def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
+def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
     """Return the experts' down projections by place, zero at empty places (E, D, W)."""
     fused, transposed = view.experts.down_proj, view.arch.transposed
     room = max(len(part.order_W) for part in parts.values())

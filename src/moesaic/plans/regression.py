@@ -2,6 +2,7 @@
 
 The closed form works on sums over tokens; conjugate gradients solve many blocks of features
 jointly.
+
 Shape suffixes: T tokens, N tokens of one block, F features, O outputs.
 """
 
@@ -158,7 +159,7 @@ class Blocks:
         return torch.cat([x_NF.T @ y_TO[rows] for rows, x_NF in self.features.values()])
 
 
-def _bent(w_FO: Tensor, tokens: Blocks) -> Tensor:
+def _gram_times(w_FO: Tensor, tokens: Blocks) -> Tensor:
     """Return X^T X W (F, O)."""
     return tokens.transposed(tokens.times(w_FO))
 
@@ -207,7 +208,7 @@ def ridge_path(
                 turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
                 size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
                 step_FO = turned_FO.add_(size_O / before_O * step_FO)
-                bent_FO = summed(partial(_bent, step_FO))
+                bent_FO = summed(partial(_gram_times, step_FO))
                 length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(1e-30)
                 part_FO += length_O * step_FO
                 rest_FO -= length_O * bent_FO

@@ -266,13 +266,13 @@ def train(
 
     Args:
         model: a causal language model. Trainable parameters are held in float32; a narrower model
-        computes in its own dtype, or in float32 if the device has no products of that dtype.
+            computes in its own dtype, or in float32 if the device has no products of that dtype.
         examples: texts as token ids and labels; a stream needs ``schedule.steps``.
         schedule: number of steps, batch sizes and learning rate.
         folder: folder of checkpoints; training continues from the last one there. None keeps none.
         trainable: the parameters that train, by name; all others are frozen.
         request: identifies the run besides schedule, texts and names; a resumed run must have the
-        same.
+            same.
         objective: loss to minimise; None for the next-token loss.
         device: cpu, or the accelerator; each of several processes uses its own.
         track: shows progress.

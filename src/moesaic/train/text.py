@@ -247,7 +247,7 @@ def training_text(
         steps: optimizer steps; with it, mixes and large data sets are streamed.
         seed: seed of the order of a stream.
         answers: True to learn only the answers of rows with a prompt, one example per row; else
-        rows are plain text.
+            rows are plain text.
         stream: True to stream all text.
         config: the model's config, to check token ids.
 
@@ -256,7 +256,7 @@ def training_text(
 
     Raises:
         MoesaicError: there is no such text, no tokenizer for it, a token outside the vocabulary, or
-        a mix without ``steps``.
+            a mix without ``steps``.
     """
     if isinstance(text, str):
         sources = sources_of(text, "calibration")

@@ -22,8 +22,7 @@ Deviations, and choices where the paper gives none:
 - Gates start at N(0, 0.02). From zero, sigmoid would be 0.5, not above tau, and nothing active.
 - L_sparse is a mean over the tokens with a next token; its weight ``sparsity`` (lambda) is 1.
 - The paper has no target. With ``active``, a controller changes lambda after each step by the
-excess
-share of active blocks; below zero, lambda rewards activity.
+  excess share of active blocks; below zero, lambda rewards activity.
 - ``top-k`` is the comparison with LLaMA-MoE: the same blocks, a fixed number of them by a softmax,
   the scale n / k, and the load-balance loss of Switch. Its noise is left out.
 """

@@ -25,7 +25,7 @@ Deviations, and choices where the paper gives none:
 - Channels that are never activated together with another are put into the smallest petal.
 - An expert that no token prefers takes the centroid of its highest-energy tokens.
 - ``router`` and ``refit`` are not in the paper: see the last section here, and docs/beyond.md.
-Their defaults are the paper's method.
+  Their defaults are the paper's method.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def activated(h_TM: Tensor, ratio: float) -> Tensor:
 def add_coactivation(into_MM: Tensor, channels_TK: Tensor, block: int = 4096) -> None:
     """Add N C, Eq. 6: how many tokens activate both channels; its diagonal is N f, Eq. 5.
 
-    Upper blocks only: those below the diagonal are zero until :func:`mirror`. Counts in float32
-    are exact up to 2^24 tokens.
+    Upper blocks only: those below the diagonal are zero until :func:`mirror`. Counts in float32 are
+    exact up to 2^24 tokens.
 
     >>> C = torch.zeros(3, 3)
     >>> add_coactivation(C, torch.tensor([[0, 1], [1, 2]])); C.tolist()

@@ -237,8 +237,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
 
         Returns:
             ``tokens``; ``never_activated``: by share in COVERAGE, the part of the channels that no
-            token
-            activated; ``activation_mass``: 21 points of the cumulative curve of sum |h|.
+            token activated; ``activation_mass``: 21 points of the cumulative curve of sum |h|.
         """
         mass_M = stats.h_size_M.sort(descending=True).values.cumsum(0)
         quantiles = torch.linspace(0, len(mass_M) - 1, 21).long()

@@ -58,8 +58,7 @@ def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[
     Args:
         masking: trained modules; a forward pass has begun.
         head_logits: logits of the V/O dimensions for calibration tokens (T, A), by layer; if
-            missing,
-        those of the mean expert embedding are used.
+            missing, those of the mean expert embedding are used.
     """
     config = masking.config
     layers = {}

@@ -13,14 +13,13 @@ R_P, R_U, R_L                          budget, union of experts, load balance (E
 Deviations of our defaults from the paper; ``PUBLISHED`` (``--recipe paper``) undoes all of them:
 
 - Masks are random in training only. A result is deterministic: a neuron is on if its logit plus b
-exceeds minus the Gumbel median, the majority of random masks. The budget counts what is deployed:
-the widest expert without noise, and the mean over tokens of a head's dimensions; at the end one
-threshold for all layers is chosen at which the active ratio is ``active``. With ``published`` the
-result is random and the budget counts maxima over random masks, as in the paper, which leaves the
-result below its target.
+  exceeds minus the Gumbel median, the majority of random masks. The budget counts what is deployed:
+  the widest expert without noise, and the mean over tokens of a head's dimensions; at the end one
+  threshold for all layers is chosen at which the active ratio is ``active``. With ``published`` the
+  result is random and the budget counts maxima over random masks, as in the paper, which leaves the
+  result below its target.
 - Attention starts further from its threshold than FFNs (b is 6, not 3): else the budget removes
-half
-of it in the first steps, before distillation has an effect.
+  half of it in the first steps, before distillation has an effect.
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
   should be on.
 - R_L has an eighth of the paper's weight (1/8, not 1): what the released code computes for eight

@@ -51,8 +51,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         """Train masks, and fix them in a plan.
 
         Training uses all of the calibration text; the windows drawn from it decide how many
-        dimensions
-        of a head are used.
+        dimensions of a head are used.
         """
         args = job.args
         self._check(job)

@@ -110,7 +110,7 @@ def greedy_experts(
 
     Args:
         losses: function of (chosen, candidates) that returns the divergence with each candidate
-        added (candidates,).
+            added (candidates,).
         g_E: the fixed weights of Eq. 2; experts without one are left out.
         k: experts to choose.
 

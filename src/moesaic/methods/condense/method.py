@@ -232,8 +232,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         order, section = decision.summary["layers"], "Which layers were condensed"
         divergence = {x.index: x.analysis.get("divergence") or {} for x in layers}
         return [
-            *_taken(layers, order, section),
-            *_search(decision.summary.get("search") or (), section),
+            *_choice_figure(layers, order, section),
+            *_search_figure(decision.summary.get("search") or (), section),
             *figures.lines(
                 section,
                 "What a layer loses.",
@@ -254,7 +254,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         ]
 
 
-def _taken(layers: list[LayerRecord], order: Sequence[int], section: str) -> list[Figure]:
+def _choice_figure(layers: list[LayerRecord], order: Sequence[int], section: str) -> list[Figure]:
     """Draw which layers were condensed, and which of their experts were kept."""
     routed = [layer for layer in layers if layer.experts_before or layer.experts]
     rows = []
@@ -287,7 +287,7 @@ def _ordinal(n: int) -> str:
     return f"{n}{ending}"
 
 
-def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
+def _search_figure(rounds: Sequence[JSON], section: str) -> list[Figure]:
     """Draw a search over layers: one row per round, one column per layer, the layer taken outlined.
 
     Args:

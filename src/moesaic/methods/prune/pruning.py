@@ -12,8 +12,8 @@ Deviations from the paper or its code, and options that restore theirs:
 - Equal losses: the lexicographically first set of dropped experts.
 - Sets are enumerated while sets times tokens stay within ``exhaustive_limit``; beyond it, greedy
   removal and swaps on the same exact loss. Where both run (n <= 16) the gap is reported.
-- w' is what will be deployed: the architecture's own router over the kept experts. If it
-  does not normalise, the softmax over fewer experts inflates the weights, and that counts.
+- w' is what will be deployed: the architecture's own router over the kept experts. If it does not
+  normalise, the softmax over fewer experts inflates the weights, and that counts.
 - A set that differs in one expert from a known one is scored by the tokens that are rerouted
   (:mod:`moesaic.methods.prune.rerouting`), to the same loss.
 - Gram matrices are kept for as many tokens, evenly spread, as fit ``gram_mb`` a layer.

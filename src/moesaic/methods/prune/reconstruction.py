@@ -11,8 +11,7 @@ G_t                 <f_i(x_t), f_j(x_t)>: the Gram matrix of a token (A, A)
 ==================  ==========================================================
 
 Experts are the E routed ones, followed by the shared ones if the router weighs these too: all A
-whose
-weights may change.
+whose weights may change.
 
 Eq. 3: C minimises ||F'(x, C) - F(x)||_F. With every expert's output known once,
 
@@ -55,8 +54,7 @@ class Reconstruction(Neighbours):
     """Function from sets of experts (C, E) to ||F'(x, C) - F(x)||_F of Eq. 3 (C,), float64.
 
     Tokens are processed in blocks, so memory is bounded. For sets that differ in one expert only
-    the
-    tokens that are rerouted are computed, if the router allows it
+    the tokens that are rerouted are computed, if the router allows it
     (:mod:`moesaic.methods.prune.rerouting`). With cross terms (progressive pruning) the target is
     the original model's output, F(x) + delta.
 

@@ -95,8 +95,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     """Method of ``skip``: routers skip, token by token, experts that weigh little.
 
     Beta is calibrated on the given model: prune first, then skip. A size is a requested beta, or
-    None
-    for one that is calibrated.
+    None for one that is calibrated.
     """
 
     ratio = "active"

@@ -1,8 +1,7 @@
 """Choice of the neurons that are kept, and the error that removing the others causes.
 
 Shape suffixes: T tokens, E experts, N kept experts, M neurons of one expert, W kept neurons, S
-neurons
-of the shared path, D hidden size.
+neurons of the shared path, D hidden size.
 """
 
 from __future__ import annotations
@@ -142,9 +141,8 @@ def losses(site: Site[FFN], shapes: Sequence[Shape]) -> list[float]:
     """Return the exact error of the routed output for each of several shapes.
 
     The error is ||F' - F|| / ||r|| over the site's tokens, F' with the router restricted to the
-    kept
-    experts, and r the residual stream after the layer, which all later layers read: so losses of
-    different layers can be compared.
+    kept experts, and r the residual stream after the layer, which all later layers read: so losses
+    of different layers can be compared.
     """
     total, errors = 0.0, [0.0] * len(shapes)
     for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):

@@ -366,8 +366,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
         Returns:
             the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
-            if
-            the score reads tokens.
+            if the score reads tokens.
         """
         config, neurons = self.config, stats.neurons
         assert neurons is not None

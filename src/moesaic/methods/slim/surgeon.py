@@ -2,9 +2,9 @@
 
 With H the tokens' w h (T, M) of an expert and D its down projection (D, M), leaving out a set S and
 solving for the other columns leaves the squared error ||H_S D_S^T - H_K X||^2, least over X. Taking
-the neurons out one by one, with A = (H^T H + lambda)^-1 and D as compensated so far, neuron
-j costs ||d_j||^2 / A_jj, and the other columns take over A_kj / A_jj of d_j: the optimal brain
-surgeon on a layer's own squared error. M^3 operations an expert.
+the neurons out one by one, with A = (H^T H + lambda)^-1 and D as compensated so far, neuron j costs
+||d_j||^2 / A_jj, and the other columns take over A_kj / A_jj of d_j: the optimal brain surgeon on a
+layer's own squared error. M^3 operations an expert.
 
 Shape suffixes: M neurons of one expert, L of them left, B removals of a block, D hidden size.
 """

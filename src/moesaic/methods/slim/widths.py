@@ -5,8 +5,7 @@ from __future__ import annotations
 from moesaic.errors import MoesaicError
 
 MULTIPLES = {256: 0.01, 64: 0.01, 32: 0.01, 8: 0.05, 4: 0.05}
-"""Most distance from the target width, relative to the width before, by the multiple that it is
-accepted for.
+"""Most distance from the target width, relative to the width before, at which a multiple is chosen.
 
 Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are :data:`ROW`
 bytes, in 16 and in 32 bits.

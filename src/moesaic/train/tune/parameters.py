@@ -34,7 +34,7 @@ def trainable(
         arch: its architecture.
         what: ``condensed``, ``attention``, ``routers`` or ``all``.
         plan: the plan that made it, from which (and from those before it) follow the layers that
-        routed before.
+            routed before.
 
     Raises:
         MoesaicError: the model has no such parameters.
