@@ -367,7 +367,11 @@ def _file_rows(path: Path) -> Sequence[Row]:
             rows = json.loads(path.read_text("utf-8-sig"))
             return rows if isinstance(rows, list) else [rows]
         if path.suffix == ".parquet":
-            data: Sequence[Row] = _datasets().Dataset.from_parquet(str(path))
+            datasets = _datasets()
+            try:
+                data: Sequence[Row] = datasets.Dataset.from_parquet(str(path))
+            except datasets.exceptions.DatasetsError as error:
+                raise ValueError(error.__cause__ or error) from error
             return data
         text = path.read_text("utf-8-sig")
         if "\0" in text:
