@@ -3,7 +3,7 @@
     python benchmarks/run.py slim.yaml --set data=wikitext2-valid.txt     writes slim.json
     python benchmarks/run.py slim.yaml --only "slim energy" --dry-run     the commands, not run
     python benchmarks/run.py FILE.yaml --work DIR --speed                times what DIR holds
-    python benchmarks/run.py papers/naee.yaml --only tab3 --small     a paper's table, on tiny models
+    python benchmarks/run.py papers/naee.yaml --only tab3 --small     a paper's table on tiny models
 
 A description has
 

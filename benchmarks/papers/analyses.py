@@ -140,9 +140,7 @@ def activations(model: str, text: str, device: str = "cpu") -> list[Tensor]:
     source = resolve(model)
     live = source.load(device)
     name, samples, length = text.rsplit(",", 2)
-    tokens = calibration_tokens(
-        name, source.tokenizer, int(samples), int(length), documents=True
-    )
+    tokens = calibration_tokens(name, source.tokenizer, int(samples), int(length), documents=True)
     arch = base_arch(live.config)
     wanted = three([*range(len(arch.layers(live)))])
     stream = LayerStream(live, arch, tokens, wanted, view=arch.view, tokens_per_batch=int(length))
@@ -150,7 +148,9 @@ def activations(model: str, text: str, device: str = "cpu") -> list[Tensor]:
     for site in stream:
         ffn = site.view if isinstance(site.view, DenseFFN) else site.view.shared_ffn
         assert ffn is not None, "no FFN that all tokens run"
-        found.append(torch.stack([ffn.hidden(x_TD).float().mean(0).cpu() for x_TD in site.inputs()]))
+        found.append(
+            torch.stack([ffn.hidden(x_TD).float().mean(0).cpu() for x_TD in site.inputs()])
+        )
     return found
 
 
@@ -160,9 +160,7 @@ DEPTHS = ("shallow", "middle", "deep")
 def cka_depths(model: str, text: str, device: str = "cpu") -> JSON:
     """Tab. 7: between depths of one model."""
     h = activations(model, text, device)
-    return {
-        f"{DEPTHS[a]}-{DEPTHS[b]}": cka(h[a], h[b]) for a, b in ((0, 1), (1, 2), (0, 2))
-    }
+    return {f"{DEPTHS[a]}-{DEPTHS[b]}": cka(h[a], h[b]) for a, b in ((0, 1), (1, 2), (0, 2))}
 
 
 def cka_models(model: str, other: str, text: str, device: str = "cpu") -> JSON:

@@ -126,16 +126,12 @@ def _layers(arch: Arch, live: nn.Module, active: float | str) -> int:
 
 
 @torch.no_grad()
-def shortgpt(
-    model: str, out: str, text: str, active: str, device: str = "cpu"
-) -> dict[str, Any]:
+def shortgpt(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
     """The share ``active`` of the layers stays, by block influence."""
     source, live, tokens = opened(model, text, device)
     arch = base_arch(live.config)
     states = entering(live, arch, tokens)
-    influence = [
-        1 - float(cosine(x, y).mean()) for x, y in zip(states, states[1:], strict=False)
-    ]
+    influence = [1 - float(cosine(x, y).mean()) for x, y in zip(states, states[1:], strict=False)]
     order = sorted(range(len(influence)), key=influence.__getitem__)
     dropped = sorted(order[: _layers(arch, live, active)])
     remove(live, arch, dropped)
