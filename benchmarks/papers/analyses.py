@@ -14,10 +14,10 @@ from statistics import mean
 from typing import Any
 
 import torch
+from baselines import opened
 from torch import Tensor, nn
 
 import moesaic
-from baselines import opened
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.carving.tomoe.config import ToMoEConfig

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def shortgpt(model: str, out: str, text: str, active: str, device: str = "cpu") 
     source, live, tokens = opened(model, text, device)
     arch = base_arch(live.config)
     states = entering(live, arch, tokens)
-    influence = [1 - float(cosine(x, y).mean()) for x, y in zip(states, states[1:], strict=False)]
+    influence = [1 - float(cosine(x, y).mean()) for x, y in pairwise(states)]
     order = sorted(range(len(influence)), key=influence.__getitem__)
     dropped = sorted(order[: _layers(arch, live, active)])
     remove(live, arch, dropped)

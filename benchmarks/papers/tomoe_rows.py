@@ -50,7 +50,7 @@ class StaticDimensions(MaskingModules):
 
 
 class HeadPruning(MaskingModules):
-    """One mask for each group of heads that share keys and values; its logits are Proj_D's first."""
+    """One mask for each group of heads that share keys and values, by Proj_D's first logits."""
 
     def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
         heads = self.shapes[index].heads
