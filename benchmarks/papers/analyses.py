@@ -143,7 +143,8 @@ def activations(model: str, text: str, device: str = "cpu") -> list[Tensor]:
     tokens = calibration_tokens(name, source.tokenizer, int(samples), int(length), documents=True)
     arch = base_arch(live.config)
     wanted = three([*range(len(arch.layers(live)))])
-    stream = LayerStream(live, arch, tokens, wanted, view=arch.view, tokens_per_batch=int(length))
+    each = tokens.input_ids.shape[1]  # a document is a batch
+    stream = LayerStream(live, arch, tokens, wanted, view=arch.view, tokens_per_batch=each)
     found = []
     for site in stream:
         ffn = site.view if isinstance(site.view, DenseFFN) else site.view.shared_ffn
@@ -181,12 +182,13 @@ def never(model: str, text: str, ratio: float, device: str = "cpu") -> JSON:
     _, live, tokens = opened(model, text, device)
     arch = dense_arch(live.config)
     middle = len(arch.layers(live)) // 2
-    (site,) = LayerStream(live, arch, tokens, [middle], view=arch.dense)
-    seen = torch.zeros(site.view.width, dtype=torch.bool)
-    top = max(1, int(float(ratio) * len(seen)))
-    for _, h_TM in site.activations():
-        seen[h_TM.abs().topk(top).indices.flatten().cpu()] = True
-    return {"top": top, "never": float((~seen).float().mean()), "tokens": site.tokens}
+    for site in LayerStream(live, arch, tokens, [middle], view=arch.dense):
+        count = site.tokens
+        seen = torch.zeros(site.view.width, dtype=torch.bool)
+        top = max(1, int(float(ratio) * len(seen)))
+        for _, h_TM in site.activations():
+            seen[h_TM.abs().topk(top).indices.flatten().cpu()] = True
+    return {"top": top, "never": float((~seen).float().mean()), "tokens": count}
 
 
 # --- ToMoE ---------------------------------------------------------------------------------------

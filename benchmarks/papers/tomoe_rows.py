@@ -24,6 +24,7 @@ import moesaic
 from moesaic.arch.dense import AttentionNames
 from moesaic.carving.tomoe import decision
 from moesaic.carving.tomoe.config import ToMoEConfig
+from moesaic.carving.tomoe.decision import Learned
 from moesaic.carving.tomoe.masks import MaskingModules
 from moesaic.carving.tomoe.student import Student
 from moesaic.losses import next_token_loss, predicting
@@ -65,11 +66,11 @@ class HeadPruning(MaskingModules):
 
 
 @dataclass(frozen=True)
-class ByHead(decision.Learned):
+class ByHead(Learned):
     """``qk`` are the logits of groups of heads."""
 
     def widths(self, threshold: float) -> tuple[int, int, int]:
-        width, _, _ = decision.Learned(self.shape, self.mlp_NM).widths(threshold)
+        width, _, _ = Learned(self.shape, self.mlp_NM).widths(threshold)
         assert self.qk is not None
         on = decision._on(self.qk, threshold).float().mean()
         size = round(float(on) * self.shape.heads.size)
