@@ -99,7 +99,7 @@ def agreement(figures: Mapping[str, float], printed: Mapping[str, Any], path: st
     rho = spearman([figures[n] for n in both], [theirs[n] for n in both])
     if printed["better"] == "high" and "perplexity" in path:
         rho = -rho
-    return f"{rho:+.2f} of {len(both)}".replace("-", "−")
+    return f"{rho:+.2f}&nbsp;of&nbsp;{len(both)}".replace("-", "−")
 
 
 def said(value: float) -> str:
@@ -112,7 +112,7 @@ def said(value: float) -> str:
 def lines(paper: str) -> Iterator[str]:
     """Markdown: a line a table."""
     rows = results(paper)
-    yield "| `--only` | what | small run | agreement | GPU hours |"
+    yield "| entry | what | small run | agreement | GPU hours |"
     yield "| --- | --- | --- | --- | ---: |"
     for entry, told in entries(paper).items():
         figures, absent = cells(rows, entry, told["shows"])
