@@ -161,14 +161,14 @@ def test_layers_that_change_nothing_go_first(scripts: Any, tmp_path: Path) -> No
         for module, name in ((arch.ffn_of(idle), "down_proj"), (arch.attention_of(idle), "o_proj")):
             getattr(module, name).weight.zero_()
     scripts("baselines").kept(source, live, str(tmp_path / "idle"))
-    for name in ("shortgpt", "uidl"):
+    for name in ("shortgpt", "uidl", "replaceme"):
         out = tmp_path / name
         told = getattr(scripts("baselines"), name)(
-            str(tmp_path / "idle"), str(out), "shipped,2,64", "0.84"
+            str(tmp_path / "idle"), str(out), "shipped,6,128", "0.84"
         )
         assert told["removed"] == [layer]
         score = moesaic.evaluate(str(out), against=live, max_tokens=256, length=128)
-        assert score.kl == pytest.approx(0, abs=1e-6)
+        assert score.kl == pytest.approx(0, abs=1e-4)
 
 
 def test_a_row_of_another_tool_says_what_it_needs(scripts: Any, tmp_path: Path) -> None:
