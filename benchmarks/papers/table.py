@@ -117,10 +117,11 @@ def lines(paper: str) -> Iterator[str]:
     for entry, told in entries(paper).items():
         figures, absent = cells(rows, entry, told["shows"])
         shown = [f"{name.replace(' ', '&nbsp;')}:&nbsp;{said(f)}" for name, f in figures.items()]
-        shown += [f"{name.replace(' ', '&nbsp;')}:&nbsp;not&nbsp;run" for name in absent]
+        if absent:
+            shown.append(f"not&nbsp;run:&nbsp;{','.join(absent).replace(' ', '&nbsp;')}")
         order = agreement(figures, told["printed"], told["shows"]) if "printed" in told else "–"
         hours = f"{told['hours']:,}" if told["hours"] else "0"
-        small = ", ".join(shown) or "not run"
+        small = "<br>".join(shown) or "not run"
         yield f"| `{entry}` | {told['title']} | {small} | {order} | {hours} |"
 
 
