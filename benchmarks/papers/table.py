@@ -122,7 +122,7 @@ def lines(paper: str) -> Iterator[str]:
         order = agreement(figures, told["printed"], told["shows"]) if "printed" in told else "–"
         hours = f"{told['hours']:,}" if told["hours"] else "0"
         small = "<br>".join(shown) or "not run"
-        yield f"| `{entry}` | {told['title']} | {small} | {order} | {hours} |"
+        yield f"|`{entry}`|{told['title']}|{small}|{order}|{hours}|"
 
 
 def tables() -> dict[str, str]:
