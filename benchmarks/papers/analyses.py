@@ -82,7 +82,7 @@ def pairs(model: str, text: str, device: str = "cpu") -> JSON:
         live(batch.input_ids.to(device), use_cache=False)
     for handle in handles:
         handle.remove()
-    layers = {}
+    layers: dict[int, JSON] = {}
     for i, parts in kept.items():
         count = len(found[i][1].widths)
         ran_TE = torch.zeros(sum(map(len, parts)), count).scatter_(1, torch.cat(parts).cpu(), 1)

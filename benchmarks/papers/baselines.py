@@ -97,7 +97,7 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
 def entering(live: nn.Module, arch: Arch, tokens: Tokens) -> list[Tensor]:
     """What enters each layer, and what leaves the last (T, D)."""
     states = []
-    for turn in LayerStream(live, arch, tokens, view=arch.view).turns():  # type: ignore[arg-type]
+    for turn in LayerStream(live, arch, tokens, view=arch.view).turns():
         states.append(torch.cat([s.flatten(0, 1) for s in turn.states]))
         turn.run()
         left = torch.cat([s.flatten(0, 1) for s in turn.states])
@@ -117,7 +117,7 @@ def remove(live: Any, arch: Arch, dropped: Sequence[int]) -> None:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:i] + config.layer_types[i + 1 :]
     for i, layer in enumerate(layers):
-        arch.attention_of(layer).layer_idx = i
+        arch.attention_of(layer).layer_idx = i  # type: ignore[assignment]
     config.num_hidden_layers = len(layers)
 
 

@@ -133,7 +133,9 @@ def carve(
     model: str, out: str, row: str, active: float, calibration: str, device: str = "cpu", **how: Any
 ) -> dict[str, Any]:
     """A model carved as a row says; ``how``: whole numbers and rates of ToMoE's config."""
-    numbers = {name: float(v) if name == "lr" else int(v) for name, v in how.items()}
+    numbers: dict[str, Any] = {
+        name: float(v) if name == "lr" else int(v) for name, v in how.items()
+    }
     kind = WithoutUnion if row == "no-union" else ToMoEConfig
     config = kind(active=float(active), **numbers)
     with ExitStack() as stack:
