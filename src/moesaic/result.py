@@ -33,7 +33,7 @@ from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import CARD, PAGE, RECIPE, RECORD, our_folder
 from moesaic.io.mtp import NEXT, is_mtp, leave_out
 from moesaic.io.naming import language
-from moesaic.io.outputs import check_drawing, marked, whole_folder, write_drawing
+from moesaic.io.outputs import marked, whole_folder
 from moesaic.io.quantised import describe_format
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
@@ -467,35 +467,11 @@ class Result(Made):
         return [Text(printable(line)) for line in lines]
 
     def _repr_html_(self) -> str:
-        """Sentences and tables, in a notebook; and the drawing once :attr:`scores` are known."""
+        """Return sentences and tables, for a notebook."""
         record = self.current_record
         console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
         console.print(report.terminal(record), *self._words(record), sep="\n")
-        shown = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-        return shown + (report.picture(record) if "scores" in vars(self) else "")
-
-    def plot(self, file: str | Path | None = None) -> str:
-        """A drawing of perplexity beside the original's, and of where tokens go.
-
-        Measures :attr:`scores` if that was not done.
-
-        Args:
-            file: an .svg file to write it to.
-
-        Returns:
-            SVG.
-
-        Raises:
-            MoesaicError: the file exists and is no drawing of ours.
-        """
-        if file is not None:
-            file = Path(file).expanduser()
-            check_drawing(file, ".svg")
-        _ = self.scores
-        svg = report.picture(self.current_record)
-        if file is not None:
-            write_drawing(file, svg)
-        return svg
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:
         """This step in words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -119,15 +120,7 @@ def evaluate(
         for name in models:
             repetition = repeated(result.model(name), tokenizer, track=track)
             result.scores[name] = replace(result.scores[name], generations=repetition)
-    quantised: dict[str, Score] = {}
-    if baselines and isinstance(original, Source):
-        from moesaic.metrics.rounding import rounded_scores
-
-        if not have_room([original], device, torch.float32):
-            raise MoesaicError(f"baselines needs {original.name} in float32, and it does not fit.")
-        reference = Layerwise(original, device, dtype, keep=True)
-        rounded = rounded_scores(original, reference, tokens, baselines, device, track)
-        quantised = {type: score for type, score, _ in rounded}
+    quantised = result.quantised(baselines, track)
     against_score = result.scores.get("original")
     return replace(result.scores["model"], against=against_score, baselines=quantised)
 
@@ -144,9 +137,33 @@ class Scored:
     """There was room for all of them."""
     device: str
     dtype: torch.dtype | None
+    original: Source | None
+    """The original, where it is on disk."""
+
+    @cached_property
+    def reference(self) -> Layerwise:
+        """The original from disk, which is passed once for all that is compared with it."""
+        assert self.original is not None
+        return Layerwise(self.original, self.device, self.dtype, keep=True)
+
+    def quantised(self, types: Sequence[str], track: Track) -> dict[str, Score]:
+        """Return the scores of the original quantised to some types, with the bytes of such files.
+
+        Raises:
+            MoesaicError: there is no room for the original in float32.
+        """
+        if not types or self.original is None:
+            return {}
+        if not have_room([self.original], self.device, torch.float32):
+            raise MoesaicError(f"baselines needs {self.original.name} in float32: no room for it.")
+        from moesaic.metrics.rounding import rounded_scores
+
+        place = (self.device, track)
+        rounded = rounded_scores(self.original, self.reference, self.tokens, types, *place)
+        return {type: score for type, score, _ in rounded}
 
     def model(self, name: str) -> Model:
-        """One of the models, loaded."""
+        """Return one of the models, loaded."""
         run = self.runs[name]
         if isinstance(run, Layerwise):
             run = Whole.of(run.source, self.device, self.dtype)
@@ -202,7 +219,9 @@ def scored(
     items = track(models.items(), "Loading models", len(models)) if sources else models.items()
     runs = {name: opened(model) for name, model in items}
     measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
-    result = Scored(tokens, measured, runs, together, device, dtype)
+    original = models.get("original")
+    on_disk = original if isinstance(original, Source) else None
+    result = Scored(tokens, measured, runs, together, device, dtype, on_disk)
     if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
         asked = [] if process()[0] else [*runs]  # lm-eval answers the first process alone

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,15 +15,15 @@ from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text import Tokens, positions
 from moesaic.distributed import own_device
+from moesaic.errors import MoesaicError
 from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_tasks
-from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.forward import Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
-from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratios
+from moesaic.metrics.speed import Speed, against, compare_speed, peak_memory
 from moesaic.metrics.tasks import measure_tasks
 from moesaic.types import JSON, Model, Tokenizer, Track, silent
 
@@ -93,7 +92,7 @@ class Measurement:
             for group in [["original", "result"]] if together else [["original"], ["result"]]:
                 speeds |= self._of_loaded(group)
             self._compared(comparisons)
-            self._rounded()
+            self._quantised()
         else:
             logger.warning(
                 "There is no room for a whole model in memory: continuations, speed, comparisons "
@@ -146,7 +145,7 @@ class Measurement:
         wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
         for name, build in comparisons.items():
             shown, run = named(self.track, name), Whole(build())
-            self._scores[name] = scores([run, self._reference], self.tokens, shown)[0]
+            self._scores[name] = scores([run, self._scored.reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None
                 tasks = measure_tasks(run.shape, self.tokenizer, wanted, settings.limit)
@@ -154,25 +153,15 @@ class Measurement:
             self._continue(name, run.shape)
             del run  # before the next one comes
 
-    def _rounded(self) -> None:
-        """The original rounded to GGUF's types, where there is room for it in float32."""
-        original, device = self.sources["original"], self._scored.device
-        if not self.settings.baselines:
+    def _quantised(self) -> None:
+        """Score the original quantised to GGUF's types, where there is room for it in float32."""
+        try:
+            scores = self._scored.quantised(self.settings.baselines, self.track)
+        except MoesaicError as error:
+            logger.warning("%s It is left out.", error)
             return
-        if not have_room((original,), device, torch.float32):
-            logger.warning("There is no room for the original in float32: it is not rounded.")
-            return
-        rounded = rounded_scores(
-            original, self._reference, self.tokens, self.settings.baselines, device, self.track
-        )
-        for type, quality, _ in rounded:
-            self._scores[type], self._sizes[type] = quality, quality.total_bytes
-
-    @cached_property
-    def _reference(self) -> Layerwise:
-        """The original, which is passed once for all that is compared with it."""
-        place = self._scored.device, self._scored.dtype
-        return Layerwise(self.sources["original"], *place, keep=True)
+        self._scores |= scores
+        self._sizes = {type: score.total_bytes for type, score in scores.items()}
 
     @property
     def _prompt(self) -> torch.Tensor:
@@ -193,13 +182,13 @@ class Measurement:
         timed = {
             name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown
         }
-        by_round = ratios(speeds["result"], speeds["original"])
-        medians = {what: rounds.median for what, rounds in by_round.items()}
-        spreads = {f"{what}_spread": list(rounds.spread) for what, rounds in by_round.items()}
+        found = against(speeds["result"], speeds["original"], 1.0)
+        ratios = {what: ratio["ratio"] for what, ratio in found.items()}
+        spreads = {f"{what}_spread": ratio["spread"] for what, ratio in found.items()}
         return {
             "speed_interleaved": self._scored.together,
             "speed": timed,
-            "speed_ratio": {**medians, **spreads},
+            "speed_ratio": {**ratios, **spreads, "rounds": self.settings.rounds},
         }
 
     def _circumstances(self) -> JSON:
