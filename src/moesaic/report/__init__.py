@@ -7,14 +7,13 @@ stands in the record. What was not measured is left out.
 from moesaic.report.facts import title
 from moesaic.report.markdown import model_card, verdict
 from moesaic.report.page import frontier_picture, html
-from moesaic.report.sentences import speed_words
-from moesaic.report.terminal import terminal
+from moesaic.report.terminal import speeds, terminal
 
 __all__ = [
     "frontier_picture",
     "html",
     "model_card",
-    "speed_words",
+    "speeds",
     "terminal",
     "title",
     "verdict",

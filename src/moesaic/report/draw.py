@@ -251,7 +251,8 @@ def _labels(
             if left < 60 or area[2] > width or any(_meet(area, other) for other in taken):
                 continue
             taken.append(area)
-            yield text(x + dx, y + dy, point.label, f"label {point.kind}", anchor)
+            kind = "label result" if point.kind == "result" else "label"  # names are anybody's
+            yield text(x + dx, y + dy, point.label, kind, anchor)
             break
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from moesaic.config import ROUNDED
 from moesaic.record import Record
 from moesaic.report import facts, numbers
 from moesaic.report.blocks import Format, Point, Points
@@ -80,7 +81,7 @@ def _text(record: Record) -> tuple[str, ...]:
 def points(records: Sequence[Record]) -> dict[str, list[Measured]]:
     """Return every model that was scored, by its original; and by the text if there are several.
 
-    An original that several runs share is one point.
+    An original that several runs share is one point, also quantised.
     """
     groups: dict[tuple[str, ...], list[tuple[int, Record]]] = {}
     for n, record in enumerate(records, 1):
@@ -92,8 +93,8 @@ def points(records: Sequence[Record]) -> dict[str, list[Measured]]:
         texts = models.count(model)
         name = model if texts == 1 else f"{model}, text {models[: i + 1].count(model)}"
         every = [p for n, record in runs for p in _points(record, n)]
-        first = next((p for p in every if p.kind == "original"), None)
-        by_name[name] = [p for p in every if p.kind != "original" or p is first]
+        shared = {p.kind: p for p in reversed(every) if p.kind in ("original", *ROUNDED)}
+        by_name[name] = [p for p in every if shared.get(p.kind, p) is p]
     return by_name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moesaic.record import WEIGHTS, Record
 from moesaic.report import facts, numbers
@@ -80,8 +80,6 @@ class Change:
     """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
     clause: str = ""
     """Its part of the verdict; empty where it says nothing."""
-    why: str = ""
-    """The warnings that explain it."""
 
 
 def changes(record: Record) -> list[Change]:
@@ -91,7 +89,7 @@ def changes(record: Record) -> list[Change]:
 
 def key_figures(record: Record) -> Table:
     """Return the figures that a page begins with."""
-    rows = [(c.what, [Cell(c.figure), Cell(c.difference, c.why, c.tone)]) for c in changes(record)]
+    rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
     return Table(["original → result", ""], rows, "key")
 
 
@@ -177,7 +175,7 @@ def _worse(more: float) -> tuple[str, str]:
 
 
 def _speed(record: Record) -> list[Change]:
-    """Return prefill and decode speed, the warnings that explain them with the last."""
+    """Return prefill and decode speed."""
     speeds, found = part(record.measured, "speed"), []
     for what in ("prefill", "decode"):
         ratio, key = ratio_cell(record, what), f"{what}_tokens_per_second"
@@ -188,8 +186,7 @@ def _speed(record: Record) -> list[Change]:
         difference = " ".join(filter(None, (ratio.note, ratio.text and f"({ratio.text})")))
         clause = f"{what} {difference}"
         found.append(Change(shown, f"{what}, tokens/s", difference, ratio.tone, clause))
-    why = " ".join(facts.warnings(record)[0])
-    return [*found[:-1], *(replace(last, why=why) for last in found[-1:])]
+    return found
 
 
 # --- what else could be done ---------------------------------------------------------------------

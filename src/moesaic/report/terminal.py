@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich import box
@@ -15,6 +15,9 @@ from moesaic.record import Record
 from moesaic.report import facts
 from moesaic.report.blocks import Block, Cell, Sentence, Table, Text
 from moesaic.report.contents import contents
+from moesaic.report.sentences import speed_words
+from moesaic.report.tables import speed_table
+from moesaic.types import JSON, Values
 
 TONES = {"worse": "yellow", "unsure": "dim"}
 """Styles of figures, by :attr:`moesaic.report.blocks.Cell.tone`."""
@@ -30,6 +33,22 @@ def terminal(record: Record) -> RenderableType:
             for kind, blocks in groupby(section.blocks, key=lambda block: block.kind):
                 parts += SHOWN.get(kind, _nothing)([*blocks])
     return Group(*parts)
+
+
+def speeds(models: Mapping[str, Values], ratios: Mapping[str, Values]) -> RenderableType:
+    """Return what ``bench`` measured: a table, and sentences that compare two models.
+
+    Args:
+        models: by name the keys of :meth:`moesaic.metrics.speed.Speed.as_json`, and sizes.
+        ratios: of :func:`moesaic.metrics.speed.against`; empty for one model.
+    """
+    found: JSON = {what: ratio["ratio"] for what, ratio in ratios.items()}
+    found |= {f"{what}_spread": ratio["spread"] for what, ratio in ratios.items()}
+    if ratios:
+        found["rounds"] = min(ratio["rounds"] for ratio in ratios.values())
+    measured = {"speed": models, "speed_ratio": found}
+    record = Record("", "", "", True, [], [], measured=measured)
+    return Group(table_grid(speed_table(record)), *map(Line, speed_words(ratios)))
 
 
 def _nothing(blocks: Sequence[Block]) -> list[RenderableType]:
