@@ -177,14 +177,6 @@ def test_a_model_beside_itself_has_two_columns():
     assert measure.beside("a", "a") == "a, again"
 
 
-def test_tasks_and_generations_have_their_own_titles():
-    of = {"perplexity": 2.0, "tasks": {"arc": {"acc": 0.5}}, "generations": {"0.7": {"loops": 0.1}}}
-    text = shown(measure.score_tables({"m": of}, 100))
-    assert "\narc" in text
-    assert "Generations at temperature 0.7" in " ".join(text.split())
-    assert "100 tokens" in " ".join(text.split())
-
-
 def test_a_dry_run_tells_bytes_in_their_units(command, tmp_path):
     _, out, _ = command("prune", "tiny-moe", tmp_path / "out", "--keep", "6", "--dry-run")
     row = next(line for line in out.splitlines() if "peak memory" in line)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from markupsafe import Markup, escape
@@ -343,12 +342,12 @@ def maps(figure: Heat) -> Drawing:
     panels = [(panel, list(rows)) for panel, rows in groupby(figure.rows, lambda r: r.panel)]
     if len(panels) == 1:
         cell = min(40.0, max(7.0, 320 / max(1, len(figure.columns))))
-        return _Map(figure, figure.rows, ROW, cell).drawn(figure.column)
+        return _map(figure, figure.rows, figure.column, ROW, cell)
     across = min(ACROSS, len(panels))
     cell = min(20.0, max(3.0, (600 / across - 44) / len(figure.columns)))
     out, widths, heights = [], [], []
     for n, (panel, rows) in enumerate(panels):
-        body, width, height = _Map(figure, rows, cell, cell).drawn(panel)
+        body, width, height = _map(figure, rows, panel, cell, cell)
         x, y = (width + 4) * (n % across), (height + 10) * (n // across)
         out.append(moved(x, y, body))
         widths.append(x + width)
@@ -356,141 +355,81 @@ def maps(figure: Heat) -> Drawing:
     return out, max(widths), max(heights)
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """A rectangle, the darker the more."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    strength: float
-    tip: str
-    kind: str
-
-    @property
-    def cross(self) -> list[tuple[float, float]]:
-        """Return the line from corner to corner of what was removed."""
-        right, bottom = self.x + self.width, self.y + self.height
-        return [(self.x + 1, bottom - 1), (right - 1, self.y + 1)]
-
-    @property
-    def level(self) -> tuple[str, int]:
-        """Cells with the same level are drawn together where there are many."""
-        return self.kind, round(LEVELS * self.strength)
-
-
-class _Map:
-    """One map of a figure, and where its parts stand; see :func:`maps`."""
-
+def _map(figure: Heat, rows: Sequence[Row], head: str, row: float, cell: float) -> Drawing:
+    """Return one map under a heading, bars or notes at the right of its rows."""
     top, bar = 30.0, 62.0
-    """Where rows begin, and the length of the longest bar."""
-
-    def __init__(self, figure: Heat, rows: Sequence[Row], row: float, cell: float) -> None:
-        self.figure, self.rows, self.row, self.cell = figure, rows, row, cell
-        self.left = 12 + LETTER * max(
-            len(label) for label in (figure.row, *(r.label for r in rows))
-        )
-        self.right = self.left + len(figure.columns) * self.cell + 14
-        self.gap = 2.0 if self.cell >= 14 and row >= 10 else 1.0 if self.cell >= 6 else 0.5
-        self.darkest = max((v for r in rows for v in r.values if v is not None), default=0.0) or 1.0
-        barred = [r.bar for r in rows if r.bar is not None]
-        self.widest = max(barred, default=0.0) or 1.0
-        beside = [] if barred else [len(_note(r)) for r in rows]
-        width = LETTER * max([len(figure.side), *beside])
-        self.room = max(self.bar + 44 if barred else 0.0, width)
-
-    def drawn(self, head: str) -> Drawing:
-        """Return the map under a heading."""
-        cells = [[*self._cells(n, r)] for n, r in enumerate(self.rows)]
-        out = _shaded([(self._row_tip(r), c) for r, c in zip(self.rows, cells, strict=True)])
-        out += [text(self.left, 10, head, "quiet"), text(self.right, 10, self.figure.side, "quiet")]
-        out.append(text(self.left - 8, self.top - 5, self.figure.row, "quiet", "end"))
-        for k in range(0, len(self.figure.columns), math.ceil(22 / self.cell)):
-            x = self.left + (k + 0.5) * self.cell - self.gap / 2
-            out.append(text(x, self.top - 5, self.figure.columns[k], "quiet", "middle"))
-        for n, r in enumerate(self.rows):
-            out += self._beside(n, r)
-        width = self.right + (self.room or -8)
-        return out, width, self.top + len(self.rows) * self.row
-
-    def _cells(self, n: int, r: Row) -> Iterator[_Cell]:
-        for k, value in enumerate(r.values):
-            outlined = k in r.outlined
-            if value is None and r.gone is None and not outlined:
-                continue
-            depth = 0.6 if value is None else max(0.0, value) / (r.darkest or self.darkest)
-            kind = "gone" if k in (r.gone or ()) else "heat kept" if outlined else "heat"
-            yield _Cell(
-                self.left + k * self.cell,
-                self.top + n * self.row,
-                self.cell - self.gap,
-                self.row - self.gap,
-                min(1.0, 0.05 + 0.75 * depth),
-                self._tip(r, k),
-                kind,
-            )
-
-    def _beside(self, n: int, r: Row) -> Iterator[str]:
-        """Yield what is written into the cells of a row, and left and right of it."""
-        y, x, note = self.top + n * self.row, self.right, _note(r)
-        base = y + self.row / 2 + 3
-        if n % math.ceil(10 / self.row) == 0:
-            yield text(self.left - 8, base, r.label, "quiet", "end")
+    left = 12 + LETTER * max(map(len, (figure.row, *(r.label for r in rows))))
+    right = left + len(figure.columns) * cell + 14
+    gap = 2.0 if cell >= 14 and row >= 10 else 1.0 if cell >= 6 else 0.5
+    darkest = max((v for r in rows for v in r.values if v is not None), default=0.0) or 1.0
+    barred = [r.bar for r in rows if r.bar is not None]
+    widest = max(barred, default=0.0) or 1.0
+    out = [text(left, 10, head, "quiet"), text(right, 10, figure.side, "quiet")]
+    out.append(text(left - 8, top - 5, figure.row, "quiet", "end"))
+    middle = (cell - gap) / 2
+    for k in range(0, len(figure.columns), math.ceil(22 / cell)):
+        out.append(text(left + k * cell + middle, top - 5, figure.columns[k], "quiet", "middle"))
+    many = sum(len(r.values) for r in rows) > FEW
+    for n, r in enumerate(rows):
+        y, note = top + n * row, r.note if r.bar is None else share(r.bar)
+        out += _cells(figure, r, (left, y, cell, gap, row - gap), darkest, many)
+        base, x = y + row / 2 + 3, right
+        if n % math.ceil(10 / row) == 0:
+            out.append(text(left - 8, base, r.label, "quiet", "end"))
         if r.bar is not None:
-            long = self.bar * r.bar / self.widest
-            yield rect(x, y + self.row * 0.28, long, self.row * 0.36, "bar result", tip=note)
+            long = bar * r.bar / widest
+            out.append(rect(x, y + row * 0.28, long, row * 0.36, "bar result", tip=note))
             x += long + 5
-        if self.row < 13:
-            return
-        if note:
-            yield text(x, base, note, "quiet")
-        for k, value in enumerate(r.values if self.figure.written and self.cell >= 26 else ()):
-            if value is not None:
-                place = (self.left + k * self.cell + (self.cell - self.gap) / 2, base)
-                yield text(*place, number(value, self.figure.written), "cell", "middle")
-
-    def _tip(self, r: Row, k: int) -> str:
-        """Return the tooltip of one cell: ``layer 3, expert 5: 12.5 % of calls, removed``."""
-        figure, value, panel = self.figure, r.values[k], f"{r.panel}, " if r.panel else ""
-        written = "" if value is None else f": {number(value, figure.form)} {figure.of}".rstrip()
-        fate = "" if r.gone is None else ", removed" if k in r.gone else ", kept"
-        return f"{panel}{figure.row} {r.label}, {figure.column} {figure.columns[k]}{written}{fate}"
-
-    def _row_tip(self, r: Row) -> str:
-        """Return the tooltip of a row whose cells have none."""
-        fate = "" if r.gone is None else f"removed {ranges(r.gone)}" if r.gone else "all kept"
-        where = ", ".join(filter(None, (r.panel, f"{self.figure.row} {r.label}")))
-        return ": ".join(filter(None, (where, fate or _note(r))))
+        if row >= 13:
+            out += [text(x, base, note, "quiet")] if note else []
+            for k, value in enumerate(r.values if figure.written and cell >= 26 else ()):
+                if value is not None:
+                    written = number(value, figure.written)
+                    out.append(text(left + k * cell + middle, base, written, "cell", "middle"))
+    beside = [] if barred else [len(r.note) for r in rows]
+    room = max(bar + 44 if barred else 0.0, LETTER * max([len(figure.side), *beside]))
+    return out, right + (room or -8), top + len(rows) * row
 
 
-def _note(row: Row) -> str:
-    """Return what is written at the right of a row: its bar's figure where it has one."""
-    return row.note if row.bar is None else share(row.bar)
+def _cells(
+    figure: Heat, r: Row, at: tuple[float, float, float, float, float], darkest: float, many: bool
+) -> Iterator[str]:
+    """Yield a row of cells, the darker the more, each with a tooltip.
 
-
-def _shaded(rows: Sequence[tuple[str, Sequence[_Cell]]]) -> list[str]:
-    """Return rows of cells, each row with its tooltip.
-
-    Few cells have a tooltip each. More than :data:`FEW` are drawn together, those of a shade as one
-    path, and have one tooltip a row, which keeps a large model's page small.
+    If there are many, those of a shade are one path, and the row has one tooltip, which keeps a
+    large model's page small.
     """
-    out = []
-    if sum(len(cells) for _, cells in rows) <= FEW:
-        for cell in (cell for _, cells in rows for cell in cells):
-            place = (cell.x, cell.y, cell.width, cell.height)
-            out.append(rect(*place, cell.kind, cell.strength, cell.tip))
-            out += [line(cell.cross, "cross")] if cell.kind == "gone" else []
-        return out
-    for tip, cells in rows:
-        out.append(f"<g><title>{escape(tip)}</title>")
-        ranked = sorted(cells, key=lambda c: c.level)
-        for (kind, level), alike in groupby(ranked, key=lambda c: c.level):
-            path = "".join(
-                f"M{c.x:.4g} {c.y:.4g}h{c.width:.3g}v{c.height:.3g}h-{c.width:.3g}z" for c in alike
-            )
-            out.append(f'<path class="{kind}" fill-opacity="{level / LEVELS:g}" d="{path}"/>')
-        crosses = [c.cross for c in cells if c.kind == "gone"]
-        path = "".join(f"M{a:.4g} {b:.4g}L{c:.4g} {d:.4g}" for (a, b), (c, d) in crosses)
-        out.append(f'<path class="cross" d="{path}"/></g>' if path else "</g>")
-    return out
+    left, y, cell, gap, height = at
+    width, shades, crosses = cell - gap, dict[tuple[str, int], str](), ""
+    for k, value in enumerate(r.values):
+        kept = k in r.outlined
+        if value is None and r.gone is None and not kept:
+            continue
+        depth = 0.6 if value is None else max(0.0, value) / (r.darkest or darkest)
+        strength, x = min(1.0, 0.05 + 0.75 * depth), left + k * cell
+        kind = "gone" if k in (r.gone or ()) else "heat kept" if kept else "heat"
+        if kind == "gone":
+            crosses += f"M{x + 1:.4g} {y + height - 1:.4g}L{x + width - 1:.4g} {y + 1:.4g}"
+        if many:
+            path = f"M{x:.4g} {y:.4g}h{width:.3g}v{height:.3g}h-{width:.3g}z"
+            shade = kind, round(LEVELS * strength)
+            shades[shade] = shades.get(shade, "") + path
+        else:
+            yield rect(x, y, width, height, kind, strength, _tip(figure, r, k))
+    if many:
+        removed = f": removed {ranges(r.gone)}" if r.gone else ""
+        where = ", ".join(filter(None, (r.panel, f"{figure.row} {r.label}")))
+        yield f"<g><title>{escape(where + removed)}</title>"
+        for (kind, level), path in shades.items():
+            yield f'<path class="{kind}" fill-opacity="{level / LEVELS:g}" d="{path}"/>'
+        yield "</g>"
+    if crosses:
+        yield f'<path class="cross" d="{crosses}"/>'
+
+
+def _tip(figure: Heat, r: Row, k: int) -> str:
+    """Return the tooltip of one cell: ``layer 3, expert 5: 12.5 % of calls, removed``."""
+    value, panel = r.values[k], f"{r.panel}, " if r.panel else ""
+    written = "" if value is None else f": {number(value, figure.form)} {figure.of}".rstrip()
+    fate = "" if r.gone is None else ", removed" if k in r.gone else ", kept"
+    return f"{panel}{figure.row} {r.label}, {figure.column} {figure.columns[k]}{written}{fate}"

@@ -264,28 +264,23 @@ def _plain(value: float | None) -> str:
 
 def overview(records: Sequence[Record]) -> Table:
     """Return the runs as rows by number; columns that no run has a figure for are left out."""
-    compared = dict.fromkeys(n for r in records for n in facts.comparisons(r) if not n.isdecimal())
-    models = {"result": "perplexity", "original": "the original’s"}
-    models |= {name: f"{name}, perplexity" for name in compared}
     rows = []
     for record in records:
         scores = part(record.measured, "scores")
-        cells = {"what was done": Cell(facts.step_labels(record) or numbers.NONE)}
-        cells |= {
-            head: cell(numbers.perplexity, figure(scores, name, "perplexity"))
-            for name, head in models.items()
-        }
-        cells |= {
-            "KL": cell(numbers.share, figure(scores, "result", "kl")),
-            "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
-            "active": cell(tenths, facts.active_ratio(record)),
-            "parameters kept": cell(tenths, facts.parameter_ratio(record)),
-            "on disk": cell(numbers.memory, facts.size(record, "result", "on disk")),
-            "in memory": cell(numbers.memory, facts.size(record, "result", "in memory")),
-            "prefill": ratio_cell(record, "prefill"),
-            "decode": ratio_cell(record, "decode"),
-        }
-        rows.append(cells)
+        rows.append(
+            {
+                "what was done": Cell(facts.step_labels(record) or numbers.NONE),
+                "perplexity": cell(numbers.perplexity, figure(scores, "result", "perplexity")),
+                "of original": cell(numbers.perplexity, figure(scores, "original", "perplexity")),
+                "KL": cell(numbers.share, figure(scores, "result", "kl")),
+                "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
+                "active": cell(tenths, facts.active_ratio(record)),
+                "parameters kept": cell(tenths, facts.parameter_ratio(record)),
+                "on disk": cell(numbers.memory, facts.size(record, "result", "on disk")),
+                "prefill": ratio_cell(record, "prefill"),
+                "decode": ratio_cell(record, "decode"),
+            }
+        )
     heads = [h for h in rows[0] if any(cells[h].text not in ("", numbers.NONE) for cells in rows)]
     labels = [f"{n}. {facts.model_name(record)}" for n, record in enumerate(records, 1)]
     body = [(label, [cells[h] for h in heads]) for label, cells in zip(labels, rows, strict=True)]
