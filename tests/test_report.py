@@ -75,7 +75,6 @@ def split_layer(i, petals=4):
         active_width=36 + 64 / petals,
         experts=petals,
         top_k=1,
-        parts=(36, *[64 // petals] * petals),
         shape={"backbone": 36, "petals": [64 // petals] * petals, "routing": "top-k"},
         analysis={
             "never_activated": {"0.1": 0.0, "0.01": 0.02, "0.001": 0.25},

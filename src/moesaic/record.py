@@ -160,9 +160,6 @@ class LayerRecord:
     """The same of the layer before the first step that changed it; 0 where not known."""
     top_k: int = 0
     """Routed experts that a token runs."""
-    parts: tuple[int, ...] = ()
-    """Of a dense layer that was cut into pieces its neurons in stored order: those that every
-    token runs, then each expert's."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has: kept experts, beta."""
     analysis: Values = field(default_factory=dict)

@@ -541,7 +541,6 @@ class Result(Made):
                 told=description.text,
                 weights=planned.weights,
                 shape=description.shape,
-                parts=description.parts,
                 width_before=base.widths[index],
                 experts_before=routed,
             )
@@ -565,7 +564,6 @@ class Result(Made):
             weights=weights,
             width_before=before.width_before,
             experts_before=before.experts_before or layer.experts_before,
-            parts=layer.parts or before.parts,
             shape={**before.shape, **layer.shape},
             analysis={**before.analysis, **layer.analysis},
         )

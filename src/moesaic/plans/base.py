@@ -81,9 +81,6 @@ class Description:
     """The layer's new form, in words: ``6 of 8 experts stay``."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has."""
-    parts: tuple[int, ...] = ()
-    """Of a dense layer that was cut into pieces its neurons: those of every token, then each
-    expert's."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
 def score_table(record: Record) -> Table:
     """Return quality and size of all models that were scored; no rows if none was.
 
-    Rows that say nothing are left out: no routers, active ratios of models that were not carved.
+    Rows that say nothing are left out: no routers, active ratios beside an original mixture.
     """
     scores = part(record.measured, "scores")
     columns = facts.names(scores)
@@ -56,7 +56,8 @@ def score_table(record: Record) -> Table:
     active, nominal, routers = (
         rows[key][1] for key in ("active_ratio", "nominal_active_ratio", "router_parameters")
     )
-    carved = facts.by_projections(record)
+    dense = figure(scores, "original", "active_ratio") in (None, 1.0)
+    carved = dense and any(c.value not in (None, 1.0) for c in active)
     idle = [] if carved else ["active_ratio"]
     alike = [c.text for c in active] == [c.text for c in nominal]
     idle += ["nominal_active_ratio"] if not carved or alike else []
