@@ -58,7 +58,7 @@ def evaluate(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Score:
-    """Perplexity, size and routing of a model on a text; divergence, tasks and generations.
+    """Return perplexity, size and routing of a model on a text; KL, tasks and generations.
 
     A model given by name that does not fit into memory is read layer by layer. Several processes,
     as torchrun starts them, share the batches; all must call this, and each returns everything.
@@ -73,7 +73,7 @@ def evaluate(
         tasks: as for :func:`moesaic.data.questions.wanted_tasks`.
         limit: questions of each task at most; None for all.
         shots: examples before each question; None for the task's own.
-        generations: continue fixed prompts, and tell how the continuations repeat themselves.
+        generations: continue fixed prompts, and measure how the continuations repeat themselves.
         stream: read models given by name layer by layer in any case.
         baselines: types of :data:`~moesaic.config.ROUNDED`; the original, given by name, is
             measured quantised to each.
@@ -239,7 +239,7 @@ def scored(
 def with_tasks(
     score: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None
 ) -> Score:
-    """A score with its tasks' figures, beside the original's where they are not its own."""
+    """Return a score with its tasks' figures, beside the original's where those are others."""
     if original is None or tasks is original:
         return replace(score, tasks=tasks)
     recovery = recovery_ratio(tasks, original)
@@ -247,7 +247,7 @@ def with_tasks(
 
 
 def named(track: Track, name: str) -> Track:
-    """Progress whose labels say of which model."""
+    """Return progress whose labels name the model."""
     return lambda items, label, total=None: track(items, f"{label}, {name}", total)
 
 
@@ -257,7 +257,7 @@ def named(track: Track, name: str) -> Track:
 def measured_text(
     source: Source, settings: Evaluation, stats: str = ""
 ) -> tuple[Tokens, Tokenizer | None]:
-    """The windows that a model, and what is made of it, are measured on; its tokenizer.
+    """Return the windows that a model and its results are measured on, and its tokenizer.
 
     The tokenizer is None where the model has none, and nothing that is asked for needs one.
 
@@ -299,7 +299,7 @@ def _tokenizer(
     settings: Evaluation,
     tokenizer: Tokenizer | None,
 ) -> Tokenizer | None:
-    """The tokenizer that text, tasks and generations take; None where they need none.
+    """Return the tokenizer that text, tasks and generations take; None if they need none.
 
     Raises:
         MoesaicError: there is none, or a token is not the same to both models.
@@ -318,8 +318,10 @@ def _tokenizer(
 
 
 def text_behind(folder: Path) -> tuple[list[RowRange], list[str]]:
-    """The rows that a result of ours was calibrated on, and the names of text that it was trained
-    on; those of the results that it was made of are among them. Nothing of any other model."""
+    """Return the rows that a result of ours was calibrated on, and the text that it was trained on.
+
+    Those of the results that it was made of are among them. Both are empty for any other model.
+    """
     file = placed(folder, RECORD)
     if not file.is_file():
         return [], []
@@ -367,7 +369,7 @@ def _check_rows(used: Iterable[RowRange], tokens: Tokens, name: str) -> None:
 
 
 def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
-    """Whether a device has room for all of these models at once."""
+    """Return True if a device has room for all of these models at once."""
     types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
     need = sum(sum(sizes_in(shape_of(config), kind)) for config, kind in types)
     return ROOM * need <= free_bytes(device)

@@ -34,12 +34,12 @@ NEW_TOKENS = 32
 
 
 class Measurement:
-    """A saved result beside its original and comparisons: same text, one after another; speed.
+    """Measurements of a saved result beside its original and comparisons, on the same text.
 
     Original and result are held together if there is room for both, and timed in turn, round by
     round. Otherwise they are scored layer by layer from disk, and one is held at a time, to
     generate and to be timed; what even that has no room for is left out. The record says so.
-    Each is loaded once. Of several processes all make this object, which scores the two, and the
+    Each is loaded once. Several processes all make this object, which scores the two, and the
     first goes on with :meth:`figures`.
 
     Args:
@@ -76,7 +76,7 @@ class Measurement:
         self._sizes: dict[str, int] = {}
 
     def figures(self, comparisons: Mapping[str, Callable[[], Model]]) -> JSON:
-        """All that is measured.
+        """Measure everything that was asked for.
 
         Args:
             comparisons: other models by name, each built when its turn comes; they are compared
@@ -96,7 +96,7 @@ class Measurement:
         else:
             logger.warning(
                 "There is no room for a whole model in memory: continuations, speed, comparisons "
-                "and rounding are left out."
+                "and quantised baselines are left out."
             )
         files = {n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")}
         routing = self._scores["result"].routing
@@ -111,7 +111,7 @@ class Measurement:
         return {**measured, **(self._speed(speeds) if speeds else {})}
 
     def _of_loaded(self, names: list[str]) -> dict[str, Speed]:
-        """Everything that takes models in memory, each loaded once; their speeds, if asked for."""
+        """Measure what takes models in memory, each loaded once; return speeds, if asked for."""
         runs = self._scored.runs
         waiting = self.track(names, "Loading models", len(names))
         if all(isinstance(runs[name], Whole) for name in names):
@@ -124,7 +124,7 @@ class Measurement:
         return compare_speed(models, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
 
     def _continue(self, name: str, model: Model) -> None:
-        """A model's continuations."""
+        """Keep a model's continuations."""
         if self.tokenizer is None:
             return
         if self.settings.generations:
@@ -139,7 +139,7 @@ class Measurement:
             )
 
     def _compared(self, comparisons: Mapping[str, Callable[[], Model]]) -> None:
-        """Scores and continuations of other models, of which one is held at a time."""
+        """Score and continue other models, of which one is held at a time."""
         self._scored.runs.clear()
         settings, original = self.settings, self._scores["original"]
         wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
@@ -169,7 +169,7 @@ class Measurement:
         return self.tokens.input_ids[:1, : max(2, min(512, room))]
 
     def _speed(self, speeds: Mapping[str, Speed]) -> JSON:
-        """Speeds, the peak memory of each model in a process of its own, and ratios by round."""
+        """Return speeds, the peak memory of each model in its own process, and their ratios."""
         length, place = self._prompt.shape[1], (self._scored.device, self._scored.dtype)
         names = ("original", "result")
 
@@ -192,7 +192,7 @@ class Measurement:
         }
 
     def _circumstances(self) -> JSON:
-        """What was measured on, and how."""
+        """Return the text and the settings of the measurement."""
         settings, config = self.settings, self.sources["original"].config
         extra: JSON = {"bos": True} if self.tokens.begun else {}
         if settings.tasks:

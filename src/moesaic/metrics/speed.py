@@ -43,7 +43,7 @@ class Speed:
     """Seconds from prompt to first new token."""
 
     def as_json(self) -> JSON:
-        """Medians under the names that programs rely on, and the spread.
+        """Return medians under the names that programs rely on, and the spread.
 
         Returns:
             ``prefill_tokens_per_second``, ``decode_tokens_per_second`` and ``first_token_seconds``,
@@ -60,7 +60,7 @@ class Speed:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """Return seconds, once the device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -68,7 +68,7 @@ def clock(device: torch.device) -> float:
 
 @torch.inference_mode()
 def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
+    """Return seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
     prompt = prompt.to(model.device)
     start = clock(prompt.device)
     options = {"use_cache": True, **logits_alone(model.config)}
@@ -160,7 +160,7 @@ def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
 def peak_memory(
     model: Path, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
 ) -> int:
-    """Bytes at the peak of loading a checkpoint, one prompt and some decoding.
+    """Return bytes at the peak of loading a checkpoint, one prompt and some decoding.
 
     Measured in a fresh process: its resident set, or the accelerator's allocations.
 

@@ -60,7 +60,7 @@ class Measured:
     """One measured model."""
 
     run: int
-    """The run that it belongs to, from 1; 0 for an original."""
+    """The run that it belongs to, from 1; 0 for an original, quantised or not."""
     kind: str
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     label: str
@@ -112,6 +112,7 @@ def _points(record: Record, run: int) -> Iterator[Measured]:
         elif name.isdecimal():
             kind, label, title = "fewer layers", f"{name} layers", f"{steps}, only {name} layers"
         else:
+            number = 0 if name in ROUNDED else run
             title = f"{facts.variants(record).get(name, name)}, beside {steps}"
         yield Measured(number, kind, label, title, tuple(a.value(record, name) for a in AXES))
 
