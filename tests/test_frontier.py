@@ -94,7 +94,7 @@ def test_two_models_are_no_frontier():
 def test_every_point_has_its_name_beside_it_and_no_name_lies_on_another():
     record = make()
     for n, name in enumerate(("random", "naive", "backbone")):
-        record.measured["scores"][name] = score(13.0 + n / 4, 0.8 - n / 50)
+        record.measured["scores"][name] = score(13.0 + 2 * n, 0.8 - n / 20)
     plot = only([record])
     found = re.compile(r'<text x="(\S+)" y="(\S+)" class="label.*?>(.*?)<')
     for width in (680, 340):

@@ -242,8 +242,9 @@ def _labels(
     ]
     for point, x, y in sorted(shown, key=lambda t: not t[0].ahead):
         long = LETTER * len(point.label)
-        places = ((11.0, 4.0, "start"), (-11.0, 4.0, "end"), (0.0, -12.0, "middle"),
-                  (0.0, 21.0, "middle"))  # fmt: skip
+        level = [(11.0, 4.0, "start"), (-11.0, 4.0, "end"), (0.0, -12.0, "middle")]
+        slanted = [(9.0 * x, y, e) for y in (-8.0, 17.0) for x, e in ((1, "start"), (-1, "end"))]
+        places = [*level, (0.0, 21.0, "middle"), *slanted]
         for dx, dy, anchor in places:
             left = x + dx - {"start": 0.0, "end": long, "middle": long / 2}[anchor]
             area = (left, y + dy - 10, left + long, y + dy + 3)
