@@ -57,7 +57,7 @@ class Lines(Figure):
 
     series: tuple[Series, ...]
     x: str = "layer"
-    """What the horizontal axis shows."""
+    """Name of the horizontal axis."""
     y: str
     form: str = ",.4g"
     """How values are written."""
@@ -85,7 +85,7 @@ class Bars(Figure):
     rows: tuple[str, ...]
     columns: tuple[Column, ...]
     row: str = "layer"
-    """What a row is."""
+    """Name of what a row stands for."""
     kind: str = "bars"
 
 
@@ -117,11 +117,11 @@ class Heat(Figure):
     rows: tuple[Row, ...]
     columns: tuple[str, ...]
     row: str = "layer"
-    """What a row is."""
+    """Name of what a row stands for."""
     column: str = "expert"
-    """What a column is."""
+    """Name of what a column stands for."""
     side: str = ""
-    """What the bars or notes at the right are."""
+    """Name of the bars or notes at the right."""
     form: str = ".1%"
     """How values are written."""
     of: str = ""
@@ -150,13 +150,13 @@ class LayerRecord:
     width: int = 0
     """Neurons stored: of a dense layer's FFN, of one expert where the layer routes."""
     width_before: int = 0
-    """The same of the layer before the first step that changed it; 0 where not known."""
+    """The number before the first step that changed the layer; 0 where not known."""
     active_width: float = 0.0
     """Neurons a token runs, shared ones included, under uniform routing."""
     experts: int = 0
     """Routed experts; 0 where nothing routes."""
     experts_before: int = 0
-    """The same of the layer before the first step that changed it; 0 where not known."""
+    """The number before the first step that changed the layer; 0 where not known."""
     top_k: int = 0
     """Routed experts that a token runs."""
     shape: Values = field(default_factory=dict)
@@ -210,7 +210,7 @@ class Record:
     """The original, by the name that was asked for."""
     out: str
     model_type: str
-    """Of the result."""
+    """The result's model type."""
     native: bool
     """The result is of its base's own architecture: transformers alone loads it."""
     steps: list[Step]

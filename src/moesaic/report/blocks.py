@@ -67,9 +67,9 @@ class Point:
     kind: str
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     label: str
-    """What stands beside it."""
+    """Written beside it."""
     tip: str
-    """What it is, and all that was measured of it."""
+    """The tooltip: its full name, and all that was measured of it."""
     run: int = 0
     """The run that it leads to, from 1; 0 for none."""
     ahead: bool = True

@@ -1,4 +1,4 @@
-"""What a report says of a run, as sections of blocks; three renderers show them."""
+"""Contents of a report: the sections of blocks that three renderers show."""
 
 from __future__ import annotations
 

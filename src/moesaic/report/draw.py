@@ -34,7 +34,7 @@ NARROW = 340.0
 """Width of a plot of points on a phone; :func:`drawn` makes both."""
 
 Drawing = tuple[list[str], float, float]
-"""What is drawn, its width and its height."""
+"""SVG elements, their width and their height."""
 
 
 def drawn(figure: Figure) -> Markup:
@@ -257,7 +257,7 @@ def _labels(
 
 
 def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
-    """True if two areas (left, top, right, bottom) overlap."""
+    """Return True if two areas (left, top, right, bottom) overlap."""
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 

@@ -137,7 +137,7 @@ def _main_step(record: Record) -> Step | None:
 
 
 def by_projections(record: Record) -> bool:
-    """True if dense layers were made experts: ratios are then those of their projections."""
+    """Return True if dense layers were made experts: ratios are then those of their projections."""
     step = _main_step(record)
     return step is not None and step.ratio == "projections"
 
@@ -182,7 +182,7 @@ def routes(record: Record) -> Heat | None:
 
 
 def interleaved(record: Record) -> bool:
-    """True if models were timed in turn; False if there was room for one at a time only."""
+    """Return True if models were timed in turn; False if there was room for one at a time only."""
     return record.measured.get("speed_interleaved", True) is not False
 
 

@@ -1,4 +1,4 @@
-"""The frontier: models by what they lose and what they store, run, or how fast they are.
+"""The frontier: models by their error and by what they store or run.
 
 One for each original and text: models that were made of others cannot be compared.
 """
@@ -46,12 +46,12 @@ SAVED = (
     Axis("bytes in memory", numbers.memory, ("scores", "*", "total_bytes")),
     Axis("active parameters", numbers.count, ("scores", "*", "active_parameters")),
 )
-"""What a model may save: the horizontal axes."""
+"""Sizes, which a model may save: the horizontal axes."""
 LOST = (
     Axis("perplexity", numbers.perplexity, ("scores", "*", "perplexity")),
     KL,
 )
-"""What a model may lose: the vertical axes."""
+"""Errors, which a model may add: the vertical axes."""
 AXES = (*SAVED, *LOST)
 
 
@@ -65,7 +65,7 @@ class Measured:
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     label: str
     title: str
-    """What it is, in full."""
+    """Its full name."""
     figures: tuple[float | None, ...]
     """Along :data:`AXES`."""
 

@@ -25,7 +25,7 @@ CLAIMS = {
     "averaged": "Experts are means over several of the base model's experts.",
     "trained": "Weights differ from the base model's: they were trained.",
 }
-"""What became of the base model's weights, by the names of :data:`moesaic.record.WEIGHTS`."""
+"""Sentences about the base model's weights, by the names of :data:`moesaic.record.WEIGHTS`."""
 
 
 # --- how it was made -----------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Change:
     figure: str
     """``51.92 → 59.52``"""
     what: str
-    """What the figure is."""
+    """The name of the figure."""
     difference: str
     """How they differ: ``14.6 % worse``."""
     tone: str = ""
