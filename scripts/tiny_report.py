@@ -35,7 +35,7 @@ def machine() -> str:
 
 
 def windows_of(tokenizer: Any, rows: list[dict[str, str]], domain: str) -> torch.Tensor:
-    """Return the tokens of a domain's texts in file order ("all": of every text), in whole windows."""
+    """Return whole windows of a domain's tokens, texts in file order; "all" is every text."""
     text = "\n\n".join(row["text"] for row in rows if domain in ("all", row["domain"]))
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(tokens[: len(tokens) // WINDOW * WINDOW]).view(-1, WINDOW)
