@@ -97,7 +97,10 @@ def _of_speed(record: Record) -> str:
     if not facts.interleaved(record):
         turns = "one model after the other, as there was room for one at a time"
     notes = [f"Medians over rounds, with the least and the greatest; {turns}."]
-    notes.append(f"A difference is called one where all of at least {tables.ROUNDS} rounds agree.")
+    notes.append(
+        f"Faster or slower: each of at least {tables.ROUNDS} rounds, and the medians by "
+        f"{numbers.percent(tables.GAP)}."
+    )
     where = [str(machine[key]) for key in ("processor", "device") if machine.get(key)]
     if where:
         threads = machine.get("threads", "some")

@@ -151,6 +151,8 @@ SPEEDS: tuple[tuple[str, str, str, Format], ...] = (
 """Rows: a label, the key of the value, and the word for its spread and its ratio."""
 ROUNDS = 5
 """Fewer rounds than these call nothing faster or slower."""
+GAP = 0.02
+"""Nor do medians that differ by less than this share: five rounds agree by chance one time in 16."""
 UNCLEAR = "no clear difference"
 TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
 
@@ -190,7 +192,7 @@ def ratio_cell(record: Record, what: str) -> Cell:
 
 
 def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float = ROUNDS) -> str:
-    """Return "faster" or "slower" if each of at least :data:`ROUNDS` rounds and the ratio say so.
+    """Return "faster" or "slower" if each of :data:`ROUNDS` rounds says so, and by :data:`GAP`.
 
     Args:
         ratio: of the medians.
@@ -205,10 +207,9 @@ def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float 
     low, high = spread or (ratio, ratio)
     if rounds < ROUNDS or low >= high:
         return UNCLEAR
-    shown = round(ratio, 2)
-    if low > 1 and shown > 1:
+    if low > 1 and ratio >= 1 + GAP:
         return "faster"
-    return "slower" if high < 1 and shown < 1 else UNCLEAR
+    return "slower" if high < 1 and ratio <= 1 - GAP else UNCLEAR
 
 
 # --- layers --------------------------------------------------------------------------------------
