@@ -98,8 +98,8 @@ def _of_speed(record: Record) -> str:
         turns = "one model after the other, as there was room for one at a time"
     notes = [f"Medians over rounds, with the least and the greatest; {turns}."]
     notes.append(
-        f"Faster or slower: each of at least {tables.ROUNDS} rounds, and the medians by "
-        f"{numbers.percent(tables.GAP)}."
+        f"A difference is one where each of at least {tables.ROUNDS} rounds agrees, and the "
+        f"medians differ by {numbers.percent(tables.GAP)}."
     )
     where = [str(machine[key]) for key in ("processor", "device") if machine.get(key)]
     if where:

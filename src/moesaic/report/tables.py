@@ -152,7 +152,7 @@ SPEEDS: tuple[tuple[str, str, str, Format], ...] = (
 ROUNDS = 5
 """Fewer rounds than these call nothing faster or slower."""
 GAP = 0.02
-"""Nor do medians that differ by less than this share: five rounds agree by chance one time in 16."""
+"""Nor do medians that differ by less: five rounds agree by chance one time in 16."""
 UNCLEAR = "no clear difference"
 TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
 
