@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -117,5 +118,11 @@ def _cell(cell: Cell) -> Line:
     return text
 
 
-SHOWN = {"lead": _lead, "table": _tables, "remark": _remarks, "prompt": _prompt, "text": _texts}
+SHOWN: dict[str, Callable[[Any], list[RenderableType]]] = {
+    "lead": _lead,
+    "table": _tables,
+    "remark": _remarks,
+    "prompt": _prompt,
+    "text": _texts,
+}
 """How a terminal shows blocks, by their kinds; others are not shown."""
