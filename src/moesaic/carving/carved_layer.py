@@ -144,7 +144,7 @@ class CarvedLayer(LayerPlan):
         header = self.header()
         text = f"{self._words()}; prompts run dense" if self.prompts == "dense" else self._words()
         shape = {k: header[k] for k in header if k not in ("kind", "top_k")}
-        return Description(text, shape, (self.backbone, *self.petals))
+        return Description(text, shape)
 
     def _words(self) -> str:
         if not self.petals:

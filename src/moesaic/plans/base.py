@@ -81,9 +81,6 @@ class Description:
     """New form of the layer in words, such as ``6 of 8 experts stay``."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has."""
-    parts: tuple[int, ...] = ()
-    """Neurons of each piece of a dense layer that was cut: those of every token, then each
-    expert's."""
 
 
 @dataclass(frozen=True)

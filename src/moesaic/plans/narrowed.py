@@ -82,7 +82,7 @@ class NarrowedLayer(LayerPlan):
 
     def describe(self, experts: int) -> Description:
         text = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
-        return Description(text, {"neurons": self.width, "of": self.before}, (self.width,))
+        return Description(text, {"neurons": self.width, "of": self.before})
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
