@@ -33,6 +33,7 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plans.base import same
 from moesaic.plans.regression import Ridge
 from moesaic.surgery import applied
+from moesaic.types import cache_of
 
 
 def site_of(model, arch, tokens, index=2, **options):
@@ -260,12 +261,12 @@ def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
     model, ids = tiny_model(name), tokens.input_ids[:2, :9]
     carved = moesaic.carve(model, FINE, calibration=tokens).model.eval()
     torch.testing.assert_close(carved(ids).logits, model(ids).logits)
-    cache = carved(ids[:, :-1]).past_key_values
-    step = carved(ids[:, -1:], past_key_values=cache).logits
+    cache = cache_of(carved(ids[:, :-1]))
+    step = carved(ids[:, -1:], **cache).logits
     assert not torch.allclose(step, model(ids).logits[:, -1:], atol=1e-4)
     with set_mode(carved, "always"):
-        cache = model(ids[:, :-1]).past_key_values
-        routed = carved(ids[:, -1:].repeat(1, 2), past_key_values=cache).logits[:, :1]
+        cache = cache_of(model(ids[:, :-1]))
+        routed = carved(ids[:, -1:].repeat(1, 2), **cache).logits[:, :1]
     torch.testing.assert_close(step, routed)
 
 

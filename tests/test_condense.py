@@ -30,6 +30,7 @@ from moesaic.plan import Plan
 from moesaic.plans.base import same
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.surgery import applied
+from moesaic.types import cache_of
 
 SHARED = [
     "qwen2_moe",
@@ -403,7 +404,7 @@ def test_the_first_layer_of_each_kind_of_attention_is_not_dropped(tokens: Tokens
     assert [*result.plan.layers] == [2, 3]
     ids = tokens.input_ids[:2, :8]
     first = result.model(ids[:, :6], use_cache=True)
-    rest = result.model(ids[:, 6:], past_key_values=first.past_key_values)
+    rest = result.model(ids[:, 6:], **cache_of(first))
     torch.testing.assert_close(rest.logits, result.model(ids).logits[:, 6:], rtol=0, atol=1e-5)
 
 

@@ -323,10 +323,10 @@ def test_a_shared_path_that_is_averaged_is_refused():
 
 
 def test_the_command(command):
-    code, out, _ = command("architectures", "--json")
+    code, out, _ = command("inspect", "--json")
     assert code == 0
     assert json.loads(out).keys() >= {"moe", "dense", "unsupported"}
-    code, out, _ = command("architectures")
+    code, out, _ = command("inspect")
     mixtures, _, dense = out.partition("dense models")
     assert code == 0
     assert "mixtral" in mixtures

@@ -20,14 +20,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import click
 import pytest
-import typer
 import yaml
-from typer.main import get_command
 
 import moesaic
 from moesaic.cli import app, conversions
-from moesaic.cli import results as works
+from moesaic.config import flag_of
 from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
@@ -43,7 +42,6 @@ PAGES = sorted(
 )
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
-COMMANDS: Any = get_command(app)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
 OTHERS = ("accelerate", "torchrun", "pip", "python", "pytest", "git", "make", "LLAMA_CPP")
@@ -83,10 +81,9 @@ def spoken() -> dict[str, list[list[str]]]:
     for page in [*PAGES, *RECIPES]:
         given = [words for line in lines(page) if (words := arguments(line))]
         found[str(page.relative_to(ROOT))] = [words for words in given if "..." not in words]
-    for name, command in COMMANDS.commands.items():
-        example = re.fullmatch(r"Example: (.*)", command.epilog)
-        assert example is not None
-        found[f"help of {name}"] = [arguments(example[1]) or []]
+    for name, command in app.commands.items():
+        example: str = command.example  # type: ignore[attr-defined]
+        found[f"help of {name}"] = [arguments(example) or []]
     return {page: commands for page, commands in found.items() if commands}
 
 
@@ -101,9 +98,8 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
         recipes.append(recipe)
 
     monkeypatch.chdir(ROOT)
-    for module in (conversions, works):
-        monkeypatch.setattr(module, "carry_out", keep)
-    said, command, rest = COMMANDS.resolve_command(typer.Context(COMMANDS), given)
+    monkeypatch.setattr(conversions, "carry_out", keep)
+    said, command, rest = app.resolve_command(click.Context(app), given)
     name = str(said)
     assert command is not None, f"there is no command {given[0]}"
     context = command.make_context(name, [*rest])
@@ -155,9 +151,10 @@ def test_wrong_commands_are_found(line: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def flags() -> set[str]:
     """All options of all commands."""
-    every = [COMMANDS, *COMMANDS.commands.values()]
+    every = [app, app.guide, *app.commands.values()]
     found = {flag for c in every for p in c.params for flag in (*p.opts, *p.secondary_opts)}
-    return found | {"--help", "--help-all"}
+    of_methods = {flag_of(of) for config in METHODS.values() for of in fields(config)}
+    return found | {"--help", "--help-all"} | {f for both in of_methods for f in both.split("/")}
 
 
 def test_options_in_sentences_exist() -> None:
@@ -175,7 +172,7 @@ def test_options_in_sentences_exist() -> None:
         for name in re.findall(r"-o (\w+)=", span):
             assert name in fields_, f"`{span}`: there is no option {name}"
         if span.startswith("moesaic ") and span.split()[1].islower() and span.split()[1].isalpha():
-            assert span.split()[1] in COMMANDS.commands, f"`{span}`: there is no such command"
+            assert span.split()[1] in app.commands, f"`{span}`: there is no such command"
 
 
 def test_python_in_documents_names_what_exists() -> None:

@@ -88,7 +88,7 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
     given += ["calibration.source=''", "calibration.samples=4", "calibration.length=64"]
     if asked.evaluation is not None:
         given += ["evaluation.data=''", "evaluation.length=128", "evaluation.max_tokens=1024"]
-        given += ["evaluation.rounds=0"]
+        given += ["evaluation.rounds=0", "evaluation.tasks=''"]
         if verb == "condense" and asked.evaluation.compare:
             given.append('evaluation.compare=["1"]')
     return given

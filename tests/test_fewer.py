@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from builders import loaded, logits, saved, tiny_moe
+from click.testing import CliRunner
 from shrunken import small_model
-from typer.testing import CliRunner
 
 import moesaic
 from moesaic import MoesaicError, SkipConfig, TopKConfig

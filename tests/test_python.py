@@ -275,12 +275,11 @@ def test_pushed_as_it_is_saved(slimmed, monkeypatch):
 def test_shown_in_one_line_and_never_as_an_empty_box(name):
     result = moesaic.slim(name, keep=0.5, **FEW)
     page = result._repr_html_()
-    assert "svg" not in page
     assert "parameters" in page
     assert "layer 0" in page
     result.evaluation = moesaic.Tokens(torch.randint(1, 300, (2, 32)))
     assert result.scores["result"].kl > 0
-    assert "<svg" in result._repr_html_()
+    assert "perplexity" in result._repr_html_()
     for value in (result, result.plan, result.scores, result.scores["result"]):
         assert "\n" not in repr(value)
         assert len(repr(value)) < 400

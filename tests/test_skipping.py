@@ -15,6 +15,7 @@ from moesaic.methods.skip.dynamic import mean_calls, quantile, ratios
 from moesaic.metrics.routing_counts import counted
 from moesaic.metrics.size import model_size
 from moesaic.modules import skip, survivors
+from moesaic.types import cache_of
 
 
 def falling(tokens, top_k, seed=0):
@@ -105,10 +106,10 @@ def test_survivors_keep_the_tokens_whole_weight():
 def test_token_by_token_is_the_batch(tokens, tmp_path):
     model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
     whole = model(tokens.input_ids[:1]).logits
-    cache, steps = None, []
+    cache, steps = {}, []
     for token in tokens.input_ids[0]:
-        out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(token.view(1, 1), **cache, use_cache=True)
+        cache = cache_of(out)
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
 
