@@ -167,9 +167,13 @@ class Tokens:
         return [ids[real].tolist() for ids, real in zip(self.input_ids, self.real, strict=True)]
 
     def examples(self) -> list[dict[str, list[int]]]:
-        """Return windows to learn from, as input_ids and labels; padding is not predicted."""
-        pairs = zip(self.input_ids.tolist(), self.labels.tolist(), strict=True)
-        return [{"input_ids": row, "labels": targets} for row, targets in pairs]
+        """Return windows to learn from, as input_ids and labels; padding is left out."""
+        rows = zip(self.input_ids, self.labels, self.real, strict=True)
+        return [
+            {"input_ids": ids[real].tolist(), "labels": targets[real].tolist()}
+            for ids, targets, real in rows
+            if real.any()
+        ]
 
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
         """Yield consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
