@@ -191,12 +191,7 @@ def test_statistics_decide_as_the_model_does(key, place, tmp_path):
     assert all(same(layer, wanted[i]) for i, layer in found.items())
 
 
-COUNTED = pytest.mark.xfail(strict=True, reason="training is told of no padding, which it counts")
-
-
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=COUNTED if key == "carve.tomoe" else ()) for key in KEYS]
-)
+@pytest.mark.parametrize("key", KEYS)
 def test_what_stands_in_padding_changes_nothing(key, place):
     ids, made = many_tokens().input_ids[:16], []
     mask = torch.ones_like(ids, dtype=torch.bool)
