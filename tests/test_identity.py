@@ -183,7 +183,7 @@ def test_what_was_asked_otherwise_is_named_and_no_fingerprint_is_shown(
     options: dict[str, Any] = {"resume_from": tmp_path / "kept"}
     few, other = Tokens(tokens.input_ids[:3]), Tokens(tokens.input_ids.flip(0))
     moesaic.prune(pair[0], PruneConfig(keep=5), calibration=tokens, **options)
-    for text, said in ((few, r"text\.samples was \d+, is 3"), (other, "the text is another")):
+    for text, said in ((few, r"windows was \d+, is 3"), (other, "the text is another")):
         with pytest.raises(MoesaicError, match=said) as refused:
             moesaic.prune(pair[0], PruneConfig(keep=5), calibration=text, **options)
         assert not re.search(r"\b[0-9a-f]{16}\b", str(refused.value))
@@ -305,8 +305,8 @@ def tuned(folder: Path, **changes: Any) -> Any:
     ("changes", "said"),
     [
         ({"seed": 1}, "the weights of a model in memory have changed"),
-        ({"config": {"lr": 2e-2}}, "config.lr was 0.01, is 0.02"),
-        ({"config": {"what": "lora"}}, "config.what was 'all', is 'lora'"),
+        ({"config": {"lr": 2e-2}}, "lr was 0.01, is 0.02"),
+        ({"config": {"what": "lora"}}, "what was 'all', is 'lora'"),
         ({"text": rows(4)}, "the training text is another"),
         ({"teacher": 2}, "the teacher is another"),
     ],

@@ -338,17 +338,6 @@ def test_a_page_replaces_no_file_but_a_page_of_ours(
     assert command("report", carved_folder, "--out", tmp_path / "page.txt")[0] == 2
 
 
-def test_a_drawing_replaces_no_file_but_one_of_ours(
-    command: Command, moe_folder: Path, tmp_path: Path, tokens: Tokens
-) -> None:
-    thesis = tmp_path / "thesis.svg"
-    thesis.write_text("<svg>precious</svg>")
-    result = moesaic.prune(str(moe_folder), PruneConfig(keep=6), calibration=tokens)
-    with pytest.raises(MoesaicError, match="did not draw it"):
-        result.plot(thesis)
-    assert thesis.read_text() == "<svg>precious</svg>"
-
-
 # --- single files --------------------------------------------------------------------------------
 
 

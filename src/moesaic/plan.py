@@ -220,7 +220,7 @@ class Progress:
         if changed:
             raise MoesaicError(
                 f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
-                "that one's options, or start anew by overwriting it."
+                "that one's options, or start anew with --overwrite (in Python overwrite=True)."
             )
         self._checked = True
 
@@ -308,7 +308,7 @@ class MadeFrom:
         >>> stored = MadeFrom({"config": {"keep": 6}, "text": {"samples": 64, "fingerprint": "1f"}})
         >>> asked = MadeFrom({"config": {"keep": 5}, "text": {"samples": 128, "fingerprint": "c0"}})
         >>> stored.differs(asked)
-        ['config.keep was 6, is 5', 'text.samples was 64, is 128']
+        ['keep was 6, is 5', 'samples was 64, is 128']
         """
         before, now = (_flat(json.loads(json.dumps(made.values))) for made in (self, other))
         names = [flat.pop("base.name", "") or "a model in memory" for flat in (before, now)]
@@ -327,7 +327,8 @@ class MadeFrom:
             elif key in texts:
                 words += [] if said else [f"the {TEXT[key]}text is another"]
             elif texts or not key.startswith("text."):
-                words.append(f"{key} was {shown(before.get(key))}, is {shown(now.get(key))}")
+                field = key.removeprefix("config.").removeprefix("text.")
+                words.append(f"{field} was {shown(before.get(key))}, is {shown(now.get(key))}")
         return words
 
 

@@ -369,8 +369,8 @@ def rewrite(
                 writer.add(full, tensor)
                 continue
             origin = state.stored_prefix + layer.origin(name)
-            for stored in checkpoint.written(full, tensor, origin):
-                writer.add(*stored)
+            for written in checkpoint.written(full, tensor, origin):
+                writer.add(*written)
     writer.close()
 
 

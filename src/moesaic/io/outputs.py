@@ -71,7 +71,9 @@ def _check_place(out: Path) -> None:
 def _check_free(out: Path, overwrite: bool) -> None:
     """Refuse to replace what nobody asked to be replaced."""
     if os.path.lexists(out) and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+        raise MoesaicError(
+            f"{out} exists. Choose another name, or pass --overwrite (in Python overwrite=True)."
+        )
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
