@@ -326,7 +326,7 @@ class MadeFrom:
                 words.append(MODEL[key])
             elif key in texts:
                 words += [] if said else [f"the {TEXT[key]}text is another"]
-            elif key not in said or texts or not any(name in before for name in TEXT):
+            elif texts or not key.startswith("text."):
                 field = key.removeprefix("config.").removeprefix("text.")
                 words.append(f"{field} was {shown(before.get(key))}, is {shown(now.get(key))}")
         return words
