@@ -330,7 +330,7 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
                 raise MoesaicError(f"{entry.name} {error}") from None
         if about(entry).parse == "text" and isinstance(value, dict | list):
             values[entry.name] = spelled(value)
-        hint = types_of(config)[entry.name]
+        hint: Any = types_of(config)[entry.name]
         if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
             values[entry.name] = value.split(",")  # numbers, as a command line has them
     return values
