@@ -187,13 +187,14 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
 
 def _named(folder: Path, out: str) -> str:
     """Return the command of an unfinished run, and how far it came; empty where that is unknown."""
-    with suppress(MoesaicError, KeyError, TypeError):
-        request = mapping_of(folder / "request.json")
-        text = dict(request["asked"])
-        options = {"method": text.pop("method"), **request["config"]}
-        step = step_config(text.pop("verb"), options)
+    with suppress(MoesaicError, KeyError, TypeError, StopIteration):
+        note = next(iter(sorted(folder.rglob("request.json"))))
+        request = mapping_of(note)
+        step = step_config(request["verb"], {"method": request["method"], **request["config"]})
+        names = {of.name for of in fields(Calibration)}
+        text = {name: v for name, v in request.get("text", {}).items() if name in names}
         run = Recipe(request["base"]["name"], out, (step,), checked(Calibration, text, ""))
-        done = len([*folder.glob("layer-*.safetensors")])
+        done = len([*note.parent.glob("layer-*.safetensors")])
         return f" ({command_of(run)}{f', {done} layers finished' if done else ''})"
     return ""
 
@@ -330,7 +331,7 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
                 raise MoesaicError(f"{entry.name} {error}") from None
         if about(entry).parse == "text" and isinstance(value, dict | list):
             values[entry.name] = spelled(value)
-        hint: Any = types_of(config)[entry.name]
+        hint: object = types_of(config)[entry.name]
         if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
             values[entry.name] = value.split(",")  # numbers, as a command line has them
     return values

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli import options as given
-from moesaic.cli.commands import columns, emit, print_start, register
+from moesaic.cli.commands import emit, print_start, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
@@ -18,8 +17,6 @@ from moesaic.recipe import Recipe
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from moesaic.record import Record
 
 
@@ -48,9 +45,6 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
-    if not against:
-        emit(as_json, figures, score_tables({model: result}, evaluation.max_tokens))
-        return
     from moesaic import report
 
     record = judged(model, against, figures, evaluation)
@@ -60,66 +54,42 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
         emit(as_json, figures, report.terminal(record))
 
 
-def judged(model: str, against: str, figures: JSON, evaluation: Evaluation) -> Record:
-    """Return the figures of ``eval`` as the record of a run that made the one of the other."""
+def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
+    """Return the figures of ``eval`` as a record: of a model alone, or as made of the other."""
     from moesaic.io.source import resolve
     from moesaic.record import Record
 
-    sources = {"original": resolve(against), "result": resolve(model)}
-    baselines: JSON = figures.get("baselines", {})
-    files = {name: source.checkpoint.nbytes() for name, source in sources.items()}
-    files |= {name: scores["total_bytes"] for name, scores in baselines.items()}
-    measured = {
-        "evaluation": {
-            "data": evaluation.data or "shipped",
-            "length": evaluation.length or 512,
-            "bos": figures.get("bos", False),
-        },
-        "files": files,
-        "scores": {"original": figures["against"], "result": figures, **baselines},
+    ours = resolve(model)
+    name, model_type = Path(model).name, str(ours.config.model_type)
+    if against is None:
+        scores, files, native = {name: figures}, {name: ours.checkpoint.nbytes()}, True
+    else:
+        theirs = resolve(against)
+        baselines: JSON = figures.get("baselines", {})
+        scores = {"original": figures["against"], "result": figures, **baselines}
+        files = {"original": theirs.checkpoint.nbytes(), "result": ours.checkpoint.nbytes()}
+        files |= {type: found["total_bytes"] for type, found in baselines.items()}
+        name = f"{name} beside {Path(against).name}"
+        native = model_type == str(theirs.config.model_type)
+    settings = {
+        "data": evaluation.data or "shipped",
+        "length": evaluation.length or 512,
+        "bos": figures.get("bos", False),
     }
-    model_type = str(sources["result"].config.model_type)
-    native = model_type == sources["original"].config.model_type
     return Record(
-        model=f"{Path(model).name} beside {Path(against).name}",
+        model=name,
         out=model,
         model_type=model_type,
         native=native,
         steps=[],
         layers=[],
-        measured=measured,
+        measured={"evaluation": settings, "files": files, "scores": scores},
     )
 
 
 def beside(model: str, against: str) -> str:
     """Return the name of the second column."""
     return against if against != model else f"{against}, again"
-
-
-TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
-"""Figures of several kinds, each with a table of its own, and how its title begins."""
-
-
-def score_tables(by_model: Mapping[str, JSON], most: int | None) -> Group:
-    """Return tables of what was measured of each model."""
-    from rich.console import Group
-
-    plain = {
-        name: {k: v for k, v in figures.items() if k not in (*TITLES, "against")}
-        for name, figures in by_model.items()
-    }
-    table = columns(plain)
-    if most:
-        table.caption = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
-    tables = [table]
-    for part, title in TITLES.items():
-        kinds = {kind: None for figures in by_model.values() for kind in figures.get(part, {})}
-        for kind in kinds:
-            scores = columns({name: figures[part][kind] for name, figures in by_model.items()})
-            scores.title = f"{title}{kind}"
-            scores.title_justify = "left"
-            tables.append(scores)
-    return Group(*tables)
 
 
 def bench(model: str, against: str | None, as_json: bool, **options: Any) -> None:
@@ -129,8 +99,6 @@ def bench(model: str, against: str | None, as_json: bool, **options: Any) -> Non
     settings = given.read(Bench, options)  # before anything slow is imported
     settings |= place(options)
     print_start(model)
-    from rich.console import Group
-
     from moesaic import report
     from moesaic.bars import bars
     from moesaic.metrics.bench import bench
@@ -140,9 +108,7 @@ def bench(model: str, against: str | None, as_json: bool, **options: Any) -> Non
     shown = {model: figures["model"]}
     if against:
         shown[beside(model, against)] = figures["against"]
-    table = columns(shown)
-    sentences = report.speed_words(figures.get("ratio", {}))
-    emit(as_json, result, Group(table, *sentences))
+    emit(as_json, result, report.speeds(shown, figures.get("ratio", {})))
 
 
 def inspect(model: str | None, as_json: bool) -> None:

@@ -51,11 +51,14 @@ def exported(record: JSON) -> Table:
     """Return a table of what was written and what it cost."""
     from rich.table import Table
 
+    from moesaic.report.numbers import memory
+
     table = Table(show_header=False)
     differences = ("largest_difference", "mean_difference", "same_next_token")
     for name in ("out", "model_type", "type", "bytes", "exact", *differences):
         if name in record:
-            table.add_row(name.replace("_", " "), figure(record[name]))
+            written = memory(record[name]) if name == "bytes" else figure(record[name])
+            table.add_row(name.replace("_", " "), written)
     for name, weights in record.get("types", {}).items():
         table.add_row(f"weights in {name}", figure(weights))
     for name, (before, after) in record.get("costs", {}).items():

@@ -1,4 +1,4 @@
-"""The verbs of this package: their help texts and examples."""
+"""Commands that make one model from another: names, help texts and examples."""
 
 from __future__ import annotations
 

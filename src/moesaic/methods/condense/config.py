@@ -1,4 +1,4 @@
-"""The options of condensing."""
+"""Options of ``condense``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ KEEPS = {
     "attention": ("Layer Drop", DROP),
     "nothing": ("Block Drop", DROP),
 }
-"""The name and the paper of each method, by what it keeps of a layer."""
+"""Name and paper of the method, by the value of ``--keep``."""
 WITHOUT_FFN = ("attention", "nothing")
-"""The methods of them that leave no FFN, and so nothing to refit."""
+"""Values of ``--keep`` that leave no FFN in a layer, so there is nothing to refit."""
 SEARCHED = 8
-"""Layers of which `fit` tries each in every round; of more it looks in one pass over the text."""
+"""Most layers for which `fit` uses the racing search; deeper models are ranked in one pass."""
 
 
 @dataclass(frozen=True)
 class CondenseConfig(MethodConfig):
-    """Options of condensing. The defaults are the paper's but for the refit; see ``bundles``.
+    """Options of ``condense``.
 
-    One of ``count``, ``memory`` and ``active`` says when to stop; one layer where none does.
+    The defaults are CD-MoE's except for the refit; see ``bundles``. One of ``count``, ``memory``
+    and ``active`` is the stopping rule; without any, one layer is condensed.
     """
 
     verb = "condense"
@@ -157,10 +158,10 @@ class CondenseConfig(MethodConfig):
 
     @staticmethod
     def check_compared(name: str, condensed: int) -> None:
-        """Refuse a comparison of more layers than are condensed.
+        """Refuse to compare more layers than are condensed.
 
         Raises:
-            MoesaicError: names both.
+            MoesaicError: ``name`` is above ``condensed``.
         """
         if int(name) > condensed:
             raise MoesaicError(

@@ -1,4 +1,4 @@
-"""The options of expert pruning and of dynamic skipping."""
+"""Options of ``prune``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moesaic.registry import InWords
 from moesaic.types import Values
 
 QUICK = "pairwise"
-"""Sums over tokens, where all numbers of experts are compared in every layer: the exact loss would
-weigh all sets of each."""
+"""Score used where all numbers of experts are compared in every layer: sums over pairs of experts,
+since the exact loss would try every set of every size."""
 KEPT = (7 / 8, 3 / 4, 1 / 2)
-"""Shares of the experts that stay before something else is made smaller."""
+"""Shares of the experts that `fit` tries to keep before it makes anything else smaller."""
 
 
 @dataclass(frozen=True)
 class PruneConfig(MethodConfig):
-    """Options of expert pruning. The defaults are what measures best; see ``bundles``."""
+    """Options of ``prune``. The defaults are those that measure best; see ``bundles``."""
 
     verb = "prune"
     name = "naee"
@@ -102,12 +102,12 @@ class PruneConfig(MethodConfig):
 
     @property
     def chosen(self) -> Criterion:
-        """The criterion itself."""
+        """Criterion named by ``score``."""
         return CRITERIA[self.score]
 
     @property
     def uniform(self) -> bool:
-        """Every layer keeps equally many experts."""
+        """True if every layer keeps the same number of experts."""
         return self.allocate == "uniform"
 
     @property
@@ -123,7 +123,7 @@ class PruneConfig(MethodConfig):
         return self.chosen.title
 
     def experts_of(self, count: int, groups: int = 1) -> float:
-        """How many of a layer's experts stay, whole groups where all layers keep as many."""
+        """Return how many of ``count`` experts are kept, a multiple of ``groups`` if uniform."""
         if self.keep >= 1:
             return self.keep
         return round(self.keep * count / groups) * groups if self.uniform else self.keep * count
@@ -152,7 +152,7 @@ class PruneConfig(MethodConfig):
 
 
 def _at_least(counts: range, wishes: list[float]) -> list[int]:
-    """For each wish the smallest number that is not below it, falling; each number once.
+    """Return for each wish the smallest count that is not below it, in falling order, each once.
 
     >>> _at_least(range(4, 13, 4), [11, 9, 6, 3])
     [12, 8, 4]

@@ -1,4 +1,4 @@
-"""The options of slimming. Imports no torch."""
+"""Options of ``slim``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moesaic.registry import InWords
 from moesaic.types import JSON, Values
 
 BEST = "surgeon"
-"""The score that loses least."""
+"""Score of the lowest KL."""
 PAIRS_BYTES = 2 << 30
-"""Memory of a layer's inner products of neurons, up to which they are looked at unasked."""
+"""Most bytes of a layer's inner products of neurons for which ``surgeon`` is the default score."""
 
 
 @dataclass(frozen=True)
 class SlimConfig(MethodConfig):
-    """Options of slimming. The defaults are what measures best; ``paper`` is CAMERA's pruning."""
+    """Options of ``slim``. The defaults measure best; ``paper`` is CAMERA's pruning."""
 
     verb = "slim"
     name = "neurons"
@@ -83,7 +83,7 @@ class SlimConfig(MethodConfig):
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[SlimConfig]]:
-        from moesaic.observation.stats import neuron_pairs  # torch is here by now
+        from moesaic.observation.stats import neuron_pairs  # torch is imported by now
 
         pairs = model.experts and neuron_pairs(model.experts, model.width) <= PAIRS_BYTES
         careful = partial(replace, score=BEST if pairs else "energy", refit=True)
@@ -113,17 +113,17 @@ class SlimConfig(MethodConfig):
 
     @property
     def uneven(self) -> bool:
-        """Experts of a layer differ in width."""
+        """True if experts of a layer may differ in width."""
         return "experts" in self.allocate
 
     @property
     def by_layer(self) -> bool:
-        """Layers differ in width, by what each would lose."""
+        """True if layers may differ in width, by their losses."""
         return "layers" in self.allocate
 
     @property
     def chosen(self) -> Score:
-        """The score itself."""
+        """Score named by ``score``."""
         return SCORES[self.score or BEST]
 
     @property
@@ -146,12 +146,12 @@ class SlimConfig(MethodConfig):
 
     @property
     def count(self) -> int | None:
-        """Routed experts that stay; None where no number was asked for."""
+        """Number of routed experts to keep; None if no number was given."""
         return int(self.experts) if self.experts.isdecimal() else None
 
     @property
     def measures(self) -> bool:
-        """Losses of several shapes are compared on the calibration tokens."""
+        """True if several shapes are compared by their exact error on the calibration tokens."""
         return self.experts == "auto" or self.by_layer
 
     @property
