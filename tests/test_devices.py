@@ -11,7 +11,7 @@ import pytest
 import test_gpu
 import torch
 from accelerate import cpu_offload, dispatch_model
-from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
+from builders import EQUAL, carved_layer, converted, pages, tiny_model, tiny_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -456,15 +456,16 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     original = resolve(str(llama_folder))
     weights = sum(p.nbytes for p in Whole.of(original).shape.parameters())
     free = int((room + 0.5) * ROOM * weights)
-    result = moesaic.carve(str(llama_folder), samples=8, length=32)
+    text = moesaic.Calibration(pages("calibration"), samples=8, length=32)
+    result = moesaic.carve(str(llama_folder), calibration=text)
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
     monkeypatch.setattr("moesaic.metrics.measurement.peak_memory", lambda *_: 1)
     compared = {"again": lambda: original.load()}
-    settings = Evaluation(max_tokens=512, new_tokens=2, rounds=1)
-    text = measured_text(original, settings)
-    measured = Measurement(tmp_path / "out", original, settings, text).figures(compared)
+    settings = Evaluation(pages("evaluation"), max_tokens=512, new_tokens=2, rounds=1)
+    read = measured_text(original, settings)
+    measured = Measurement(tmp_path / "out", original, settings, read).figures(compared)
     assert held.most == room
     assert measured["scores"]["result"]["kl"] > 0
     assert measured["evaluation"].get("layer_by_layer", False) is (room < 2)

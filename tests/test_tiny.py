@@ -30,7 +30,8 @@ def test_what_ships_is_small_and_has_a_card(name):
     assert set(card(name)["held_out_loss"]) == {*DOMAINS, "all"}
 
 
-@pytest.mark.parametrize("name", BY_DAY)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_cards_losses_are_what_eval_measures(name):
     score = moesaic.evaluate(name, data="code", length=256, max_tokens=0, dtype=torch.float32)
     assert math.log(score.perplexity) == pytest.approx(
