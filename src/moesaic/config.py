@@ -45,37 +45,37 @@ STRICT: JSON = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class About:
-    """An option's help text, and how it is given."""
+    """Help text of an option, with its names, range and choices."""
 
     help: str
     choices: tuple[str, ...] = ()
-    """The values of an option that is one of a few; taken from a ``Literal`` type where empty."""
+    """Allowed values of an option; if empty, those of a ``Literal`` type."""
     flag: str = ""
-    """The name on the command line where it is not the field's: ``--calibration``."""
+    """Name on the command line, if it is not the field's: ``--calibration``."""
     metavar: str = ""
-    """The word that stands for the value in help texts."""
+    """Placeholder for the value in help texts."""
     minimum: float | None = None
-    """The least value that is allowed."""
+    """Least allowed value."""
     maximum: float | None = None
-    """The greatest value that is allowed."""
+    """Greatest allowed value."""
     above: float | None = None
-    """All values that are allowed are above it."""
+    """Exclusive lower bound."""
     below: float | None = None
-    """All values that are allowed are below it."""
+    """Exclusive upper bound."""
     idle: tuple[float, str] = (0, "")
-    """The value with which nothing is changed, and what it does: ``(1, "removes nothing")``."""
+    """Value that changes nothing, with the reason in words: ``(1, "removes nothing")``."""
     beyond: str = ""
-    """The addition to the paper's method that this option makes, in a few words; empty for the
+    """Addition to the paper's method that this option makes, in a few words; empty for the
     paper's own options."""
     seldom: bool = False
-    """For a paper's table: help leaves it out; given as ``-o name=value`` and in recipes."""
+    """True if help omits it (papers' tables); it is given as ``-o name=value`` and in recipes."""
     parse: str = ""
-    """How it is read where its type does not say: ``bytes`` for 12GB or 800MB; ``text`` for a name
+    """Syntax, if not its type's: ``bytes`` for 12GB or 800MB; ``text`` for a name
     of text, which a recipe may give as a mapping or a list of them."""
 
 
 def option(default: object = MISSING, help: str = "", **about: Any) -> Any:
-    """A dataclass field with its help text; the further arguments are those of :class:`About`."""
+    """Make a dataclass field with its help text; further arguments are those of :class:`About`."""
     metadata = {"about": About(help, **about)}
     if isinstance(default, list | dict | set):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -83,12 +83,12 @@ def option(default: object = MISSING, help: str = "", **about: Any) -> Any:
 
 
 def seed_option(help: str = "Seed of every random choice.", *, seldom: bool = False) -> int:
-    """The field of a seed: a number that every library takes."""
+    """Make the field of a seed: a number that every library accepts."""
     return option(0, help, minimum=0, maximum=2**32 - 1, seldom=seldom)
 
 
 def about(field: Field[object]) -> About:
-    """An option's help text and the rest; empty for a field that is no option."""
+    """Return an option's :class:`About`, which is empty for a field that is no option."""
     return field.metadata.get("about", About(""))
 
 
@@ -103,14 +103,14 @@ def flag_of(field: Field[object]) -> str:
 
 
 def in_words(field: Field[object]) -> str:
-    """Return what a field is, and its default, for people."""
+    """Return a field's help text with its default."""
     text, default = about(field).help, field.default
     plain = isinstance(default, int | float | str) and default not in ("", False)
     return f"{text} Default: {default}." if text and plain and "efault" not in text else text
 
 
 def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
-    """A docstring that also tells of options, each by its name."""
+    """Return a docstring with a section that lists options, each by its name."""
     lines = [
         fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in options if words
     ]
@@ -120,17 +120,17 @@ def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
 
 @cache
 def types_of(config: type) -> Values:
-    """The types of a dataclass's fields; to read them takes a while, and they are asked often."""
+    """Return the types of a dataclass's fields, cached, as reading them is slow."""
     return get_type_hints(config)
 
 
 def text_fields(config: type[DataclassInstance]) -> list[str]:
-    """The fields that hold names of text."""
+    """Return the names of the fields that hold names of text."""
     return [entry.name for entry in fields(config) if about(entry).parse == "text"]
 
 
 def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
-    """The values an option may have, in order; empty where it is not one of a few."""
+    """Return the values an option may have, in order; empty if it has no fixed choices."""
     for entry in fields(config):
         if entry.name == name and about(entry).choices:
             return about(entry).choices
@@ -174,11 +174,11 @@ WORDS: dict[object, str] = {
     float: "a number",
     str: "text",
 }
-"""The types of options in words."""
+"""Words for the types of options."""
 
 
 def _in_words(hint: object) -> str:
-    """A field's type in words: ``a number or text``."""
+    """Return a field's type in words: ``a number or text``."""
     kinds = get_args(hint)
     if get_origin(hint) is tuple:
         return f"several ({_in_words(kinds[0])} each)"
@@ -189,12 +189,12 @@ def _in_words(hint: object) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """Fields made with :func:`option`, which the docstring tells of and which are checked."""
+    """Base of dataclasses whose fields are made with :func:`option`, checked and documented."""
 
     __pydantic_config__: ClassVar[JSON] = STRICT
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Tell of the fields in the docstring; they are no dataclass's yet."""
+        """Add the options to the docstring; this runs before ``@dataclass``."""
         super().__init_subclass__(**options)
         attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
         members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
@@ -218,58 +218,58 @@ class Options:
 
 @dataclass(frozen=True)
 class MethodConfig(Options):
-    """The options of a method, and what the method says of itself.
+    """Options of a method, with the method's description.
 
     A subclass is a frozen dataclass whose fields are made with :func:`option`. It names the class
-    that carries it out without importing it.
+    that implements the method without importing it.
     """
 
     verb: ClassVar[str]
-    """The command that it belongs to, such as ``carve``."""
+    """Command that the method belongs to, such as ``carve``."""
     name: ClassVar[str]
-    """The name that ``--method`` and plans use."""
+    """Name in ``--method`` and in plans."""
     title: ClassVar[str]
-    """The name that its paper gives it."""
+    """Name in the method's paper."""
     paper: ClassVar[str]
-    """Authors, title and place of its paper; empty for a method of our own."""
+    """Authors, title and venue of its paper; empty for a method of our own."""
     implementation: ClassVar[str]
     """``"module:Class"`` of a :class:`moesaic.methods.base.Method`."""
     library: ClassVar[tuple[str, str]] = ("", "")
-    """A package that it needs beside this one's own, and the extra that installs it."""
+    """Further package that it needs, and the extra that installs it."""
     variants: ClassVar[Mapping[str, str]] = {}
     """Names that ``compare`` takes, each in words: ``static`` is ``static pruning``."""
     bundles: ClassVar[Mapping[str, Values]] = {}
-    """Options that belong together, by the name that ``--recipe`` takes, which also says the method
-    where no other has it: ``best`` for those that measure best, ``fast`` for what engines run fast,
+    """Sets of options by the name that ``--recipe`` takes, which selects the method if only one has
+    it: ``best`` for those that measure best, ``fast`` for results that engines run fast, and
     ``paper``, which every method has, for its paper's own setting."""
     window: ClassVar[int] = 256
-    """Tokens of a calibration window, where the request says nothing."""
+    """Default length of a calibration window in tokens."""
     unit: ClassVar[str] = "expert"
-    """The word for the parts that the result's routers choose."""
+    """Word for the parts that the result's routers choose."""
 
     @property
     def decides_from_stats(self) -> bool:
-        """A file of ``observe`` serves these options."""
+        """True if these options can be decided from a file of ``observe``."""
         return False
 
     @classmethod
     def families(cls, model: Shape) -> Iterable[Family[Any]]:
-        """Configs of rising size that ``fit`` tries on a model; none where nothing fits it."""
+        """Return the configs that ``fit`` tries on a model, by rising size; empty if none suits."""
         return ()
 
     @property
     def texts(self) -> list[str]:
-        """The names of the text that options of its own name."""
+        """Return the names of text in the method's own options."""
         return [getattr(self, name) for name in text_fields(type(self))]
 
     @property
     def credit(self) -> str:
-        """The paper that these options are of: authors, title and place; empty for our own."""
+        """Paper of these options: authors, title and venue; empty for our own."""
         return self.paper
 
     @property
     def idle(self) -> str:
-        """Why these options change nothing: ``keep 1 removes nothing``; empty where they do."""
+        """Reason why these options change nothing: ``keep 1 removes nothing``; empty if they do."""
         for entry in fields(self):
             value, words = about(entry).idle
             if words and getattr(self, entry.name) == value:
@@ -290,20 +290,20 @@ class MethodConfig(Options):
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """Additions of these options to the paper's method, in words; empty for that method."""
+        """Additions of these options to the paper's method, in words; empty if there are none."""
         paper = self.bundles.get("paper", {})
         changed = (f for f in fields(self) if getattr(self, f.name) != paper.get(f.name, f.default))
         return tuple(about(f).beyond for f in changed if about(f).beyond)
 
     @property
     def base_label(self) -> str:
-        """The name of the method with these options, additions to it left out."""
+        """Name of the method with these options, without additions."""
         variant = getattr(self, "variant", "full")
         return self.title if variant == "full" else self.variants.get(variant, str(variant))
 
     @property
     def label(self) -> str:
-        """The name of a result of these options, for titles; it credits a paper with its own alone.
+        """Name of a result of these options, for titles, with additions to the paper's method.
 
         ``MoRE``, ``static pruning``, ``MoRE and beyond it: fitted router, refit``.
         """
@@ -314,19 +314,19 @@ class MethodConfig(Options):
 
 @dataclass(frozen=True)
 class Verb:
-    """A command that makes a model of a model; its options are those of its methods."""
+    """Command that makes a model from a model; its options are those of its methods."""
 
     name: str
     help: str
-    """One sentence for the list of commands."""
+    """Description in one sentence, for the list of commands."""
     example: str
-    """A command line that works."""
+    """Example of a command line."""
     calibrates: bool = True
-    """It takes calibration text."""
+    """True if it takes calibration text."""
     observes: bool = False
-    """It can decide from a file of ``observe``: it takes ``--stats``."""
+    """True if it can decide from a file of ``observe`` (``--stats``)."""
     compares: str = ""
-    """The meaning of ``--compare``; empty for a verb without comparisons."""
+    """Help text of ``--compare``; empty for a verb without comparisons."""
 
 
 # --- a run ---------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class Calibration(Options):
-    """The text that statistics are taken on, or that a method trains on."""
+    """Text that statistics are taken on, or that a method trains on."""
 
     source: str = option(
         "",
@@ -363,7 +363,7 @@ class Calibration(Options):
 
 
 ROUNDED = ("q8_0", "q5_0", "q4_0")
-"""GGUF's types that the gguf package itself rounds to, from 8.5 to 4.5 bits a weight."""
+"""GGUF types that the gguf package itself quantises to, from 8.5 to 4.5 bits a weight."""
 
 
 @dataclass(frozen=True)
@@ -434,12 +434,12 @@ GgufType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q4_0", "iq4_xs", "q3_k_m",
     "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s",
 ]  # fmt: skip
-"""The types that a GGUF file's weights are written in; from q6_k on by ggml's quantiser."""
+"""Types of a GGUF file's weights; from q6_k on they need ggml's quantiser."""
 
 
 @dataclass(frozen=True)
 class Bench(Options):
-    """How speed is measured."""
+    """Settings for measuring speed."""
 
     length: int | None = option(
         None, "Prompt tokens. Default: 512, or what the models' positions leave.", minimum=2
@@ -449,7 +449,7 @@ class Bench(Options):
 
 
 def form_of(out: str | Path, to: str = "") -> str:
-    """Return the form to write: ``to``, or what a name asks for, ``gguf`` where it ends so.
+    """Return the form to write: ``to`` if given; else ``gguf`` for a name that ends so, or native.
 
     Raises:
         MoesaicError: ``to`` is native, and the name is that of a GGUF file.
@@ -462,7 +462,7 @@ def form_of(out: str | Path, to: str = "") -> str:
 
 @dataclass(frozen=True)
 class ExportArgs(Options):
-    """The form that a model is written in for other engines."""
+    """Form in which a model is written for other engines."""
 
     verb: ClassVar[str] = "export"
 
@@ -506,7 +506,7 @@ class ExportArgs(Options):
 
     @property
     def called(self) -> str:
-        """The type, or that there are several."""
+        """Name of the type, or words for several types."""
         return self.type if self.memory is None else "mixed"
 
 
@@ -516,7 +516,7 @@ def by_text(type: str) -> bool:
 
 
 def check_types(name: str, types: Sequence[str], known: Sequence[str] = get_args(GgufType)) -> None:
-    """Refuse types that are not known, by default those that a GGUF file does not have.
+    """Refuse unknown types, by default those that are no GGUF file's.
 
     Raises:
         MoesaicError: names the field.
@@ -528,10 +528,10 @@ def check_types(name: str, types: Sequence[str], known: Sequence[str] = get_args
 
 @dataclass(frozen=True)
 class RunArgs:
-    """The arguments of every verb beside its config."""
+    """Arguments of every verb beside its config."""
 
     model: Named
-    """A loaded PreTrainedModel, a :class:`~moesaic.result.Result`, or a name for
+    """Loaded PreTrainedModel, a :class:`~moesaic.result.Result`, or a name for
     :func:`moesaic.io.source.resolve`. A model given by name is read from disk layer by layer and
     never held whole, unless it is trained."""
     calibration: Calibration = field(default_factory=Calibration)
@@ -563,14 +563,14 @@ class RunArgs:
         None, "Of the hub, when model is a hub id. Default: HF_TOKEN, or that of hf auth login."
     )
     track: Track = silent
-    """Shows progress: wraps what is iterated over."""
+    """Function that wraps iterables to show progress."""
 
     @classmethod
     def of(cls, model: Named, **options: Any) -> RunArgs:
-        """From the flat keyword arguments of the library's verbs.
+        """Make the arguments from the flat keyword arguments of the library's verbs.
 
         Args:
-            model: see above.
+            model: see :attr:`model`.
             options: fields of this class and of :class:`Calibration`; ``calibration`` may also be
                 a source, texts or tokens.
 
@@ -612,7 +612,7 @@ SHOWN = {
         "Bars on stderr; False for none, or a function (items, label, total). Default: True.",
     ),
 }
-"""Arguments of :meth:`RunArgs.of` that are no fields, by type and meaning."""
+"""Types and meanings of the arguments of :meth:`RunArgs.of` that are no fields."""
 WRITTEN = {
     "tokenizer": "Tokenizer | None",
     "plan": "Plan | None",
@@ -621,12 +621,12 @@ WRITTEN = {
     "resume_from": "str | Path | None",
     "dtype": "torch.dtype | str | None",
 }
-"""Types of what :meth:`RunArgs.of` takes, where it takes more than the field holds."""
+"""Types of the arguments of :meth:`RunArgs.of` that accept more than the field's type."""
 
 
 V = TypeVar("V", bound=Callable[..., Any])
 Shown: TypeAlias = tuple[inspect.Parameter, str]
-"""A keyword argument, and what it means."""
+"""Keyword argument with its meaning."""
 
 
 def _argument(name: str, default: object, annotation: str) -> inspect.Parameter:
@@ -635,7 +635,7 @@ def _argument(name: str, default: object, annotation: str) -> inspect.Parameter:
 
 
 def _run_options() -> Iterator[Shown]:
-    """The keyword arguments of all verbs."""
+    """Yield the keyword arguments of all verbs, with their meanings."""
     (type, words), (shows, shown) = SHOWN.values()
     yield _argument("calibration", "", type), words
     for config in (Calibration, RunArgs):
@@ -647,10 +647,10 @@ def _run_options() -> Iterator[Shown]:
 
 
 def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Callable[[V], V]:
-    """Decorates a verb that takes options by name: its signature and its docstring name them.
+    """Decorate a verb that takes options by name: its signature and docstring list them.
 
     Args:
-        configs: whose fields it takes too, such as those of its methods.
+        configs: classes whose fields it takes too, such as those of its methods.
         without: options of other verbs that it does not take.
     """
     common = {p.name: (p, words) for p, words in _run_options() if p.name not in without}
@@ -699,7 +699,7 @@ def _method_options(configs: Sequence[type[Options]]) -> Iterator[tuple[str, Sho
 
 
 def _spelled(hint: object) -> str:
-    """A type as an annotation writes it; a list will do where a field holds a tuple."""
+    """Return a type as it is written in an annotation, with Sequence in place of a tuple."""
     if get_origin(hint) in (Union, UnionType):
         return " | ".join(dict.fromkeys(map(_spelled, get_args(hint))))
     if hint is NoneType:
@@ -715,7 +715,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa")
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """``auto`` for the checkpoint's own (None), else float32, bfloat16 or float16."""
+    """Return the torch type of a name: float32, bfloat16 or float16; None for ``auto``."""
     if name not in DTYPES:
         raise MoesaicError(f"dtype {name!r} is none of {', '.join(DTYPES)}.")
     if name == "auto":
@@ -726,7 +726,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes, with a decimal unit if it has one.
+    """Parse a number of bytes with an optional unit, decimal (KB) or binary (KiB).
 
     >>> parse_bytes("1.5GB"), parse_bytes("300")
     (1500000000, 300)
@@ -743,7 +743,7 @@ _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 def in_unit(size: int) -> str:
-    """A number of bytes as :func:`parse_bytes` reads it, rounded up to four digits.
+    """Return a number of bytes as :func:`parse_bytes` reads it, rounded up to four digits.
 
     >>> in_unit(1000), in_unit(3_366_400), in_unit(12_500_000_001), parse_bytes(in_unit(9_999_999))
     ('1KB', '3.367MB', '12.51GB', 10000000)
@@ -754,10 +754,10 @@ def in_unit(size: int) -> str:
 
 
 def check_device(name: str) -> str:
-    """The device's name, if this machine has it.
+    """Return a device's name if this machine has the device.
 
     Raises:
-        MoesaicError: it has not.
+        MoesaicError: it does not.
     """
     if name == "cpu":
         return name
@@ -776,10 +776,10 @@ def check_device(name: str) -> str:
 
 
 def chosen_layers(spec: str | Sequence[int], count: int) -> list[int]:
-    """The decoder layers that a ``layers`` option names (MoRE, App. E.4 and Table 12).
+    """Return the decoder layers that a ``layers`` option names (MoRE, App. E.4 and Table 12).
 
     Raises:
-        MoesaicError: it is no such name, or a layer is not there.
+        MoesaicError: the name is unknown, or a layer does not exist.
     """
     named = {
         "all": range(count),

@@ -1,4 +1,4 @@
-"""Classes that are made while a program runs, and can be pickled all the same."""
+"""Classes that are made at run time and can be pickled."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ C = TypeVar("C", bound=Callable[..., type])
 
 
 class Dynamic(type):
-    """The metaclass of classes that a function decorated with :func:`remade` returns."""
+    """Metaclass of the classes that a function decorated with :func:`remade` returns."""
 
 
 def remade(make: C) -> C:
-    """Decorates a module's function that returns a :class:`Dynamic` class.
+    """Decorate a module's function that returns a :class:`Dynamic` class.
 
     Equal arguments return the same class. Pickling it, or one of its instances, keeps the function
     and its arguments, from which another process makes the class again.

@@ -1,4 +1,4 @@
-"""Sizes of a result, told from headers before anything is computed.
+"""Sizes of a result, estimated from headers before anything is computed.
 
 Headers of the original are converted by the code that converts its weights, so that a result's
 shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.headers_only`).
@@ -32,28 +32,28 @@ from moesaic.result import save_applied
 from moesaic.types import JSON, Config, Model
 
 SPILL = 4 << 30
-"""Bytes of hidden states that are in memory at most; the rest is on disk."""
+"""Largest number of bytes of hidden states in memory; the rest is on disk."""
 OF_TRAINING = 16
 """Bytes of each parameter that learns: its value, gradient and two moments, in float32."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes of a run's result, and the memory that the run needs."""
+    """Sizes of a run's result, and memory that the run needs."""
 
     output_bytes: int
     """Bytes of the result's weight files."""
     output_parameters: int
     active_parameters: int
-    """Under uniform routing, embeddings and head included."""
+    """Active parameters under uniform routing, embeddings and head included."""
     active_ratio: float
     exact: bool
-    """The four above are what will come out; otherwise the result's sizes follow from text."""
+    """True if the four above are exact; otherwise the result's sizes depend on text."""
     model_type: str
     native: bool
-    """The result is of its base's own architecture."""
+    """True if the result is of its base's own architecture."""
     peak_memory_bytes: int
-    """Memory of this process, and of the device where that is the CPU; see :func:`peak_memory`."""
+    """Peak memory of this process (and of the device if a CPU); see :func:`peak_memory`."""
     input_bytes: int
     """Bytes of the original's weight files."""
 
@@ -63,7 +63,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Return the sizes of a recipe's result; no weight is read and no text is looked at.
+    """Return the sizes of a recipe's result without reading weights or text.
 
     Raises:
         MoesaicError: the request cannot be met.
@@ -85,7 +85,7 @@ def estimate(recipe: Recipe) -> Estimate:
 
 
 def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Built) -> int:
-    """Return the most bytes that a run holds, libraries included.
+    """Return the estimated peak memory of a run in bytes, libraries included.
 
     A step holds its largest layer, as stored and as computed, the statistics of that layer, and
     the hidden states of the calibration text; one that trains holds the whole model. Original and
@@ -116,7 +116,7 @@ def _held(job: Job[Arch], outline: Outline) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a recipe, carried out on headers."""
+    """Step of a recipe that was carried out on headers."""
 
     job: Job[Arch]
     outline: Outline
@@ -125,7 +125,7 @@ class Step:
 
 @contextmanager
 def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
-    """A recipe's steps carried out on headers; inside, their results are folders.
+    """Yield a recipe's steps, carried out on headers; their results are temporary folders.
 
     Raises:
         MoesaicError: the request cannot be met.
@@ -145,13 +145,13 @@ def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
 def outlined(
     source: Weightless, config: MethodConfig, recipe: Recipe, shape: Model | None = None
 ) -> tuple[Job[Arch], Outline]:
-    """One step's job and its outline, from headers.
+    """Return one step's job and its outline, from headers.
 
     Args:
-        source: what the step starts from.
+        source: the step's input.
         config: the step.
-        recipe: text, device and type.
-        shape: a skeleton of the source, where one is at hand.
+        recipe: gives text, device and type.
+        shape: a skeleton of the source, if there is one already.
     """
     method = implementation(config)
     calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
@@ -163,13 +163,13 @@ def outlined(
 
 
 def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
-    """One step, on headers; its result's files but the weights, and their headers, are written.
+    """Carry out one step on headers; write its result's small files, and headers of weights.
 
     Args:
-        source: what the step starts from.
+        source: the step's input.
         config: the step.
-        recipe: text, device and type.
-        folder: to make.
+        recipe: gives text, device and type.
+        folder: the folder to make.
     """
     job, outline = outlined(source, config, recipe)
     folder.mkdir()
@@ -180,7 +180,7 @@ def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a folder's weight files, their index included."""
+    """Return the bytes of a folder's weight files, including their index."""
     files = [*folder.glob("model*.safetensors"), *folder.glob(INDEX_NAME)]
     return sum(file.stat().st_size for file in files)
 
@@ -189,19 +189,19 @@ def weight_bytes(folder: Path) -> int:
 
 
 class Built:
-    """A model without values, and what its parts weigh."""
+    """Model without values, and the sizes of its parts."""
 
     def __init__(self, config: Config, dtype: torch.dtype | None) -> None:
         self.config, self._dtype = config, dtype
 
     @cached_property
     def model(self) -> Model:
-        """On the meta device."""
+        """Skeleton on the meta device."""
         return shape_of(self.config, self._dtype)
 
     @cached_property
     def size(self) -> Size:
-        """Its parameters."""
+        """Parameter counts."""
         return model_size(self.model)
 
     @property
@@ -210,10 +210,10 @@ class Built:
         return sum(sizes_in(self.model))
 
     def held(self, device: str) -> int:
-        """Bytes of its weights while it is looked at."""
+        """Bytes of its weights in the type in which it is run."""
         return sum(sizes_in(self.model, working_type(self.config, self._dtype, device)))
 
     @property
     def native(self) -> bool:
-        """It is of its base's own architecture."""
+        """True if it is of its base's own architecture."""
         return not self.config.model_type.startswith(PREFIX)

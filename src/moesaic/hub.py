@@ -55,7 +55,7 @@ STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
 PART, FORMAT = "text_config", "quantization_config"
 OLD_NAMES = {"torch_dtype": "dtype"}
-"""Keys that transformers reads and does not write any more, by what they are called now."""
+"""Present names of config keys that transformers reads and no longer writes."""
 SAME = (
     (
         *("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk"),
@@ -66,23 +66,23 @@ SAME = (
     ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
     ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
 )
-"""Names that published configs have for one number. A class knows one of them; other programs may
-read another."""
+"""Sets of names that published configs have for the same number. A class knows one of them; other
+programs may read another."""
 KEPT = ("base", PLAIN)
-"""Keys of a header that describe the model that the first of several plans was made for."""
+"""Header keys that describe the model that the first of several plans was made for."""
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 UNSAID = {"deepseek_v3": SIGMOID, "dots1": SIGMOID}
-"""Keys that classes take for granted and engines look for, by architecture."""
+"""Config keys, by architecture, that engines look for and transformers' classes imply."""
 
 MODELS = (AutoModelForCausalLM, AutoModel)
-"""transformers' ways to a model: with its head, and without."""
+"""Auto classes of transformers: with a head, and without."""
 
 
 # --- moesaic_<base>: classes ---------------------------------------------------------------------
 
 
 def _keep_source_out(cls: type, auto_class: str = "") -> None:
-    """Instead of ``register_for_auto_class``, which would copy this package into checkpoints."""
+    """Replace ``register_for_auto_class``, which would copy this package into checkpoints."""
 
 
 OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
@@ -90,10 +90,10 @@ OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_sou
 
 
 def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
-    """The classes of ``moesaic_<base>``, subclasses of the base's own.
+    """Define the classes of ``moesaic_<base>``, subclasses of the base's own.
 
     Returns:
-        that of configs; that of models, and of models without a head where transformers has such.
+        the class of configs; those of models, with a head and, if transformers has it, without.
     """
     base_config = CONFIG_MAPPING[base]
     model, bare = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING.get(base_config, None)
@@ -116,7 +116,7 @@ def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
 
 
 def _define_config(base: str, base_config: type[Config]) -> type[Config]:
-    """A class of configs in which some numbers may be lists, one for each layer."""
+    """Define a class of configs in which some numbers may be lists with one value a layer."""
     aliases, listed = base_config.attribute_map, per_layer_config.listed(base_config)
 
     def __post_init__(self: Config, **options: object) -> None:
@@ -124,7 +124,7 @@ def _define_config(base: str, base_config: type[Config]) -> type[Config]:
         per_layer_config.check(self)
 
     def __getattribute__(self: Config, name: str) -> object:
-        """A list may be read beside ``per_layer_config``, by which one number would be refused."""
+        """Return an attribute that is a list as it is; ``per_layer_config`` would refuse to."""
         if (real := aliases.get(name, name)) in listed:
             value = object.__getattribute__(self, "__dict__").get(real)
             if isinstance(value, list):
@@ -152,14 +152,14 @@ def _define_config(base: str, base_config: type[Config]) -> type[Config]:
 def _define_model(
     base: str, config: type[Config], model: type[Model], prefix: str = "", **methods: object
 ) -> type[Model]:
-    """A model whose layers are as its config's headers say.
+    """Define a class of models whose layers follow the headers in their config.
 
     Args:
         base: the base's model type.
         config: the class of its configs.
         model: the base's own class.
-        prefix: what stands before its modules' names in models with a head; empty if it has one.
-        methods: further ones.
+        prefix: prefix of its modules' names in models with a head; empty if it has a head.
+        methods: further attributes of the class.
     """
 
     @functools.wraps(model.__init__)  # vLLM compares what it gives with the annotations
@@ -190,7 +190,7 @@ def _define_model(
 
 
 class Classes(dict[str, tuple[type[Config], tuple[type[Model], ...]]]):
-    """The classes of ``moesaic_<base>`` by base, made when they are asked for."""
+    """Mapping of bases to the classes of ``moesaic_<base>``, which are made at first access."""
 
     def __missing__(self, base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
         predicts_tokens(base)  # whose class may have to be made
@@ -206,7 +206,7 @@ class Classes(dict[str, tuple[type[Config], tuple[type[Model], ...]]]):
 
 
 class _Awaited:
-    """Stands for a config class until a model of its type is read: there are many of them."""
+    """Placeholder of a config class until a model of its type is read, as there are many."""
 
     model_type = ""
 
@@ -219,7 +219,7 @@ class _Awaited:
 
 
 def __getattr__(name: str) -> type:
-    """A class by its name, as checkpoints and pickles ask for it."""
+    """Return a class by its name, by which checkpoints and pickles import it."""
     if name not in _NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     config_class, models = CLASSES[_NAMED[name]]
@@ -227,10 +227,10 @@ def __getattr__(name: str) -> type:
 
 
 def _await() -> dict[str, str]:
-    """Let transformers know every model type that a result may have.
+    """Register every model type that a result may have with transformers.
 
     Returns:
-        the base by the names of our classes.
+        bases by the names of our classes.
     """
     deepseek = DeepseekConfig.model_type
     if deepseek not in CONFIG_MAPPING:
@@ -258,10 +258,10 @@ _ = [*KINDS.values()]  # imported now: models are built where new tensors have n
 
 
 def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
-    """The changes to a base's config by which its own class holds a plan's result.
+    """Return the changes to a base's config with which the base's class can load a plan's result.
 
     Returns:
-        attributes and their values; None where the base's own class cannot hold it.
+        attributes and their values; None if the base's own class cannot hold it.
     """
     if not plan.layers:
         return {}
@@ -269,7 +269,7 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 
 def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
-    """True if a base's own class makes the tensors of a plan's result, with a changed config."""
+    """Return True if a base's class, with a changed config, has the tensors of a plan's result."""
     base, layers = arch.layers(shape_of(config)), _layers(config, arch, changes)
     plans = (plan.layers.get(i) for i in range(len(base)))
     return layers is not None and all(
@@ -279,7 +279,7 @@ def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
 
 
 def _layers(config: Config, arch: Arch, changes: JSON) -> nn.ModuleList | None:
-    """The layers that a base's own class makes, if its config is changed; None if it refuses."""
+    """Return the layers that a base's class makes from a changed config; None if it refuses."""
     twin = copy.deepcopy(config)
     try:
         for name, value in changes.items():
@@ -290,7 +290,7 @@ def _layers(config: Config, arch: Arch, changes: JSON) -> nn.ModuleList | None:
 
 
 def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
-    """Changes to a base's config by which its own class may hold a plan's result."""
+    """Yield changes to a base's config with which its own class may hold a plan's result."""
     natives = {i: layer.native() for i, layer in plan.layers.items()}
     if None in natives.values() or headers_of(config):
         return
@@ -323,7 +323,7 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
 
 
 def _sized(arch: Arch, native: JSON) -> JSON | None:
-    """The config attributes for so many routed experts, and so wide ones, or so many a token."""
+    """Return the config attributes for a number of routed experts and a width, or for a top-k."""
     if "top_k" in native:
         assert isinstance(arch, MoEArch)
         return arch.with_top_k(native["top_k"])
@@ -335,10 +335,10 @@ def _sized(arch: Arch, native: JSON) -> JSON | None:
 
 
 def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
-    """The config attribute that holds each layer's number of experts a token, if one does.
+    """Return the config attribute that holds each layer's number of experts a token; None without.
 
-    Most config classes take one number for all layers. One that takes a list is asked whether its
-    model goes by it.
+    Most config classes take one number for all layers. If one takes a list, a model is made to see
+    whether it uses that.
     """
     assert isinstance(arch, MoEArch)
     first, count = next(iter(top_ks.values())), config.num_hidden_layers
@@ -351,12 +351,12 @@ def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
 
 
 def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
-    """Turn a base's config into that of the plan's result, in place.
+    """Change a base's config into that of the plan's result, in place.
 
     Layers that an earlier plan converted keep their headers; those of this plan are added.
 
     Returns:
-        the attributes that were changed where the result is of the base's own class, else None.
+        the changed attributes if the result is of the base's own class, else None.
     """
     native, before = native_config(config, arch, plan), _every_key(config)
     if native is not None:
@@ -393,7 +393,7 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 
 def _tell_others(config: Config, before: JSON) -> None:
-    """Say what was changed in a config under its other names too, in place."""
+    """Copy changed values of a config to their other names, in place."""
     for name, value in _by_other_names(config, before, before, _every_key(config)).items():
         setattr(config, name, value)
 
@@ -416,7 +416,7 @@ def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
 
 
 def write_stub(config: Config, folder: Path) -> None:
-    """The file through which ``trust_remote_code=True`` finds this package without an import.
+    """Write the module by which ``trust_remote_code=True`` finds this package without an import.
 
     A result of its base's own class needs none.
     """
@@ -441,9 +441,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
     """Write ``config.json`` so that every reader finds its keys.
 
     transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE,
-    and writes the new names only. Here both stand in the file, and all that is as in the source
-    keeps its name. Of a model that has parts beside its language model, the latter's config is a
-    part of the file, unless the result is of no architecture's own class: then it is all.
+    and writes the new names only. Here both are written, and unchanged values keep the source's
+    names. The config of a multimodal model's language model is a part of the file, unless the
+    result has a class of our own: then it is the whole file.
 
     Args:
         config: of the result.
@@ -487,13 +487,13 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
 
 
 def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JSON:
-    """Keys that a config's class does not know, and that say by other names what was changed.
+    """Return values for keys of the source's file that are other names of changed values.
 
     Args:
         config: of the result.
-        source: the source's file.
-        before: what the source's config says.
-        now: what the result's says.
+        source: content of the source's file.
+        before: all values of the source's config.
+        now: all values of the result's config.
     """
     known = {*type(config).__dataclass_fields__, *(config.attribute_map or {})}
     said: JSON = {}
@@ -508,15 +508,15 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
 
 
 def _alike(value: object) -> list[object]:
-    """Return the one number of a list that has the same for every layer; else nothing."""
+    """Return the number that a list repeats for every layer, in a list; else an empty one."""
     return value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
 
 
 def _said_outright(config: Config) -> JSON:
-    """Keys that other engines look for and transformers does not write.
+    """Return keys that other engines look for and transformers does not write.
 
-    Rotary settings stood beside the others before transformers 5; engines that look there fall
-    back to a default of their own.
+    Rotary settings were top-level keys before transformers 5; engines that look there would use a
+    default of their own.
     """
     plain: JSON = dict(UNSAID.get(config.model_type.removeprefix(PREFIX), {}))
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -528,7 +528,7 @@ def _said_outright(config: Config) -> JSON:
 
 
 def _every_key(config: Config) -> JSON:
-    """A config as plain JSON, defaults too."""
+    """Return a config as plain JSON, including defaults."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -538,11 +538,11 @@ def save_live(
     folder: Path,
     predicting: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a loaded model, with what it takes to load it again.
+    """Write a loaded model with all files needed to load it again.
 
     Args:
         model: to be written.
-        tokenizer: beside it; None for none.
+        tokenizer: to be written beside it; None for none.
         folder: an existing one.
         predicting: tensors of MTP layers, by their names on disk.
     """
@@ -566,7 +566,7 @@ def on_disk(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Iterator[str]:
-    """Inside, the name of a model that can be read from disk: its own, or a copy's folder.
+    """Yield a name by which a model can be read from disk: its own, or a temporary copy's folder.
 
     Args:
         model: a name or folder, a loaded model, or what a verb returned.

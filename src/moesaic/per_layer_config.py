@@ -1,9 +1,9 @@
 """Sizes that differ from layer to layer, in the config schemas of transformers and vLLM.
 
 A result may have layers of its base's own modules, each of its own width or with its own number of
-experts a token. transformers' word for that is ``per_layer_config``; vLLM's Transformers backend
-takes lists under the names of :data:`LISTED`. Both stand in ``config.json`` beside the header that
-this package goes by, and in the config in memory, which is the one that vLLM reads.
+experts a token. transformers' key for that is ``per_layer_config``; vLLM's Transformers backend
+takes lists under the names of :data:`LISTED`. Both are in ``config.json`` beside the header that
+this package uses, and in the config in memory, which is the one that vLLM reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.io.checkpoint import shape_of
 from moesaic.types import JSON, Config
 
 LISTED = ("moe_intermediate_size", "intermediate_size", "num_experts_per_tok")
-"""Attributes that vLLM's Transformers backend takes layer by layer where they are lists."""
+"""Attributes that vLLM's Transformers backend reads layer by layer if they are lists."""
 LAYERS = "per_layer_config"
 NORMED = "norm_topk_prob"
 
@@ -62,12 +62,12 @@ def write_per_layer_config(config: Config, arch: Arch) -> None:
 
 
 def take_back(config: Config) -> None:
-    """Let a config say what its base's does again."""
+    """Restore the base's values in a config, in place."""
     _say(config, (getattr(config, "moesaic", None) or {}).pop(PLAIN, {}))
 
 
 def listed(config: Config | type[Config]) -> set[str]:
-    """The attributes of a config, or of a class of configs, that may be lists."""
+    """Return the attributes of a config, or of a class of configs, that may be lists."""
     return {config.attribute_map.get(name, name) for name in LISTED}
 
 
@@ -78,7 +78,7 @@ def _modules(layer: nn.Module) -> list[type]:
 def _numbers(plain: Config, arch: Arch, layers: nn.ModuleList) -> dict[str, list[int]]:
     """Return each layer's number of a result, by attribute of the base's config.
 
-    Layers without experts have, of what is said of experts, what the base's config says.
+    For layers without experts, numbers that concern experts are the base's.
     """
     if not isinstance(arch, MoEArch):
         return {arch.width: [arch.times * arch.width_of(layer) for layer in layers]}
@@ -103,7 +103,7 @@ def _first(number: int | None, otherwise: int) -> int:
 
 
 def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
-    """True if the weights of a token's experts add up to one, however many they are."""
+    """Return True if the weights of a token's experts add up to one, however many they are."""
     view = next(arch.mixture(layer) for layer in layers if arch.is_moe(layer))
     routing = view.routing.of_fewer(1)
     if routing.bias_E is not None:
@@ -116,9 +116,9 @@ def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
 
 
 def _say(config: Config, settings: JSON) -> None:
-    """Set attributes, and take out those that are None and that no such config has.
+    """Set attributes, and delete those that are None and that are no fields of the config.
 
-    What differs by layer comes last, for it is compared with the others.
+    Values that differ by layer are set last, as they are compared with the others.
     """
     if LAYERS in settings:
         config.per_layer_config = None
@@ -135,7 +135,7 @@ def check(config: Config) -> None:
     """Refuse lists that are not one number for each layer.
 
     Raises:
-        MoesaicError: says which.
+        MoesaicError: names the list.
     """
     for name in listed(config):
         each, count = vars(config).get(name), config.num_hidden_layers
@@ -147,10 +147,10 @@ def check(config: Config) -> None:
 
 @contextmanager
 def as_base(config: Config) -> Iterator[None]:
-    """Inside, a config says what its base's does, of which the base's class makes its modules.
+    """Context in which a config has its base's values, from which the base's class makes modules.
 
     Raises:
-        MoesaicError: vLLM would put experts of its own in the place of others.
+        MoesaicError: vLLM would replace our experts by its own.
     """
     settings, every = (getattr(config, "moesaic", None) or {}).get(PLAIN, {}), config.to_dict()
     ours = {name: every[name] for name in settings}

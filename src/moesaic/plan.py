@@ -2,7 +2,7 @@
 
 A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
 header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights); in a result
-both lie where :mod:`moesaic.io.layout` says. Where a base was itself made by
+both lie where :mod:`moesaic.io.layout` puts them. Where a base was itself made by
 plans, these are in the files too, so that the first base is enough.
 """
 
@@ -34,72 +34,72 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class BaseShape:
-    """The model that a plan can be applied to."""
+    """Description of the model that a plan can be applied to."""
 
     model_type: str
     hidden_size: int
     widths: tuple[int, ...]
-    """The FFN width of every decoder layer; of one expert, where it routes."""
+    """FFN width of every decoder layer; where it routes, that of one expert."""
     experts: tuple[int, ...] = ()
-    """Routed experts of every decoder layer, 0 for dense ones; empty for a dense model."""
+    """Routed experts in every decoder layer, 0 for dense ones; empty for a dense model."""
     weights: str = field(default="", compare=False)
-    """The fingerprint of its weights; shapes are compared without it."""
+    """Fingerprint of its weights, which comparisons of shapes ignore."""
     routing: str = field(default="", compare=False)
-    """A digest of what its config says of its layers beside that: two models of the same weights
-    may skip otherwise. Empty in plans that are older."""
+    """Digest of its layers' headers and top-k: models of the same weights may route differently.
+    Empty in older plans."""
     name: str = field(default="", compare=False)
-    """The name that it went by."""
+    """Name by which it was requested."""
     dtype: str = field(default="", compare=False)
-    """The floating-point type in which it was looked at, such as ``torch.bfloat16``."""
+    """Floating-point type in which it was run, such as ``torch.bfloat16``."""
 
     @classmethod
     def load(cls, plain: JSON) -> BaseShape:
-        """The shape that ``asdict`` and JSON made plain."""
+        """Make a shape from the JSON object of its fields."""
         kind: type = cls
         check_fields(plain, types_of(kind))
         lists = {name: tuple(plain[name]) for name in ("widths", "experts")}
         return cls(**{**plain, **lists})
 
     def experts_of(self, index: int) -> int:
-        """Routed experts of one decoder layer, 0 for a dense one."""
+        """Return the number of routed experts of a decoder layer, 0 for a dense one."""
         return self.experts[index] if self.experts else 0
 
     @property
     def plain_widths(self) -> dict[int, int]:
-        """FFN widths of the decoder layers that do not route."""
+        """FFN widths of the decoder layers that do not route, by layer."""
         return {i: width for i, width in enumerate(self.widths) if not self.experts_of(i)}
 
     @property
     def routed(self) -> set[int]:
-        """The decoder layers that route."""
+        """Numbers of the decoder layers that route."""
         return {i for i, count in enumerate(self.experts) if count}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A frozen, complete, deterministic decision about a whole model."""
+    """Frozen, complete, deterministic decision about a whole model."""
 
     method: str
     base: BaseShape
     layers: Mapping[int, LayerPlan]
     config: JSON = field(default_factory=dict)
-    """The method's options, as given."""
+    """Options of the method, as given."""
     calibration: str = ""
     """Fingerprint of the calibration tokens."""
     dtype: str = "auto"
-    """The floating-point type that its result was written in; ``auto`` for the base's own."""
+    """Floating-point type of its result; ``auto`` for the base's own."""
     earlier: tuple[Plan, ...] = ()
-    """The plans that made its base of another one, the first one first; none of them has any."""
+    """Plans that made its base from another model, in order; none of them has earlier ones."""
 
     def __repr__(self) -> str:
-        """The method and the layers, in one line."""
+        """Return the method and the layers, in one line."""
         kinds = Counter(layer.kind for layer in self.layers.values())
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         base = self.base.name or f"a {self.base.model_type} in memory"
         return f"<Plan: {self.method} of {base}; layers: {layers or 'none'}>"
 
     def header(self) -> JSON:
-        """The decision without its tensors, as plain JSON."""
+        """Return the decision without its tensors, as plain JSON."""
         return {
             "format": FORMAT,
             "method": self.method,
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the decision, and with the weights that it was made from."""
+        """Fingerprint of the decision, and of the weights that it was made from."""
         return _digest(json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True))
 
     def save(self, folder: Path) -> None:
@@ -167,7 +167,7 @@ class Plan:
 
     @classmethod
     def _parsed(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
-        """A plan of what its files say of it alone."""
+        """Make a plan from its own header and tensors, without earlier plans."""
         layers = {
             int(i): loaded(layer, _under(tensors, f"{i}.")) for i, layer in header["layers"].items()
         }
@@ -180,12 +180,12 @@ _HEADER = {"method": str, "config": dict, "calibration": str, "dtype": str}
 
 
 def _start(number: int) -> str:
-    """The start of the names of an earlier plan's tensors."""
+    """Return the prefix of the names of an earlier plan's tensors."""
     return f"step-{number}."
 
 
 def _under(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
-    """Tensors whose names begin so, without it."""
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
     return {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
 
 
@@ -194,7 +194,7 @@ class Progress:
 
     Args:
         folder: where they are kept; created with the first layer.
-        request: identifies the run; a resumed run must ask for the same. ``base.name`` alone is
+        request: identifies the run; a resumed run's must be equal, except ``base.name``, which is
             for messages.
     """
 
@@ -204,10 +204,10 @@ class Progress:
         self._checked = False
 
     def check(self) -> None:
-        """Refuse to go on with another run.
+        """Refuse to continue another run.
 
         Raises:
-            MoesaicError: the folder holds another run; says what differs.
+            MoesaicError: the folder holds another run; names the differences.
         """
         note = self.folder / "request.json"
         if self._checked or not note.is_file():
@@ -247,7 +247,7 @@ class Progress:
         return done
 
     def begin(self) -> None:
-        """Note whose the folder is."""
+        """Write the request into the folder."""
         self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
@@ -256,7 +256,7 @@ class Progress:
                 partial.write_text(json.dumps(self.request))
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
-        """Keep a finished layer; it is there whole or not at all."""
+        """Save a finished layer, whole or not at all."""
         self.begin()
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
@@ -266,7 +266,7 @@ class Progress:
             save_file(tensors, partial, metadata=notes)
 
     def discard(self) -> None:
-        """Forget everything that was kept."""
+        """Delete everything that was saved."""
         discard(self.folder)
 
 
@@ -283,16 +283,16 @@ MODEL = {
     "plan": "another plan was decided",
     "stats": "the statistics are others",
 }
-"""Sentences for fingerprints of models, by what they are called in requests."""
+"""Sentences for changed fingerprints of models, by their names in requests."""
 TEXT = {"calibration": "", "text": "", "text.fingerprint": "", "texts": "training "}
-"""Names of fingerprints of text, and what kind of text it is."""
+"""Names of fingerprints of text, with words for the kind of text."""
 OF_TEXT = ("text.", "calibration.", "samples", "length", "bos", "tokens", "sources")
-"""Starts of the names of fields that describe a text."""
+"""Prefixes of the names of fields that describe a text."""
 
 
 @dataclass(frozen=True)
 class MadeFrom:
-    """The inputs that plans, statistics, layers, prices or trained weights were made from.
+    """Inputs that plans, statistics, layers, prices or trained weights were made from.
 
     Args:
         values: the model (``base``, or ``weights`` alone), the text and the options, by name.
@@ -333,7 +333,7 @@ class MadeFrom:
 
 
 def _flat(plain: Values, start: str = "") -> dict[str, object]:
-    """Return mappings within mappings as one, by dotted keys."""
+    """Return nested mappings as one, by dotted keys."""
     flat: dict[str, object] = {}
     for key, value in plain.items():
         within = isinstance(value, Mapping)

@@ -1,6 +1,6 @@
-"""A complete run as strict dataclasses, read from and written to YAML.
+"""Recipes: a complete run as strict dataclasses, read from and written to YAML.
 
-Unknown keys, wrong types and unknown methods are refused with the place and what would work.
+Unknown keys, wrong types and unknown methods are refused with the place and a remedy.
 Nothing here imports torch, so that a wrong request is answered at once.
 """
 
@@ -50,14 +50,14 @@ D = TypeVar("D", bound="DataclassInstance")
 
 
 LARGEST = 100_000
-"""Characters of a recipe at most."""
+"""Largest number of characters of a recipe."""
 MOST = 10_000
-"""Values of a recipe at most, those that an alias repeats counted each time."""
+"""Largest number of values of a recipe, counting those that an alias repeats each time."""
 
 
 class _OneValueEach(yaml.SafeLoader):
-    """YAML; refused where a mapping has a key twice, of which the last would silently win, and
-    where aliases make it more than :data:`MOST` values."""
+    """YAML loader that refuses repeated keys, of which the last would silently win, and aliases
+    that expand to more than :data:`MOST` values."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -75,7 +75,7 @@ class _OneValueEach(yaml.SafeLoader):
 
 
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return the number of values in a node and below it; infinity where it holds itself."""
+    """Return the number of values in a node and below it; infinity if it contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -93,14 +93,14 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run: model, calibration, steps, evaluation."""
+    """Description of one run: model, calibration, steps, evaluation."""
 
     __pydantic_config__: ClassVar[JSON] = STRICT
 
     model: str
     out: str
     steps: tuple[MethodConfig, ...]
-    """The steps' configs, in order; their classes say which verb and method."""
+    """Configs of the steps, in order; their classes determine verb and method."""
     calibration: Calibration = field(default_factory=Calibration)
     evaluation: Evaluation | None = field(default_factory=Evaluation)
     device: str = option("cpu", "Where to compute: cpu, cuda, cuda:1, mps.")
@@ -122,12 +122,12 @@ class Recipe:
 
     @property
     def texts(self) -> list[str]:
-        """The names of all text that the steps calibrate or train on."""
+        """Names of all text that the steps calibrate or train on."""
         return [self.calibration.source, *(text for step in self.steps for text in step.texts)]
 
     @property
     def inputs(self) -> list[str]:
-        """The names of all that is read: models, files, and text."""
+        """Names of all inputs: models, files, and text."""
         configs = (*self.steps, self.calibration, self.evaluation)
         return [self.model, *(name for config in configs for name in read_by(config))]
 
@@ -136,17 +136,17 @@ class Recipe:
 
 
 def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Refuse what can be seen to be wrong without opening the model.
+    """Refuse a recipe that can be seen to be wrong without opening the model.
 
-    Values come first, then what is read, and where to write last: an unfinished run hides nothing.
+    Values are checked first, then inputs, and the output last: an unfinished run hides no error.
 
     Args:
-        recipe: what was asked for.
+        recipe: the request.
         overwrite: replace ``out`` if it exists.
         resume: continue an unfinished run.
 
     Raises:
-        MoesaicError: names the field, its value and what would work.
+        MoesaicError: names the field, its value and a remedy.
     """
     settings, calibration = recipe.evaluation, recipe.calibration
     compare = settings.compare if settings is not None else ()
@@ -167,15 +167,15 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 
 
 def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Refuse to begin a run whose output has an unfinished one, after all else was found right.
+    """Refuse to begin a run whose output has an unfinished one, after all other checks.
 
     Args:
-        recipe: what was asked for.
+        recipe: the request.
         overwrite: start anew.
         resume: continue the unfinished run.
 
     Raises:
-        MoesaicError: neither was asked for.
+        MoesaicError: both are False.
     """
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
@@ -186,7 +186,7 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
 
 
 def _named(folder: Path, out: str) -> str:
-    """Return the command of an unfinished run, and how far it came; empty where that is unknown."""
+    """Return the command of an unfinished run, and its progress; empty if that is unknown."""
     with suppress(MoesaicError, KeyError, TypeError, StopIteration):
         note = next(iter(sorted(folder.rglob("request.json"))))
         request = mapping_of(note)
@@ -200,7 +200,7 @@ def _named(folder: Path, out: str) -> str:
 
 
 def command_of(recipe: Recipe) -> str:
-    """Return the command that carries a recipe of one step out again."""
+    """Return the command line that runs a recipe of one step again."""
     (step,) = recipe.steps
     words = ["moesaic", step.verb, recipe.model, recipe.out]
     words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
@@ -226,7 +226,7 @@ def command_of(recipe: Recipe) -> str:
 
 
 def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence[str]) -> None:
-    """Refuse statistics, text beside them, and comparisons that a step has no use for.
+    """Refuse statistics, text beside them, and comparisons that a step does not use.
 
     Raises:
         MoesaicError: names the field.
@@ -249,18 +249,18 @@ def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence
 
 
 def _reads_text(config: MethodConfig) -> bool:
-    """True if a step that decides from statistics reads text beside them, to refit on it."""
+    """Return True if a step that decides from statistics also reads text, to refit on it."""
     return bool(getattr(config, "refit", False))
 
 
 def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
-    """Return the config of one step, checked. Without a method or bundle it measures best.
+    """Return the checked config of one step; by default the method and options that measure best.
 
     Args:
         verb: such as ``carve``.
         options: the fields of the method's config, and ``method`` and ``recipe``, the name of a
             bundle of options.
-        where: the step's place in a recipe, for messages; empty where there is but one.
+        where: the step's place in a recipe, for messages; empty if there is only one.
 
     Raises:
         MoesaicError: the verb, the method or an option is unknown or of the wrong type.
@@ -293,7 +293,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
 def method_of(verb: str, options: JSON) -> str:
     """Return the method that options name, or the first that has all the options they name.
 
-    Of several that have the bundle it is the one that alone has all the options.
+    Of several methods with the bundle, the only one that has all the options is returned.
 
     Args:
         verb: such as ``skip``.
@@ -373,11 +373,11 @@ def checked(cls: type[D], data: object, where: str) -> D:
 
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 WRONG = {"float": "not a number", "int": "not a whole number", "bool": "neither true nor false"}
-"""Words for a wrong value, by how pydantic's names of such errors begin."""
+"""Words for a wrong value, by prefixes of pydantic's names of errors."""
 
 
 def _in_words(cls: type[DataclassInstance], error: Any, where: str) -> str:
-    """Return pydantic's first error as a message that says what would work."""
+    """Return pydantic's first error as a message with a remedy."""
     kind, value = str(error["type"]), error["input"]
     place = ".".join([where, *map(str, error["loc"])]).strip(".")
     names = [f.name for f in fields(cls)]

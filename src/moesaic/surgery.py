@@ -1,4 +1,4 @@
-"""Applies a plan: to a live model, or to a checkpoint read tensor by tensor.
+"""Application of a plan to a loaded model, or to a checkpoint read tensor by tensor.
 
 Both go through the layer kinds' ``convert``, a pure function of tensors.
 """
@@ -35,7 +35,7 @@ from moesaic.types import JSON, Config, Model
 
 
 def base_shape(model: Model, arch: Arch) -> BaseShape:
-    """The shape that a plan for this model will ask of its source."""
+    """Return the shape that a plan for this model records for its base."""
     layers = arch.layers(model)
     experts = tuple(arch.experts_in(layer) for layer in layers)
     return BaseShape(
@@ -48,7 +48,7 @@ def base_shape(model: Model, arch: Arch) -> BaseShape:
 
 
 def routing_in(config: Config) -> str:
-    """A digest of the layers' headers and of the experts a token."""
+    """Return a digest of the layers' headers and of the number of experts a token."""
     arch = base_arch(config)
     top_k = getattr(config.get_text_config(), getattr(arch, "chosen", None) or "", None)
     decided = json.dumps([headers_of(config), top_k], sort_keys=True)
@@ -59,7 +59,7 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
     """Refuse to apply a plan to another model than it was made for.
 
     Raises:
-        MoesaicError: says what each of them is, or what a layer has not that the plan names.
+        MoesaicError: names both models, or what a layer lacks that the plan names.
     """
     shape = base_shape(model, arch)
     if shape != plan.base:
@@ -80,7 +80,7 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
 
 
 def spread(values: Iterable[int]) -> str:
-    """Different numbers in words.
+    """Return different numbers in words.
 
     >>> spread([8, 6, 8])
     '6/8'
@@ -102,7 +102,7 @@ def _described(base: BaseShape) -> str:
 def headers_of(config: Config) -> dict[int, list[Header]]:
     """Return the headers of each converted decoder layer, in the order of the conversions.
 
-    Layers that are as the base has them are left out.
+    Layers that no plan converted are left out.
 
     Raises:
         MoesaicError: another version wrote the config.
@@ -122,23 +122,23 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
 
 
 def _kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:
-    """The layer kind of a decoder layer and its header; None where it is as the base has it.
+    """Return the layer kind of a decoder layer and its header; None if no plan converted it.
 
-    Kinds that refine a layer leave it the kind that it was.
+    Kinds that only refine a layer are passed over.
     """
     kinds = [(KINDS[header["kind"]], header) for header in headers_of(config).get(index, [])]
     return next((kind for kind in reversed(kinds) if not kind[0].refines), None)
 
 
 def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
-    """Parameters of every decoder layer and what a token uses of them, nominally.
+    """Return each decoder layer's parameters and a token's use of them under uniform routing.
 
     Args:
-        model: dense or converted; a skeleton will do.
+        model: dense or converted; a skeleton is enough.
         arch: its architecture.
 
     Raises:
-        MoesaicError: the config says of its base what fits no such model.
+        MoesaicError: the config's description of its base does not fit the model.
     """
     section, layers, uses = getattr(model.config, "moesaic", None), arch.layers(model), []
     widths: tuple[int, ...] = ()
@@ -157,7 +157,7 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
 
 
 def routed_modules(model: Model, arch: Arch) -> dict[int, RoutedModule]:
-    """The module that chooses experts in every decoder layer that routes, converted or not."""
+    """Return the module that chooses experts, by decoder layer that routes, converted or not."""
     modules = {}
     for i, layer in enumerate(arch.layers(model)):
         kind = _kind_of(model.config, i)
@@ -168,7 +168,7 @@ def routed_modules(model: Model, arch: Arch) -> dict[int, RoutedModule]:
 
 
 def install(model: Model, arch: Arch, config: Config) -> None:
-    """Give layers the modules that a converted model's config says, without their values."""
+    """Replace layers' modules by those that a converted model's config lists, without values."""
     for i, stack in headers_of(config).items():
         for header in stack:
             KINDS[header["kind"]].install(arch.layers(model), i, arch, header)
@@ -180,7 +180,7 @@ def install(model: Model, arch: Arch, config: Config) -> None:
 
 @torch.no_grad()
 def apply_layer(layers: nn.ModuleList, index: int, arch: Arch, plan: LayerPlan) -> None:
-    """Convert one live decoder layer in place."""
+    """Convert one decoder layer of a loaded model in place."""
     layer = layers[index]
     training = layer.training
     tensors = dict(plan.convert(arch, LiveState(layer)))
@@ -194,7 +194,7 @@ def apply_layer(layers: nn.ModuleList, index: int, arch: Arch, plan: LayerPlan) 
 
 
 def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
-    """Convert a live model's layers in place.
+    """Convert a loaded model's layers in place.
 
     Raises:
         MoesaicError: the plan was made for another model.
@@ -207,11 +207,11 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
 
 @contextmanager
 def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module]:
-    """A live decoder layer as its plan will have it, beside the layer as it is.
+    """Yield a converted copy of a loaded decoder layer, which itself is not changed.
 
     Yields:
-        a twin to call in the layer's place, every token as at decoding; tensors that the plan
-        leaves alone are shared.
+        a layer to call instead, every token as at decoding; it shares the tensors that the plan
+        does not change.
     """
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
@@ -221,14 +221,14 @@ def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module
 
 
 def shaped(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
-    """A decoder layer's twin on the meta device with the modules of a plan, without values."""
+    """Return a copy of a decoder layer on the meta device with the modules of a plan."""
     layers = nn.ModuleList([copy.deepcopy(layer).to("meta")])
     plan.install(layers, 0, arch, plan.header())
     return layers[0]
 
 
 def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of a decoder layer's tensors, by name."""
+    """Return the shapes of a decoder layer's tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
 
 
@@ -239,8 +239,7 @@ def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
     """Return the plans for routed MTP layers: copies of the last decoder layer's plan.
 
     Returns:
-        by the start of a layer's names in memory. Layers that nothing is decided about are left
-        out, and stay as they are.
+        plans by prefix of the layer's names in memory; MTP layers without one are not changed.
     """
     last = max(plan.base.routed, default=-1)
     along = plan.layers[last].mtp_plan() if last in plan.layers else None
@@ -254,7 +253,7 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
     """Return the decoder layers among the tensors of MTP layers.
 
     Returns:
-        by the start of their names in memory their routed experts, 0 for a dense one.
+        numbers of routed experts, 0 for a dense layer, by prefix of the layer's names in memory.
     """
     block = f".{arch.inside}"
     blocks: dict[str, int] = {}
@@ -269,14 +268,14 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
 
 
 def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
-    """True if the MTP layers would not be as a result's config says, and so must be removed.
+    """Return True if the MTP layers would not fit a result's config, and so must be removed.
 
     Args:
         naming: of the checkpoint that the plan is for.
         arch: its architecture.
         plan: the decision.
-        changed: what it changes in the config; None if the result is of no architecture's own
-            class, where nothing else reads the config.
+        changed: the config's changed attributes; None if the result has a class of our own, as
+            then nothing else reads the config.
     """
     if not changed:
         return False
@@ -292,7 +291,7 @@ def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | N
 
 
 def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
-    """Which tensors of a checkpoint stay in a result, by their names in memory.
+    """Return a function that is True for names in memory of tensors that are kept in a result.
 
     Args:
         model: a skeleton of the language model.
@@ -309,7 +308,7 @@ def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
 
 @dataclass(frozen=True)
 class LanguageAlone:
-    """A writer of a language model alone, out of a checkpoint that has parts beside it."""
+    """Writer of the language model alone from a multimodal checkpoint."""
 
     writer: Writer
 
@@ -337,7 +336,7 @@ def rewrite(
         writer: takes the tensors.
         keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
             layers that are kept are converted by :func:`mtp_plans`.
-        dtype: the floating-point type by name in memory, None for the checkpoint's own.
+        dtype: floating-point type by name in memory; None for the checkpoint's own.
     """
     checkpoint = naming.checkpoint
     plans = {arch.layer_prefix(i): layer for i, layer in plan.layers.items()}
@@ -375,10 +374,10 @@ def rewrite(
 
 
 def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """A layer's tensors as they are converted.
+    """Yield a layer's converted tensors.
 
     Raises:
-        MoesaicError: the plan speaks of neurons, experts or dimensions that are not there.
+        MoesaicError: the plan names neurons, experts or dimensions that do not exist.
     """
     try:
         yield from tensors

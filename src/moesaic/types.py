@@ -1,7 +1,7 @@
-"""Names for what comes from outside: plain JSON, transformers' classes, the caller's progress bars.
+"""Type names for plain JSON, transformers' classes and the caller's progress bars.
 
-transformers brings no types; its classes are named here so that signatures say what they take.
-Whatever takes long passes its items through a :class:`Track`, which shows that.
+transformers brings no types; its classes are named here so that signatures state what they take.
+Long loops pass their items through a :class:`Track`, which shows progress.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ else:
 
 
 class Made(ABC):
-    """A model that this package made of another, as :class:`moesaic.result.Result` holds it."""
+    """Model that this package made from another, as :class:`moesaic.result.Result` holds it."""
 
     @property
     @abstractmethod
     def model(self) -> Model:
-        """The model, loaded."""
+        """Loaded model."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer; None where a loaded model came without one."""
+        """Tokenizer of the model; None if a loaded model came without one."""
 
     @abstractmethod
     def write(self, folder: Path) -> None:
-        """Write its checkpoint into an existing folder."""
+        """Write the model's checkpoint into an existing folder."""
 
 
 Named: TypeAlias = str | Path | Model | Made
-"""A model: its name, its folder, a loaded one, or what a verb returned."""
+"""Model: its name, its folder, a loaded one, or what a verb returned."""
 
 JSON: TypeAlias = dict[str, Any]
-"""A JSON object."""
+"""JSON object."""
 
 Values: TypeAlias = Mapping[str, Any]
-"""A JSON object that is only read, or options by name."""
+"""JSON object that is only read, or options by name."""
 
 T = TypeVar("T")
 
 
 class Figures(dict[str, float]):
-    """An item that tells figures, of which curves are drawn as the items pass."""
+    """Item that has figures, of which curves are drawn as the items pass."""
 
 
 class Track(Protocol):
-    """Wraps an iterable so that passing through it is shown."""
+    """Function that wraps an iterable to show progress."""
 
     def __call__(self, items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]: ...
 
@@ -73,20 +73,20 @@ def silent(items: Iterable[T], label: str, total: int | None = None) -> Iterable
 
 
 def logits_alone(config: Config) -> JSON:
-    """Arguments by which a model returns its logits and nothing else.
+    """Return the arguments by which a model returns its logits and nothing else.
 
-    A config may ask for router logits, of which transformers makes a loss, for hidden states or for
-    attentions: what needs whole blocks fails where one layer at a time is read.
+    A config may request router logits, from which transformers computes a loss, hidden states or
+    attentions; these need whole blocks and fail where one layer at a time is read.
 
     Args:
-        config: the model's; one that asks for nothing more needs no arguments.
+        config: of the model; one without such requests needs no arguments.
     """
     more = ("output_router_logits", "output_hidden_states", "output_attentions")
     return {name: False for name in more if getattr(config, name, False)}
 
 
 CACHES = ("cache", "past_key_values")
-"""What transformers calls a model's cache: from 5.24 on, and before."""
+"""Names of a model's cache in transformers: from 5.24 on, and before."""
 
 
 def cache_of(values: Values) -> Values:
@@ -96,7 +96,7 @@ def cache_of(values: Values) -> Values:
 
 
 def suits(value: object, hint: object) -> bool:
-    """Whether a value is what a field's type says; a number must be finite, too."""
+    """Return True if a value is of a field's type; a number must be finite, too."""
     origin, kinds = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(suits(value, kind) for kind in kinds)
@@ -110,11 +110,11 @@ def suits(value: object, hint: object) -> bool:
 
 
 def at_home(name: str) -> str:
-    """A name with ~ at its beginning as the user's folder; any other as it is."""
+    """Return a path with ~ at its beginning replaced by the user's folder."""
     return os.path.expanduser(name)  # noqa: PTH111 - a Path would leave ./ out
 
 
 def give_back() -> None:
-    """Give freed memory back to the system, which the allocator keeps in pieces (glibc's only)."""
+    """Return freed memory to the system, which glibc's allocator otherwise keeps."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The entry point, and what becomes of errors."""
+"""Entry point of the command line, and its handling of errors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moesaic.cli.commands import app, fail, interrupted
 from moesaic.errors import MoesaicError, bounded
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Nothing more can be written: the disk, a quota, or the size that a file may have."""
+"""Error numbers if a disk or a quota is full, or a file reached its largest size."""
 
 TORCH = "inline_container.cc"
-"""The part of torch that writes training checkpoints; it says no more than that it could not."""
+"""Source file of torch's writer of training checkpoints, whose errors give no cause."""
 
 REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
-"""Compiled products that torch and oneDNN remember, by their shapes, each half a megabyte: experts
-of a mixture meet new numbers of tokens in each batch. The default is 1,024; prompts of a small
-mixture take a third longer with 256, and as long with 512."""
+"""Numbers of matrix products, compiled by shape, that torch and oneDNN cache, each half a megabyte:
+experts get new numbers of tokens in each batch. The default is 1,024; prompts of a small mixture
+take a third longer with 256, and as long with 512."""
 
 for group in (conversions, fitting, measure, results, guide):
     group.commands()
@@ -35,7 +35,7 @@ for group in (conversions, fitting, measure, results, guide):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn exceptions into one message and an exit code: 2 the request, 1 ourselves."""
+    """Turn exceptions into one message and an exit code: 2 for a wrong request, 1 for our fault."""
     try:
         yield
     except MoesaicError as error:
@@ -81,12 +81,12 @@ def explained() -> Iterator[None]:
 
 
 def _several() -> bool:
-    """True if this process is one of several."""
+    """Return True if this process is one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def disk_full(error: BaseException) -> bool:
-    """True if an error, or one that caused it, says that the disk is full."""
+    """Return True if an error, or one that caused it, means that the disk is full."""
     messages = (*map(os.strerror, FULL), TORCH)
     return any(
         (isinstance(one, OSError) and one.errno in FULL) or any(m in str(one) for m in messages)
@@ -117,31 +117,31 @@ def quiet_libraries() -> None:
 
 
 def _spare_stdout() -> None:
-    """Let stdout put a question mark for what its encoding lacks, instead of ending a run."""
+    """Make stdout replace characters that its encoding lacks by question marks, not raise."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 class _Printable(logging.Formatter):
-    """Warnings, printable: they name what strangers' files hold, as errors do."""
+    """Log formatter that makes warnings printable, as they quote strangers' files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return bounded(super().format(record))
 
 
 def remember_less() -> None:
-    """Bound what is remembered of products' shapes, unless the user did."""
+    """Limit the caches of compiled matrix products, unless the user did."""
     for name, most in REMEMBERED.items():
         os.environ.setdefault(name, most)
 
 
 def fetch_no_kernels() -> None:
-    """Let transformers fetch no compiled code for a model's layers, unless the user wants that."""
+    """Keep transformers from fetching compiled code for layers, unless the user wants that."""
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 
 def main() -> None:
-    """Entry point of the ``moesaic`` command."""
+    """Run the ``moesaic`` command."""
     quiet_libraries()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Printable())

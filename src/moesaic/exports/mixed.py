@@ -1,7 +1,7 @@
-"""Types layer by layer: of all GGUF files within a budget the one of least estimated KL.
+"""GGUF types layer by layer: the file with the least estimated KL within a budget of bytes.
 
 A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, its shared
-expert, the embeddings, or the head. What each loses by being rounded to each type is estimated
+expert, the embeddings, or the head. The KL of quantising each group to each type is estimated
 (:mod:`moesaic.exports.rounder`). KLs this small nearly add up, so that the best types are a
 knapsack with one choice a group, of which scipy's milp finds the optimum:
 
@@ -28,19 +28,19 @@ from moesaic.exports.file_types import FILES
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
 
 WINDOWS = 32
-"""Of the text by which the KL of groups is estimated."""
+"""Windows of text on which the KL of groups is estimated."""
 GAP = 1e-4
-"""The share by which the sum of KL may lie above the least possible one."""
+"""Relative gap to the least possible sum of KL at which the solver stops."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
-"""The groups of what is in no layer, which no text weighs."""
+"""Groups of tensors outside layers, which have no importance weights."""
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
-"""What is chosen from, where nothing is said."""
+"""Default types to choose from."""
 
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
 
 
 def group_of(name: str) -> str:
-    """The group of a tensor by llama.cpp's name.
+    """Return the group of a tensor by llama.cpp's name.
 
     >>> group_of("blk.5.ffn_gate_exps.weight"), group_of("blk.5.ffn_down_exps.weight")
     ('gate-up 5', 'down 5')
@@ -61,23 +61,23 @@ def group_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a GGUF file, from which its bytes follow whatever their types."""
+    """Tensors of a GGUF file, from which its size in other types is computed."""
 
     tensors: Mapping[str, Rounded]
-    """By name, as in a file that has them in any types."""
+    """Tensors by name, from a file in any types."""
     header: int
-    """Bytes of the file beside them."""
+    """Bytes of the file without the tensors."""
     layers: int
 
     @property
     def rounded(self) -> dict[str, str]:
-        """The group of each tensor that is rounded."""
+        """Group of each tensor that is quantised."""
         return {
             name: group_of(name) for name, tensor in self.tensors.items() if tensor.type != WHOLE
         }
 
     def bytes(self, names: Sequence[str], types: Sequence[str]) -> tuple[int, Numbers]:
-        """What a file takes beside what is rounded, and each group in each type (G, C).
+        """Return bytes that no choice changes, and bytes of each group in each type (G, C).
 
         Args:
             names: of groups.
@@ -95,12 +95,12 @@ class Layout:
         return fixed, bytes_GC
 
     def size(self, types: Mapping[str, str]) -> int:
-        """Bytes of a file with types by groups."""
+        """Return the bytes of a file with types by groups."""
         fixed, bytes_GC = self.bytes(tuple(types), tuple(types.values()))
         return fixed + int(bytes_GC.trace())
 
     def least(self, types: Sequence[str]) -> int:
-        """Bytes of the smallest file in some types of files."""
+        """Return the bytes of the smallest file in some types of files."""
         names = tuple(dict.fromkeys(self.rounded.values()))
         fixed, bytes_GC = self.bytes(names, tensor_types(types))
         return fixed + int(bytes_GC.min(1).sum())
@@ -120,15 +120,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """KL where one group of a model's tensors is rounded."""
+    """Estimated KL of quantising one group of a model's tensors, by group and type."""
 
     groups: tuple[str, ...]
     types: tuple[str, ...]
     kl_GC: Numbers
-    """Estimated KL from the model, nats a token."""
+    """Estimated KL(model || quantised model), nats a token."""
 
     def choice(self, layout: Layout, budget: int) -> tuple[dict[str, str], float]:
-        """The type of each group by which a file within a budget has the least KL.
+        """Return the type of each group for the file with the least KL within a budget.
 
         Args:
             layout: of the file.
@@ -149,7 +149,7 @@ class Sensitivities:
 
 
 def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
-    """Types of tensors by those of files, the widest first; f32 where it is the only one.
+    """Return types of tensors for types of files, the widest first; f32 only if alone.
 
     >>> tensor_types(["q2_k", "q4_k_m", "f32", "q8_0", "q4_k_s"])
     ('q8_0', 'q4_k', 'q2_k')
@@ -159,12 +159,12 @@ def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
 
 
 def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
-    """The choice of each group of which the KL adds up to the least.
+    """Return the choice of each group with the least sum of KL.
 
     Args:
-        kl_GC: of each choice.
-        bytes_GC: what it takes.
-        budget: that all may take together; the smallest ones take no more.
+        kl_GC: KL of each choice.
+        bytes_GC: its bytes.
+        budget: largest sum of bytes; the smallest choices must meet it.
 
     Returns:
         a choice for each group.
@@ -190,8 +190,7 @@ def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What compiled code prints goes to stderr: HiGHS has a line for its developers on stdout,
-    where programs read JSON."""
+    """Redirect stdout of compiled code to stderr: HiGHS prints a line for its developers there."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:

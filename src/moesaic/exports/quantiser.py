@@ -1,4 +1,4 @@
-"""GGUF files rounded row by row by ggml's own quantiser, and what their tensors are."""
+"""GGUF files quantised row by row by ggml's own quantiser, and types of their tensors."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ from moesaic.exports.file_types import Model, is_rounded, mixture, order
 from moesaic.metrics.gguf_engine import library
 
 ALIGNED = 32
-"""Tensors begin at multiples of so many bytes."""
+"""Alignment of tensors in bytes."""
 NARROW = "q2_k"
-"""The narrowest type that needs no text to round by."""
+"""Narrowest type that needs no importance weights."""
 ROWS = 128
-"""Of a matrix that one thread rounds at a time."""
+"""Number of rows of a matrix that one thread quantises at a time."""
 OTHERS = "q8_0"
-"""The type of tensors of which none is said, where it is said of some."""
+"""Type of tensors that are not named where types of single tensors are given."""
 OWN = ("general.architecture", "general.quantization_version", "general.file_type")
-"""Keys that a rounded file has values of its own for."""
+"""Keys for which a quantised file has values of its own."""
 Held: TypeAlias = "npt.NDArray[np.uint8]"
-"""Rows as they are in a file."""
+"""Stored bytes of rows."""
 FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""What llama.cpp takes where blocks of 256 do not divide a row; of the iq types ``IQ_FALLBACK``."""
+"""Types that llama.cpp uses if blocks of 256 do not divide a row; for iq types ``IQ_FALLBACK``."""
 IQ_FALLBACK, WHOLE = "iq4_nl", "f32"
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor of a file."""
+    """Type and shape of a tensor in a GGUF file."""
 
     type: str
     shape: tuple[int, ...]
-    """The length of a row first."""
+    """Shape, the length of a row first."""
 
     @property
     def numel(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """What it takes, with what fills it up to the place of the next one."""
+        """Bytes in the file, including padding up to the next tensor."""
         block, size = _block(self.type)
         return -(-(self.numel // block * size) // ALIGNED) * ALIGNED
 
     def as_type(self, type: str, weighed: bool) -> Rounded:
-        """What it becomes where a type is asked for.
+        """Return the tensor after a file is quantised to a type.
 
         Args:
             type: of tensors.
-            weighed: there is a weight for its inputs.
+            weighed: its inputs have importance weights.
         """
         if self.type == WHOLE:  # norms, routers
             return self
@@ -77,15 +77,15 @@ class Rounded:
 
 
 def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
-    """The bytes of a matrix in a file, row by row, by ggml's own quantiser.
+    """Quantise a matrix by ggml's own quantiser; return the bytes, row by row.
 
     Args:
-        matrix: of rows (R, I), or several of them (E, R, I).
-        type: of a tensor, whose blocks divide the rows.
-        weights: of the inputs (I), or of each matrix's (E, I); by default all weigh the same.
+        matrix: rows (R, I), or several matrices (E, R, I).
+        type: of tensors; its blocks must divide the rows.
+        weights: importance of the inputs (I), or of each matrix's (E, I); by default equal.
 
     Raises:
-        MoesaicError: values that are not finite.
+        MoesaicError: values are not finite.
     """
     from gguf import GGMLQuantizationType
 
@@ -121,14 +121,14 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
 
 
 def values_of(held: Held, type: str) -> Tensor:
-    """The values of rows whose bytes are held, in float32."""
+    """Dequantise the stored bytes of rows to float32."""
     from gguf import GGMLQuantizationType, quants
 
     return torch.from_numpy(quants.dequantize(held, GGMLQuantizationType[type.upper()]))
 
 
 def bits(type: str) -> float:
-    """Bits of a weight in a type of tensors.
+    """Return the bits of a weight in a type of tensors.
 
     >>> bits("q8_0"), bits("iq1_s")
     (8.5, 1.5625)
@@ -138,7 +138,7 @@ def bits(type: str) -> float:
 
 
 def _block(type: str) -> tuple[int, int]:
-    """Weights that are rounded together, and their bytes."""
+    """Return the number of weights of a block, and its bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     sizes: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType[type.upper()]]
@@ -152,20 +152,20 @@ def quantise(
     weights: Mapping[str, Tensor],
     chosen: Mapping[str, str] | None = None,
 ) -> None:
-    """Round the matrices of a GGUF file in f32, as llama.cpp's quantiser does.
+    """Quantise the matrices of a GGUF file in f32, as llama.cpp's quantiser does.
 
     Args:
-        file: what is read.
-        out: what is written.
+        file: the file to read.
+        out: the file to write.
         type: llama.cpp's name of a type of files.
-        weights: of :func:`moesaic.exports.importance.importance`; of tensors that are not in it
-            all inputs weigh the same.
+        weights: of :func:`moesaic.exports.importance.importance`; inputs of tensors that are not
+            in it weigh the same.
         chosen: types of single tensors, by their names. A row that a type's blocks do not divide
-            gets the next wider type that has shorter ones; a tensor without a weight for its inputs
-            no type that rounds by them, but the narrowest of the others.
+            gets the next wider type with shorter blocks; a tensor without importance weights, of
+            the types that need none, at least the narrowest.
 
     Raises:
-        MoesaicError: a type rounds by the inputs of a tensor whose weights are not there.
+        MoesaicError: a type needs importance weights that a tensor does not have.
     """
     from gguf import (
         GGML_QUANT_VERSION,
@@ -217,7 +217,7 @@ def quantise(
 
 
 def _model(fields: Mapping[str, Any], arch: str) -> Model:
-    """Return the numbers of a file's model that types follow from; of lists by layer the first."""
+    """Return the numbers of a file's model that determine types; of lists by layer the first."""
 
     def number(key: str, default: int = 0) -> int:
         found = fields[f"{arch}.{key}"].contents() if f"{arch}.{key}" in fields else default
@@ -229,7 +229,7 @@ def _model(fields: Mapping[str, Any], arch: str) -> Model:
 
 
 def tensors_of(file: Path) -> dict[str, Rounded]:
-    """The tensors of a GGUF file, by name."""
+    """Return the tensors of a GGUF file, by name."""
     from gguf import GGUFReader
 
     return {
@@ -239,7 +239,7 @@ def tensors_of(file: Path) -> dict[str, Rounded]:
 
 
 def types_of(file: Path) -> dict[str, int]:
-    """How many weights of a GGUF file are in each of llama.cpp's types, the most first."""
+    """Count the weights of a GGUF file in each of llama.cpp's types, the most first."""
     counts: Counter[str] = Counter()
     for tensor in tensors_of(file).values():
         counts[tensor.type] += tensor.numel

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a lazy safetensors reader, and a writer of shards.
 
-A tensor that nothing is done to is :class:`Stored`, a place in a file, and is copied from file to
-file. Every other one is a tensor, and written from memory.
+A tensor that is not changed is :class:`Stored`, a place in a file, and is copied from file to file.
+Every other one is held in memory and written from there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WEIGHTS = (".safetensors", ".safetensors.index.json")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")
 VARIANT = re.compile(r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json")
 PIECES = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-"""Names of files by rank, which transformers would read in the place of all others."""
+"""Names of sharded files by rank; transformers would read these and ignore all others."""
 TYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -65,33 +65,33 @@ TYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by the names that safetensors gives them, in the order in which it stores them."""
+"""Types by safetensors' names, in the order in which safetensors stores tensors."""
 NAMES = {kind: name for name, kind in TYPES.items()}
 PIECE = 1 << 20
-"""Bytes that are copied, and looked at, together: fewer, and threads cost more than they save."""
+"""Bytes that are copied and checked at a time: with fewer, threads cost more than they save."""
 LARGE = 1 << 20
-"""Elements from which on a tensor without values gets no memory."""
+"""Elements from which on :class:`_NoRoom` gives a tensor no memory."""
 ROOM = 1 << 28
-"""Values of one buffer at most: a gigabyte."""
+"""Largest number of values of one buffer: a gigabyte in float32."""
 PARAMETERS = 500_000
-"""Tensors of a model at most: five times those of the one that has the most experts."""
+"""Largest number of tensors of a model: five times those of the known one with most experts."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = 8
-"""Models of which the skeleton is kept in mind."""
+"""Number of skeletons that :func:`shape_of` caches."""
 _SHAPES: dict[str, Model] = {}
 
 Value: TypeAlias = Tensor | Stored
-"""A value to write under a name: a tensor, or the place of bytes that are copied."""
+"""Value of a tensor to write: a tensor, or the place of bytes that are copied."""
 
 
 class Checkpoint:
-    """A folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
+    """Folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
 
     weightless = False
     """Tensors come without values, on the meta device: files are read no further than headers."""
     loadable: ClassVar[bool] = True
-    """The folder holds the weights as ``from_pretrained`` reads them."""
+    """True if ``from_pretrained`` reads the folder's weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,7 +111,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of its first tensor that can be computed with, where a config names none."""
+        """Type of the first tensor that torch can compute with, for configs without a type."""
         types = (TYPES.get(stored.kind) for stored in self._stored.values())
         return next((kind for kind in types if kind in COMPUTABLE), None)
 
@@ -123,7 +123,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The fingerprint of its weights; see :mod:`moesaic.io.fingerprint`."""
+        """Fingerprint of its weights; see :mod:`moesaic.io.fingerprint`."""
         return of_stored(self._stored)
 
     def tensor(self, name: str) -> Tensor:
@@ -154,21 +154,24 @@ class Checkpoint:
         yield name, self._place(name)
 
     def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
-        """New values of a tensor as a file like these has them.
+        """Yield the stored tensors of a result's tensor, in this checkpoint's storage format.
 
         Args:
-            name: what it will be called.
+            name: the tensor's name in the result.
             tensor: its values.
-            origin: what the tensor is called here from which it was made; it may be of no tensor.
+            origin: name in this checkpoint of the tensor it was made from, which may not exist.
+
+        Yields:
+            name and values of each stored tensor.
         """
         yield name, tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, by a name of :meth:`names`; its values are not read."""
+        """Return a tensor's shape without reading its values; ``name`` is one of :meth:`names`."""
         return tuple(self._stored[name].shape)
 
     def is_floating(self, name: str) -> bool:
-        """True if a tensor is of a floating-point type, by a name of :meth:`names`."""
+        """Return True if a tensor has a floating-point type; ``name`` is one of :meth:`names`."""
         return "F" in self._stored[name].kind
 
     def under(self, prefix: str) -> dict[str, Tensor]:
@@ -197,7 +200,7 @@ def first_file(names: Iterable[str], config: Values, where: object) -> str:
         where: the folder or repository, for messages.
 
     Raises:
-        MoesaicError: there is none; says what is there instead.
+        MoesaicError: there is none; names the files that are there instead.
     """
     here = {name for name in names if "/" not in name}
     check_adapter(here, where)
@@ -256,7 +259,7 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a folder of which a file of weights is missing or damaged, as far as headers say.
+    """Refuse a folder in which a weight file is missing or has a damaged header.
 
     Raises:
         MoesaicError: names the file.
@@ -266,7 +269,7 @@ def check_whole(folder: Path) -> None:
 
 
 def _is_plain(name: object) -> bool:
-    """True if a name is that of a file beside the one that names it.
+    """Return True if a name is a plain file name, without a path.
 
     >>> [_is_plain(name) for name in ("a.safetensors", "../a.safetensors", "..", "", 3)]
     [True, False, False, False, False]
@@ -321,8 +324,8 @@ matrix lies across one more than it must, and a CPU reads it up to a tenth faste
 
 
 def _begun_at_a_line(header: bytes) -> bytes:
-    """A header with spaces behind it, so that values begin at a whole line, and its length before
-    it."""
+    """Return a header after its length (uint64), padded with spaces so that values begin at a
+    whole cache line."""
     header += b" " * (-(8 + len(header)) % LINE)
     return struct.pack("<Q", len(header)) + header
 
@@ -345,7 +348,7 @@ def align(path: Path) -> None:
 def header_bytes(values: Mapping[str, Value]) -> bytes:
     """Return the header that safetensors writes for some tensors, its number of bytes before it.
 
-    Spaces behind it let values begin at a whole cache line.
+    Spaces after it let values begin at a whole cache line.
 
     Raises:
         MoesaicError: one is of a type that no file has.
@@ -366,9 +369,9 @@ def header_bytes(values: Mapping[str, Value]) -> bytes:
 
 
 def _copied(stored: Stored, out: BinaryIO) -> int:
-    """Bytes of a tensor that the system copies from file to file; fewer than it has where it fails.
+    """Copy a tensor from file to file by the system; return the bytes copied, fewer if that fails.
 
-    They do not pass through this process, and a file system that can share them does.
+    The bytes do not pass through this process; a file system that can share them does.
     """
     done = 0
     out.flush()
@@ -381,7 +384,7 @@ def _copied(stored: Stored, out: BinaryIO) -> int:
 
 
 def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
-    """A tensor's bytes as its file has them; a piece is gone when the next one comes.
+    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the one before.
 
     Raises:
         MoesaicError: the file ends early.
@@ -503,12 +506,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``tensor`` in ``dtype`` if that is given and it is a floating-point tensor."""
+    """Return ``tensor`` in ``dtype`` if that is given and the tensor is a floating-point one."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def narrowed(model: Model) -> Callable[[str], torch.dtype]:
-    """The floating-point type that a model gives each tensor: some stay wide for exactness."""
+    """Return a function of a tensor's name to its type: the model's, or float32 if strict."""
     dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
     types = {name: p.dtype for name, p in model.named_parameters()}
 
@@ -525,7 +528,7 @@ def path_of(model: Model, module: nn.Module) -> str:
 
 
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
-    """The skeleton of a config, to be looked at: it is made once, and nobody runs or changes it.
+    """Return the cached skeleton of a config (no values), which must not be run or changed.
 
     Args:
         config: of the model.
@@ -551,7 +554,7 @@ _COUNTED = {torch.arange, torch.linspace}
 
 
 def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
-    """Elements of a tensor that a function is to make."""
+    """Return the number of elements of the tensor that a torch factory function is to make."""
     if func is torch.arange:
         bounds = [n for n in (*args, kwargs.get("end")) if isinstance(n, int | float)]
         step = bounds[2] if len(bounds) > 2 else kwargs.get("step") or 1
@@ -565,8 +568,8 @@ def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
 
 
 class _NoRoom(TorchFunctionMode):
-    """Inside, large tensors without values get no memory, for a config may ask for any size; nor do
-    filled ones of more than :data:`ROOM`, which are no buffers of any model."""
+    """Context in which large uninitialised tensors, whose sizes come from a config, get no memory;
+    nor do filled ones of more than :data:`ROOM`, which are no buffers of any model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +593,7 @@ class _NoRoom(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, parameters lose their values as soon as a module has them; buffers keep theirs."""
+    """Context in which a module's parameters move to the meta device; buffers keep their values."""
     count = 0
 
     def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -608,13 +611,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
-    """The model of a config with parameters on the meta device and real buffers.
+    """Make the model of a config with parameters on the meta device and real buffers.
 
     Args:
         config: of the model.
         dtype: floating-point type; None for the config's own.
-        bare: first values, of buffers too, are left out, which takes half the time; such a one
-            cannot be run. :func:`shape_of` keeps them.
+        bare: buffers are not initialised either, which takes half the time; such a model cannot
+            be run. :func:`shape_of` caches these.
 
     Raises:
         MoesaicError: there is no such model.

@@ -1,4 +1,4 @@
-"""The floating-point type that a model from disk computes in."""
+"""Choice of the floating-point type in which a model from disk computes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
 }
-"""The operator that says whether a CPU has products of a type."""
+"""Names of the torch operators that return whether a CPU has matrix products of a type."""
 
 
 def has_products(dtype: torch.dtype, device: str) -> bool:
-    """True if a device multiplies matrices of a type itself.
+    """Return True if a device has matrix products of a type of its own.
 
     Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
-    torch spells these out number by number, ten times as slowly as in float32 and more.
+    torch computes these number by number, at least ten times as slowly as in float32.
     """
     if torch.device(device).type != "cpu" or dtype not in SUPPORTED:
         return True
@@ -35,16 +35,16 @@ def has_products(dtype: torch.dtype, device: str) -> bool:
 def working_type(
     config: Config, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> torch.dtype | None:
-    """The type in which a checkpoint is looked at and timed; results are saved in their own.
+    """Return the type in which a checkpoint is run and timed; results are saved in their own.
 
     Args:
         config: of the checkpoint.
-        dtype: as asked for; None for the checkpoint's own.
+        dtype: the requested type; None for the checkpoint's own.
         device: where to compute.
 
     Returns:
-        what was asked for. Where nothing was: None for the checkpoint's own, or float32, which
-        holds the same weights exactly, where the device has no products of the own type.
+        ``dtype`` if given; else float32, which holds the same weights exactly, if the device has
+        no products of the checkpoint's type; else None, for that type.
     """
     stored = config.dtype
     if dtype is not None or stored is None or has_products(stored, device):

@@ -1,4 +1,4 @@
-"""Fingerprints: whose weights, and whose text, something was made from.
+"""Fingerprints of the weights and the text that something was made from.
 
 A fingerprint of weights covers all names, shapes and types, and a sample of every tensor's bytes,
 so that it takes seconds for a checkpoint of any size. Small tensors are covered whole. Weights on
@@ -22,26 +22,26 @@ from moesaic.io.headers import header_of
 from moesaic.types import Model, Values
 
 PIECE = 4096
-"""Bytes that are read at one place."""
+"""Bytes of one sampled piece."""
 MOST, LEAST = 64, 4
-"""Pieces of a tensor."""
+"""Sampled pieces of a tensor, at most and at least."""
 READS = 16_384
-"""Pieces of a whole checkpoint, where LEAST of every tensor are fewer: seconds on a cold disk."""
+"""Sampled pieces of a checkpoint, unless LEAST of every tensor are more: seconds on a cold disk."""
 IN_MEMORY = "memory-"
-"""The start of a live model's fingerprint."""
+"""Prefix of a loaded model's fingerprint."""
 EXAMPLES = 64
 """Training texts of an endless stream that its fingerprint covers."""
 
 
 def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
-    """The places of a tensor that are looked at, evenly spread from its first byte to its last.
+    """Return the sampled byte ranges of a tensor, evenly spread from its first byte to its last.
 
     Args:
-        nbytes: its size.
-        tensors: tensors of the checkpoint.
+        nbytes: size of the tensor.
+        tensors: number of tensors of the checkpoint.
 
     Returns:
-        first byte and the byte behind the last one, of each piece; starts are multiples of 64.
+        first byte and the one after the last of each piece; starts are multiples of 64.
 
     >>> pieces(100, 1), pieces(1 << 20, 5000)[-1]
     ([(0, 100)], (1044480, 1048576))
@@ -54,7 +54,7 @@ def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
 
 
 class Stored(NamedTuple):
-    """The place of a tensor's bytes in a file."""
+    """Place of a tensor's bytes in a file."""
 
     path: Path
     kind: str
@@ -64,7 +64,7 @@ class Stored(NamedTuple):
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, by name.
+    """Return the tensors of a safetensors file, by name.
 
     Raises:
         MoesaicError: the file is damaged.
@@ -78,8 +78,8 @@ def stored_in(path: Path) -> dict[str, Stored]:
 
 
 def of_stored(stored: Mapping[str, Stored]) -> str:
-    """The fingerprint of tensors by name, wherever they lie: how they are divided into files does
-    not matter."""
+    """Return the fingerprint of stored tensors by name (16 hex digits), however they are divided
+    into files."""
     total = hashlib.sha256()
     digests: dict[str, str] = {}
     for path, names in _by_file(stored).items():
@@ -98,7 +98,7 @@ def of_stored(stored: Mapping[str, Stored]) -> str:
 
 
 def _by_file(stored: Mapping[str, Stored]) -> dict[Path, list[str]]:
-    """Names by file, in the order in which their bytes lie there."""
+    """Return tensor names by file, in the order of their bytes there."""
     files: dict[Path, list[str]] = {}
     for name in sorted(stored, key=lambda name: stored[name].begin):
         files.setdefault(stored[name].path, []).append(name)
@@ -106,7 +106,7 @@ def _by_file(stored: Mapping[str, Stored]) -> dict[Path, list[str]]:
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """The fingerprint of tensors in memory, wherever they live; of meta ones, of their shapes."""
+    """Return the fingerprint of tensors on any device (16 hex digits); meta ones count by shape."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -127,14 +127,14 @@ def _samples(tensor: Tensor, tensors: int) -> Iterator[bytes]:
 
 
 def of_model(model: Model) -> str:
-    """The fingerprint of a live model's weights."""
+    """Return the fingerprint of a loaded model's weights, which begins with :data:`IN_MEMORY`."""
     return IN_MEMORY + of_tensors(model.state_dict())
 
 
 def of_examples(examples: Iterable[Values]) -> str:
-    """The fingerprint of training texts as token ids and labels.
+    """Return the fingerprint of training texts, given as token ids and labels.
 
-    A stream may have one of its own, ``fingerprint``; else it is that of its beginning.
+    A stream may have an attribute ``fingerprint``; else its first :data:`EXAMPLES` texts count.
     """
     fingerprint = getattr(examples, "fingerprint", None)
     if fingerprint is not None:

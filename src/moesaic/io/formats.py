@@ -23,16 +23,16 @@ from moesaic.errors import MoesaicError
 from moesaic.types import JSON
 
 Parts = Mapping[str, Tensor]
-"""A weight's stored tensors by what their names end with."""
+"""Stored tensors of a weight by the ends of their names."""
 FP8 = torch.float8_e4m3fn
 EXPONENTS = 127
-"""The number that is added to an exponent of two to store it in a byte."""
+"""Bias that is added to an exponent of two to store it in a byte."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of E2M1; the fourth bit is the sign."""
+"""Magnitudes of E2M1 codes; the fourth bit is the sign."""
 
 
 def stored_name(weight: str, end: str) -> str:
-    """The name of a weight's stored tensor; an end with a dot takes the place of the last part.
+    """Return the name of a weight's stored tensor; an end with a dot replaces the last part.
 
     >>> stored_name("ffn.w1.weight", "_scale_inv"), stored_name("ffn.w1.weight", ".scale")
     ('ffn.w1.weight_scale_inv', 'ffn.w1.scale')
@@ -41,16 +41,16 @@ def stored_name(weight: str, end: str) -> str:
 
 
 OTHERWISE = ("ignored_layers",)
-"""Keys by which other programs list modules that are in no format."""
+"""Config keys by which other programs list modules that are not quantised."""
 _ONE_EXPERT = re.compile(r"(?<=experts)\\?\.[(\[]?\d+")
 
 
 def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
-    """An entry of a list of modules, by the numbers that single experts have in a result.
+    """Return an entry of a config's module list with the expert numbers of a result.
 
     Args:
-        entry: a module, or a regular expression behind ``re:``.
-        moved: by their names before, what such modules are called now.
+        entry: a module, or a regular expression after ``re:``.
+        moved: new names of single experts' modules, by their old names.
 
     >>> moved = {"layers.1.experts.5.up": "layers.1.experts.2.up"}
     >>> [_renumbered(f"layers.1.experts.{i}", moved) for i in (5, 6)]
@@ -70,7 +70,7 @@ def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
 
 
 class Format(ABC):
-    """A way to store matrices in few bits.
+    """Format that stores matrices in few bits.
 
     Args:
         config: ``quantization_config`` of a checkpoint's config.
@@ -78,11 +78,11 @@ class Format(ABC):
 
     method: ClassVar[str]
     whole: ClassVar[int] = 0
-    """Matrices of one module are all in the format, or none: widths must be a multiple of this."""
+    """Divisor of widths, if all or none of a module's matrices are quantised; else 0."""
     ends: ClassVar[tuple[str, ...]]
     """Ends of the names of a weight's stored tensors: of codes, of scales (:func:`stored_name`)."""
     plainly: ClassVar[str] = "modules_to_not_convert"
-    """The key of a config that lists modules that are in no format."""
+    """Config key that lists the modules that are not quantised."""
 
     def __init__(self, config: JSON) -> None:
         self.config = config
@@ -90,14 +90,14 @@ class Format(ABC):
     @property
     @abstractmethod
     def columns(self) -> int:
-        """Neighbouring columns of a down projection that share scales; 0 where all do."""
+        """Number of neighbouring columns of a down projection that share a scale; 0 if all do."""
 
     @abstractmethod
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The weights that are in the format, and the ends of their stored tensors' names.
+        """Yield each quantised weight's name and the ends of its stored tensors' names.
 
         Args:
-            types: of all stored tensors, by name, as safetensors calls them.
+            types: safetensors' type of each stored tensor, by name.
 
         Raises:
             ValueError: codes are of a type that is not read.
@@ -105,14 +105,14 @@ class Format(ABC):
 
     @abstractmethod
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape of the values.
+        """Return the shape of a weight's values from its stored tensors' shapes, by ends.
 
         Raises:
             ValueError: the scales do not fit the codes.
         """
 
     def check_settings(self) -> None:
-        """Refuse a config whose settings are of other types than they are said to be.
+        """Refuse a config whose settings do not have their declared types.
 
         Raises:
             ValueError, TypeError: names one.
@@ -122,39 +122,39 @@ class Format(ABC):
         self.leaving((), {})
 
     def of(self, kind: str) -> Format:
-        """The format of the weights whose codes are of a type, as safetensors calls it."""
+        """Return the format of weights whose codes have a type, named as safetensors does."""
         return self
 
     def check(self, parts: Parts) -> None:
-        """Refuse parts that do not fit.
+        """Refuse stored tensors whose types or shapes do not fit each other.
 
         Raises:
-            ValueError: says how.
+            ValueError: names the mismatch.
         """
         self.shape({end: tuple(part.shape) for end, part in parts.items()})
 
     @abstractmethod
     def values(self, parts: Parts) -> Tensor:
-        """The values, float32."""
+        """Return the dequantised values, float32."""
 
     @abstractmethod
     def parts(self, values: Tensor, like: Parts) -> Parts:
-        """Values in this format, each block with the scale that its largest value asks for.
+        """Quantise values to this format, the scale of each block chosen by its largest value.
 
         Args:
-            values: of a shape that whole blocks fill.
-            like: a weight of the same checkpoint, whose types are taken over.
+            values: their shape must be a multiple of the blocks.
+            like: a weight of the same checkpoint, whose types are used.
 
         Raises:
             ValueError: blocks do not divide the shape.
         """
 
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
-        """A config's words of a checkpoint in which some modules are in no format.
+        """Return the ``quantization_config`` of a result in which some modules are not quantised.
 
         Args:
-            modules: their names; experts are one.
-            moved: those of single experts that were in none before, and what they are called now.
+            modules: names of these modules; all experts of a layer are one.
+            moved: single experts' modules that were not quantised: new names by old ones.
         """
         said = dict(self.config)
         for key in (key for key in (self.plainly, *OTHERWISE) if said.get(key)):
@@ -166,10 +166,10 @@ class Format(ABC):
 
     @abstractmethod
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        """The parts of ``values.index_select(axis, order)``; None where it cuts through blocks.
+        """Return the parts of ``values.index_select(axis, order)``; None if it cuts through blocks.
 
         Args:
-            parts: the weight's.
+            parts: the weight's stored tensors.
             axis: of the values, counted from the end: -1, -2 or -3.
             order: int64.
         """
@@ -184,7 +184,7 @@ class BlockScaled(Format):
     method = "fp8"
     ends = ("", "_scale_inv")
     beside: ClassVar[tuple[str, ...]] = ("", ".scale")
-    """The ends in DeepSeek-V4."""
+    """Ends of names in DeepSeek-V4."""
 
     def __init__(self, config: JSON) -> None:
         super().__init__(config)
@@ -225,7 +225,7 @@ class BlockScaled(Format):
             raise ValueError(f"weight_block_size is {self.config['weight_block_size']}")
 
     def block(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """Numbers of rows and columns of a block."""
         rows, columns = self.config.get("weight_block_size") or shape[-2:]
         return int(rows), int(columns)
 
@@ -357,7 +357,7 @@ class Microscaled(Format):
 
 
 def _two_a_byte(codes: Tensor) -> Tensor:
-    """The values of E2M1 codes, two in a byte (..., N), the lower bits first (..., 2 N); float32.
+    """Decode E2M1 codes, two in a byte, the lower bits first: (..., N) to (..., 2 N), float32.
 
     >>> _two_a_byte(torch.tensor([[0x21, 0xF7]], dtype=torch.uint8)).tolist()
     [[0.5, 1.0, 6.0, -6.0]]
@@ -368,7 +368,7 @@ def _two_a_byte(codes: Tensor) -> Tensor:
 
 
 def _e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4's codes of values.
+    """Quantise values to MXFP4 codes.
 
     Args:
         values: (..., I), 32 neighbours share a scale.
@@ -405,7 +405,7 @@ class Compressed(Format):
     method = "compressed-tensors"
     ends = ("_packed", "_scale", "_shape")
     plain: ClassVar[tuple[str, ...]] = ("", "_scale")
-    """The ends where codes are not packed."""
+    """Ends of names where codes are not packed."""
     zero: ClassVar[str] = "_zero_point"
     plainly = "ignore"
     layouts: ClassVar[tuple[str, ...]] = (
@@ -449,16 +449,16 @@ class Compressed(Format):
             )
         self.bits = bits.pop() if bits else 8
         self.each = 32 // self.bits
-        """Codes of a word."""
+        """Number of codes in a word of 32 bits."""
 
     @property
     def _groups(self) -> list[JSON]:
-        """The settings of each group of modules."""
+        """Settings of each group of modules."""
         return list((self.config.get("config_groups") or {}).values())
 
     @property
     def _weights(self) -> list[JSON]:
-        """The settings of the weights of each group of modules."""
+        """Settings of the weights of each group of modules."""
         return [group.get("weights") or {} for group in self._groups]
 
     @property
@@ -509,7 +509,7 @@ class Compressed(Format):
         return codes
 
     def _block(self, shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns that have a scale in common.
+        """Return the numbers of rows and columns that share a scale.
 
         Args:
             shape: of the codes (O, I).
@@ -543,24 +543,24 @@ class Compressed(Format):
             raise ValueError("a group or a block of weights has no size")
 
     def _group_sizes(self) -> set[int]:
-        """Columns of a group, where a config says that all weights are in groups."""
+        """Return the group sizes (columns), if the config puts all weights in groups."""
         if any(w.get("strategy") != "group" or not w.get("group_size") for w in self._weights):
             return set()
         return {int(w["group_size"]) for w in self._weights}
 
     def _codes(self, parts: Parts) -> Tensor:
-        """The codes (O, I), zero points not taken off."""
+        """Return the codes (O, I), zero points not subtracted."""
         return unpacked(parts["_packed"], self.bits) if "_packed" in parts else parts[""]
 
     def _zeros(self, parts: Parts) -> Tensor | None:
-        """The zero points, of the scales' shape; None without any."""
+        """Return the zero points in the shape of the scales; None if there are none."""
         zeros = parts.get(self.zero)
         if zeros is None or "_packed" not in parts:
             return zeros
         return unpacked(zeros.T, self.bits).T[: parts["_scale"].shape[0]]
 
     def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
-        """The stored tensors of codes, scales and zero points."""
+        """Return the stored tensors of codes, scales and zero points, packed if ``like`` is."""
         parts = {"_scale": scales}
         if "_packed" not in like:
             parts |= {"": codes} if zeros is None else {"": codes, self.zero: zeros}
@@ -630,10 +630,10 @@ class Compressed(Format):
         )
 
     def _nearest(self, blocks: Tensor, kind: torch.dtype) -> Tensor:
-        """The scale of each block (G, H) by which whole numbers are nearest to its values.
+        """Return the scale of each block (G, H) with the least squared error of its integer codes.
 
-        The largest value may have any code where values were rounded before and the largest code
-        went with others: only then are they met exactly again.
+        Any code is tried for a block's largest value: values that were quantised before are met
+        exactly even if the value with the largest code was removed.
 
         Args:
             blocks: (G, rows, H, columns).
@@ -671,7 +671,7 @@ class Compressed(Format):
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The integers of words of 32 bits, the lowest bits first, their offset taken off; int8.
+    """Unpack the integers in words of 32 bits, lowest bits first, their offset subtracted; int8.
 
     >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4).tolist()
     [[-8, -7, -6, -5, -4, -3, -2, -1]]
@@ -682,20 +682,20 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`unpacked`; the last axis is a multiple of a word's codes."""
+    """Pack integers into int32 words, inverting :func:`unpacked`; the last axis must fill words."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
     raised = (codes.int() + 2 ** (bits - 1)).unflatten(-1, (-1, len(shifts)))
     return (raised << shifts).sum(-1, dtype=torch.int32)
 
 
 def _positive(scales: Tensor, kind: torch.dtype) -> Tensor:
-    """Scales as they are stored; one where there is nothing to scale."""
+    """Return scales in their stored type; 1 for blocks of zeros."""
     positive = torch.where(scales > 0, scales, torch.ones_like(scales)).to(kind)
     return positive.clamp(min=torch.finfo(kind).tiny)
 
 
 PIECE = 1 << 18
-"""Codes that are read at a time: what is between them and their values stays in a cache."""
+"""Codes that are decoded at a time, so that intermediate values fit into the CPU's cache."""
 
 
 def _by_pieces(read: Callable[[Tensor], Tensor], codes: Tensor, each: int = 1) -> Tensor:
@@ -710,12 +710,12 @@ def _by_pieces(read: Callable[[Tensor], Tensor], codes: Tensor, each: int = 1) -
 
 
 def _numbers(codes: Tensor) -> Tensor:
-    """Codes as float32."""
+    """Return codes as float32."""
     return _by_pieces(e4m3, codes) if codes.dtype == FP8 else codes.float()
 
 
 def e4m3(codes: Tensor) -> Tensor:
-    """FP8 (E4M3) codes as halves: what ``codes.half()`` is, which goes value by value.
+    """Convert FP8 (E4M3) codes to float16 faster than ``codes.half()``, which works value by value.
 
     Exponent and mantissa mean the same in a half, 2^8 times smaller. Only the two codes of NaN
     are numbers there.
@@ -758,7 +758,7 @@ def _spoken(shape: Sequence[int]) -> str:
 
 
 def _scales(scales: Tensor) -> Tensor:
-    """Scales as numbers: exponents of two are stored in bytes."""
+    """Return scales as numbers: exponents of two are stored in bytes."""
     if scales.dtype == torch.uint8:
         return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - EXPONENTS)
     return scales.float()
@@ -777,7 +777,7 @@ def _rows(tensor: Tensor, axis: int, order: Tensor) -> Tensor:
 
 
 def _whole_blocks(order: Tensor, size: int) -> Tensor | None:
-    """The blocks that an order consists of, in its order; None if it cuts through one.
+    """Return the numbers of the whole blocks that an order consists of; None if it cuts one.
 
     >>> _whole_blocks(torch.tensor([4, 5, 0, 1]), 2), _whole_blocks(torch.tensor([1, 2]), 2)
     (tensor([2, 0]), None)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
 FORMAT = 3
-"""The format of folders in the cache."""
+"""Version of the format of folders in the cache."""
 COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
 """Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
@@ -47,23 +47,23 @@ ATTRIBUTES = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attention.key_length": "head_dim",
 }
-"""Attributes of configs that transformers leaves at their defaults, by fields of files."""
+"""Config attributes that transformers does not read from files, by the files' fields."""
 UNUSED = re.compile(r"^rope_(freqs|factors)")
-"""Tensors that a config says already."""
+"""Names of tensors whose content a config holds already."""
 _NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
 
 class Part(NamedTuple):
-    """A weight in a file: a tensor, or one of the experts that are stacked in it."""
+    """Weight in a file: a tensor, or one of the experts that are stacked in it."""
 
     stored: ReaderTensor
     expert: int | None
     shape: list[int]
-    """In published checkpoints."""
+    """Shape in published checkpoints."""
 
 
 class Tensors(Checkpoint):
-    """The tensors of a GGUF file in float32.
+    """Tensors of a GGUF file in float32.
 
     Args:
         file: the file.
@@ -84,7 +84,7 @@ class Tensors(Checkpoint):
         super().__init__(folder)
 
     def _survey(self) -> None:
-        """Note what is read by which name. No bytes of the file are its values."""
+        """Note shape and type of each name, without reading values."""
         self._stored = {n: Stored(self.file, "F32", p.shape, 0, 0) for n, p in self._parts.items()}
 
     def _read(self, name: str) -> Tensor:
@@ -110,7 +110,7 @@ def values(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> Numbers:
 
 
 def _stamp(file: Path) -> list[int]:
-    """Return what changes when a file is changed."""
+    """Return values that differ after a file was changed."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
@@ -119,7 +119,7 @@ def _stamp(file: Path) -> list[int]:
 
 
 def folder_of(file: Path) -> Path:
-    """A folder in the cache with a GGUF's config, tokenizer and weights, these in float32.
+    """Return a cache folder with a GGUF file's config, tokenizer and float32 weights.
 
     Raises:
         MoesaicError: the file is damaged, or of an architecture or a type that is not read.
@@ -196,7 +196,7 @@ def _field(reader: GGUFReader, name: str) -> Any:
 
 
 def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, JSON]:
-    """A file's config, and the attributes that processors ask for."""
+    """Return a file's config, and the attributes that transformers' tensor processors need."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -218,7 +218,7 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
 
 
 def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
-    """Names in memory of a model's weights, which are all in a file.
+    """Return the names in memory of a model's weights, after checking that a file has them all.
 
     Raises:
         MoesaicError: some are not there or of another shape, or more is there.
@@ -283,7 +283,7 @@ def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> d
 
 
 def _is_read(kind: GGMLQuantizationType) -> bool:
-    """True if there are values for a type."""
+    """Return True if gguf-py can dequantise a type."""
     from gguf import GGML_QUANT_SIZES
 
     try:
@@ -294,7 +294,7 @@ def _is_read(kind: GGMLQuantizationType) -> bool:
 
 
 def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
-    """llama.cpp's names that a weight of a published checkpoint may have; experts are stacked.
+    """Return a function to llama.cpp's possible names of a published weight; experts are stacked.
 
     Raises:
         MoesaicError: gguf-py does not know the architecture.
@@ -322,10 +322,10 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
 
 
 def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part:
-    """Return a weight; of an expert, its part of the stacked ones.
+    """Return a weight, or an expert's part of a stacked one.
 
     Raises:
-        MoesaicError: it is of another shape than the config says.
+        MoesaicError: its shape is not the config's.
     """
     match, stored, count = _NUMBER.search(name), _shape(tensor), 1
     expert = int(match[1]) if match else None
@@ -341,7 +341,7 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
 
 
 def _sizes(shape: list[int]) -> list[int]:
-    """Return what is alike in all shapes that the same values may be in."""
+    """Return the sorted sizes of a shape without ones, which reshaping by converters keeps."""
     return sorted(n for n in shape if n > 1)
 
 

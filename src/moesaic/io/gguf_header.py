@@ -1,7 +1,7 @@
-"""Headers of GGUF files, bounded before any library builds something of them.
+"""Headers of GGUF files, checked against limits before any library reads them.
 
 The format is that of ggml's ``docs/gguf.md``: a magic, a version, numbers of tensors and of fields,
-the fields, and what is said of each tensor. Nothing here reads a tensor.
+the fields, and each tensor's description. Nothing here reads a tensor.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ MOST = {"fields": 10_000, "tensors": 200_000, "values": 4_000_000, "dimensions":
 """Limits of a header: the largest vocabularies have 300,000 tokens, as many merges, scores and
 types."""
 NAME, WORD, TEXT = 1000, 4096, 1 << 24
-"""Bytes of a name, of a string in a list, and of any other string at most."""
+"""Largest numbers of bytes of a name, of a string in a list, and of any other string."""
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""Numbers by the types of fields, as :mod:`struct` names them."""
+"""Codes of :mod:`struct` by the types of fields that are numbers."""
 STRING, LIST = 8, 9
 
 
 class _Reader:
-    """A header, read on from where it is."""
+    """Reader of a header that checks every size first."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.left = file, size
         self.order = "<"
 
     def take(self, count: int) -> bytes:
-        """The next bytes; ValueError where the file ends before."""
+        """Return the next bytes; raises ValueError if the file ends before."""
         self.left -= count
         if self.left < 0:
             raise ValueError("it ends within its header")
         return self.file.read(count)
 
     def number(self, kind: str) -> float:
-        """The next number."""
+        """Return the next number of a :mod:`struct` type."""
         (value,) = struct.unpack(self.order + kind, self.take(struct.calcsize(f"={kind}")))
         return value
 
     def count(self, what: str, most: int, kind: str = "Q") -> int:
-        """The next number, of which it is known how large it may be."""
+        """Return the next number; raises ValueError if it is above ``most``."""
         count = int(self.number(kind))
         if count > most:
             raise ValueError(f"{count:,} {what}, of {most:,} at most")
         return count
 
     def text(self, most: int) -> bytes:
-        """The next string."""
+        """Return the next string, of at most ``most`` bytes."""
         return self.take(self.count("bytes of text", most))
 
 
@@ -60,7 +60,7 @@ def check_header(path: Path) -> None:
     """Refuse a header that asks for more than any model has.
 
     Raises:
-        ValueError: says what.
+        ValueError: names the value and its limit.
     """
     with path.open("rb") as file:
         reader = _Reader(file, path.stat().st_size)
@@ -83,7 +83,7 @@ def check_header(path: Path) -> None:
 
 
 def _numbers(reader: _Reader, fields: int) -> Iterator[tuple[str, float]]:
-    """The fields that are numbers, by the last part of their names."""
+    """Yield the fields that are numbers, with the last part of their names."""
     values = 0
     for _ in range(fields):
         name = reader.text(NAME).decode("utf-8", "replace")

@@ -1,7 +1,7 @@
 """JSON files and headers of safetensors files, checked before they are trusted.
 
-Both come from strangers: what they hold is bounded and of the types that are expected before
-anything is made of it. Nothing here reads a tensor.
+Both come from strangers: sizes are limited and types checked before anything is computed from
+them. Nothing here reads a tensor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from moesaic.errors import MoesaicError, shown
 from moesaic.types import JSON, Values, suits
 
 LARGEST = 100_000_000
-"""Bytes of a header or of a JSON file at most, as in safetensors itself."""
+"""Largest number of bytes of a header or of a JSON file, as in safetensors itself."""
 DEEPEST = 64
-"""Lists and mappings within each other at most."""
+"""Deepest nesting of lists and mappings."""
 DIGITS = 300
-"""Digits of a whole number at most: it has a float."""
+"""Largest number of digits of a whole number, so that it can be converted to a float."""
 ODD = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError,
     AssertionError, SafetensorError, struct.error,
 )  # fmt: skip
-"""Exceptions of readers over a file that is not as they expect, RecursionError included."""
+"""Exceptions that readers raise over a damaged file, RecursionError included."""
 LAYERS, EXPERTS = 1000, 10_000
-"""Decoder layers and experts at most; the most known are 126 and 1,024. More are a mistake, and
-would take minutes to be found out."""
+"""Largest numbers of decoder layers and of experts; the largest known are 126 and 1,024. More are a
+mistake, and would take minutes to be found out."""
 _COUNTS = (
     (re.compile(r"(layers?|num_blocks|block_count|depth)$"), LAYERS),
     (re.compile(r"experts|expert_(used_)?count$"), EXPERTS),
@@ -42,14 +42,14 @@ _COUNTS = (
 
 @contextmanager
 def reading(what: object, remedy: str = "") -> Iterator[None]:
-    """Inside, whatever a reader raises over a file becomes a refusal of the file.
+    """Context in which the exceptions of readers of a damaged file become :class:`MoesaicError`.
 
     Args:
-        what: is read, for the message.
+        what: the file or field that is read, for the message.
         remedy: a sentence that ends the message.
 
     Raises:
-        MoesaicError: says why it cannot be read.
+        MoesaicError: gives the reason why the file cannot be read.
 
     >>> with reading("plan.json"):
     ...     {}["layers"]
@@ -69,7 +69,7 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
 
 
 def parsed(text: str | bytes, where: str) -> Any:
-    """JSON from a file.
+    """Parse JSON from a file.
 
     Args:
         text: the file's content.
@@ -113,7 +113,7 @@ def _parts(value: object) -> Iterable[object]:
 
 
 def mapping_of(path: Path) -> JSON:
-    """The JSON object that a file holds.
+    """Return the JSON object that a file holds.
 
     Raises:
         MoesaicError: it cannot be read, or holds something else.
@@ -127,7 +127,7 @@ def mapping_of(path: Path) -> JSON:
 
 
 def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
-    """Refuse values of another type than they are said to have; what is not there passes.
+    """Refuse values whose type is not their hint's; missing ones pass.
 
     Args:
         plain: values by name.
@@ -146,7 +146,7 @@ def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
 
 
 def check_counts(plain: object) -> None:
-    """Refuse numbers of layers and of experts that no model has, wherever they stand.
+    """Refuse numbers of layers and of experts that no model has, at any depth of a config.
 
     Args:
         plain: a config as plain JSON, or a part of one.
@@ -167,7 +167,7 @@ def check_counts(plain: object) -> None:
 
 
 def _once(pairs: list[tuple[str, object]]) -> JSON:
-    """A JSON object whose keys are all different."""
+    """Return key-value pairs as a JSON object; ValueError if a key occurs twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -176,15 +176,15 @@ def _once(pairs: list[tuple[str, object]]) -> JSON:
 
 
 def header_of(path: Path) -> tuple[JSON, int]:
-    """The header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Returns:
         for every tensor's name its ``dtype``, ``shape`` and ``data_offsets``, counted from the
         second value: the byte at which data begin.
 
     Raises:
-        MoesaicError: the file is missing or truncated, names a tensor twice, or says of one what
-            no file says.
+        MoesaicError: the file is missing or truncated, names a tensor twice, or has an entry that
+            is not valid.
     """
     try:
         with path.open("rb") as file:
@@ -209,11 +209,11 @@ _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
 def _check_entry(name: str, entry: object, room: int) -> None:
-    """Refuse what a header says of a tensor if no header says so.
+    """Refuse a tensor's entry in a header if it is not valid.
 
     Args:
         name: of the tensor.
-        entry: what is said of it.
+        entry: its type, shape and offsets.
         room: bytes of all data.
 
     Raises:
@@ -229,5 +229,5 @@ def _check_entry(name: str, entry: object, room: int) -> None:
 
 
 def _are_counts(value: object) -> bool:
-    """A list of whole numbers, none of them below 0."""
+    """Return True if a value is a list of whole numbers, none of them below 0."""
     return type(value) is list and all(type(n) is int and n >= 0 for n in value)

@@ -1,4 +1,4 @@
-"""Checkpoints without weights: headers alone, to say beforehand what will be written.
+"""Checkpoints without weights: headers alone, to estimate a result's files before they are written.
 
 A file's header names every tensor, its type and its shape. Converted by the code that converts
 tensors with values, on the meta device, it is the header of the result: its bytes are known.
@@ -32,15 +32,15 @@ from moesaic.io.source import Source, resolve, small_files, unreachable
 from moesaic.io.trust import check_links, side_files
 
 LARGEST = 1 << 44
-"""Bytes of a model at most, 17.6 TB: some file systems hold no larger file, be it empty."""
+"""Largest number of bytes of a model, 17.6 TB: some file systems hold no larger sparse file."""
 
 
 class Weightless(Source):
-    """A checkpoint of which headers and small files are read, and no weight."""
+    """Checkpoint of which headers and small files are read, and no weight."""
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Its tensors, on the meta device."""
+        """Tensors of the checkpoint, on the meta device."""
         check_links(self.folder)
         checkpoint = opened(self.folder)
         checkpoint.weightless = True
@@ -48,19 +48,19 @@ class Weightless(Source):
 
     @property
     def fingerprint(self) -> str:
-        """Empty: it says nothing of weights."""
+        """Empty fingerprint: there are no weights."""
         return ""
 
 
 class Outliner(ShardWriter):
-    """Writes the headers of shards; the files are as long as real ones and take no room on disk."""
+    """Writer of the headers of shards; the files are sparse and as long as real ones."""
 
     def _save(self, path: Path) -> None:
         _write_outline(path, self._pending)
 
 
 def _write_outline(path: Path, values: Mapping[str, Value]) -> None:
-    """A safetensors file's header; what follows it is as long as values would be."""
+    """Write a sparse safetensors file: the header, then a hole of the length of the values."""
     header = header_bytes(values)
     with path.open("wb") as file:
         file.write(header)
@@ -77,7 +77,7 @@ def headers_of_model(
 
     Args:
         name: as for :func:`moesaic.io.source.resolve`.
-        folder: an existing one, for what has to be made up.
+        folder: an existing one, for the files that have to be made.
         revision: as for :func:`moesaic.io.source.resolve`.
         token: the same.
 
@@ -97,7 +97,7 @@ def headers_of_model(
 
 
 def _of_config(name: str, path: Path, folder: Path) -> Weightless:
-    """The checkpoint that a config describes, its tensors named as in memory."""
+    """Return the checkpoint that a config describes, its tensors named as in memory."""
     check_links(path)
     _copy_small(path, folder)
     config = Source(name, folder).config
@@ -109,7 +109,7 @@ def _of_config(name: str, path: Path, folder: Path) -> Weightless:
 
 
 def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Weightless:
-    """A model in the hub's cache if its weights are there, else its small files and their headers.
+    """Return a model in the hub's cache if it has the weights, else small files and headers alone.
 
     The headers are fetched from the hub, eight files at a time.
     """

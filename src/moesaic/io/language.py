@@ -1,7 +1,7 @@
-"""Language models that transformers has inside a whole only: their base model, and a head on it.
+"""Language models that transformers has only as a part of larger models, here given a head.
 
 Qwen3-VL's mixture, for one, is a ``qwen3_vl_moe_text`` within a ``qwen3_vl_moe``; alone it has no
-class that predicts tokens, and no architecture of its own to be told by.
+class that predicts tokens, and no name of an architecture in its config.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from moesaic.types import Config, Model
 
 TEXT = "_text"
 ALONE = ("mistral4",)
-"""Language models within a whole whose type does not end so."""
+"""Types of language models within larger models that do not end in ``_text``."""
 HEADLESS: dict[str, str] = {
     name: f"{model.removesuffix('Model')}ForCausalLM"
     for name, model in MODEL_MAPPING_NAMES.items()
     if (name.endswith(TEXT) or name in ALONE) and isinstance(model, str)
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
-"""Language models without a head by their ``model_type``: the name of the class that has one."""
+"""Names for the classes with a head that are made here, by ``model_type``."""
 
 
 def predicts_tokens(model_type: str) -> bool:
-    """True if there is a causal language model of a type: transformers' own, or one of these.
+    """Return True if a type has a causal language model: transformers' own, or one made here.
 
-    Those are made when they are first asked for.
+    The latter are made at the first call.
     """
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         register_conversions(model_type)
@@ -59,7 +59,7 @@ def predicts_tokens(model_type: str) -> bool:
 
 @remade
 def _with_head(model_type: str) -> type:
-    """The class of a base model with a head."""
+    """Make the class of a base model with a head."""
     config_class: type = CONFIG_MAPPING[model_type]
     base: type[Model] = MODEL_MAPPING[config_class]
 

@@ -1,7 +1,7 @@
 """Names of the files in a result's folder.
 
-At its top lies what transformers and engines know by name. What is ours lies in a folder of its
-own, for some engines read by pattern: vLLM takes every ``*.safetensors`` for weights of the model.
+Files that transformers and engines read by name are at its top. Our own are in a subfolder, as
+some engines read by pattern: vLLM takes every ``*.safetensors`` for weights of the model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 FOLDER = "moesaic"
-"""The folder in a result that holds what is ours."""
+"""Subfolder of a result that holds our own files."""
 CARD = "README.md"
 PLAN, PLAN_TENSORS = ("plan.json", "plan.safetensors")
 RECIPE, RECORD, PAGE = "recipe.yaml", "result.json", "report.html"
 FILES = "files.json"
-"""Names every file that was written to the folder, so that no other is ever deleted."""
+"""List of every file that was written to the folder, so that no other is ever deleted."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 )
 """Files from which a tokenizer is read."""
 TEMPLATES = "additional_chat_templates"
-"""The folder in which transformers keeps chat templates beside the default one."""
+"""Folder in which transformers keeps chat templates beside the default one."""
 SIDE_FILES = (
     *TOKENIZER_FILES,
     "chat_template*",
@@ -40,17 +40,17 @@ SIDE_FILES = (
 """Files that a rewritten checkpoint takes over from its source as they are."""
 
 READ = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*")
-"""Names of files that one engine or another takes for weights of the model beside them."""
+"""Name patterns of files that some engine takes for weights of the model beside them."""
 
 
 def misread(folder: Path) -> list[str]:
-    """Files at the top of a folder that an engine would take for weights of its model."""
+    """Return the files at the top of a folder that an engine would wrongly take for weights."""
     names = {file.name for pattern in READ for file in folder.glob(pattern)}
     return sorted(name for name in names if not fnmatch(name, "model*.safetensors"))
 
 
 def our_folder(folder: Path) -> Path:
-    """The folder in a result that holds what is ours; it is made if there is none."""
+    """Return the subfolder of a result that holds our own files, after making it if need be."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
     return place

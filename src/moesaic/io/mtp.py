@@ -1,6 +1,6 @@
-"""MTP layers (multi-token prediction), which predict further tokens beside a model's own, by name.
+"""Names of MTP layers (multi-token prediction).
 
-They are published as layers behind the last (``num_nextn_predict_layers``: DeepSeek-V3, GLM-4.5) or
+They are published as layers after the last (``num_nextn_predict_layers``: DeepSeek-V3, GLM-4.5) or
 under a name of their own (``mtp.``: Qwen3-Next, Nemotron-H). transformers loads no model with them;
 it and engines use them for speculative decoding.
 """
@@ -13,7 +13,7 @@ from moesaic.types import Config
 
 NEXT = "num_nextn_predict_layers"
 COUNTS = (NEXT, "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-"""Attributes of configs that count them."""
+"""Config attributes that hold the number of MTP layers."""
 _NUMBER = re.compile(r"^(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp[._]")
 
@@ -24,18 +24,18 @@ def mtp_layers(config: Config) -> int:
 
 
 def leave_out(config: Config) -> None:
-    """Let a config say that there are no MTP layers, in place."""
+    """Set the numbers of MTP layers in a config to 0, in place."""
     for name in COUNTS:
         if getattr(config, name, None):
             setattr(config, name, 0)
 
 
 def is_mtp(name: str, count: int) -> bool:
-    """True if a tensor belongs to an MTP layer.
+    """Return True if a tensor belongs to an MTP layer.
 
     Args:
-        name: its own, on disk or in memory.
-        count: the model's decoder layers.
+        name: of the tensor, on disk or in memory.
+        count: number of the model's decoder layers.
 
     >>> names = "model.layers.3.mlp.up", "model.layers.4.eh_proj", "mtp.fc", "model.mtp_block.0.up"
     >>> [is_mtp(name, 4) for name in names]

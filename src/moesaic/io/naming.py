@@ -1,7 +1,7 @@
 """Tensor names on disk and in memory, which differ: transformers fuses experts when it loads.
 
-Its own conversion table is the authority for both directions, so that an architecture needs no
-second list of names here.
+Its own conversion table is used for both directions, so that an architecture needs no second list
+of names here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BASE, _HEAD = "model.", "lm_head."
 
 
 def language(name: str) -> str:
-    """A tensor of a language model, named on disk within a whole, as the model alone names it.
+    """Return the name that a language model alone has for a tensor of a multimodal checkpoint.
 
     >>> language("language_model.model.layers.0.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -54,11 +54,11 @@ def language(name: str) -> str:
 
 
 Step: TypeAlias = WeightConverter | WeightRenaming
-"""One of transformers' own conversions."""
+"""Conversion step of transformers."""
 
 
 def conversions(model_type: str) -> list[Step] | None:
-    """transformers' own table for a model_type, or that of the whole that it is within."""
+    """Return transformers' conversions for a model_type, or for the model that it is part of."""
     steps = _own_conversions(model_type)
     if steps is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
         of_whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
@@ -76,14 +76,14 @@ def read_as(model_type: str, stored: str) -> str:
 
 
 def register_conversions(model_type: str) -> None:
-    """Let transformers read a type's checkpoints as its whole's, where it has no table for it."""
+    """Register the containing model's conversions for a type that transformers has none for."""
     steps = conversions(model_type)
     if steps is not None and _own_conversions(model_type) is None:
         register_checkpoint_conversion_mapping(model_type, steps, overwrite=True)
 
 
 def _own_conversions(model_type: str) -> list[Step] | None:
-    """transformers' own table: by a type's name, else by its base model's class."""
+    """Return transformers' conversions by a type's name, else by its base model's class."""
     steps: list[Step] | None = get_checkpoint_conversion_mapping(model_type)
     if steps is None and model_type in MODEL_MAPPING_NAMES:
         steps = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
@@ -91,7 +91,7 @@ def _own_conversions(model_type: str) -> list[Step] | None:
 
 
 def _places(step: Step) -> bool:
-    """True if a conversion only adds or removes the start of names, that of a part in a whole."""
+    """Return True if a conversion only adds or removes a prefix, such as a part's."""
     return isinstance(step, WeightRenaming) and any(p.startswith("^") for p in step.source_patterns)
 
 
@@ -101,9 +101,9 @@ class Naming:
     Args:
         checkpoint: its tensors by their names on disk.
         model_type: of its config.
-        names: what the model's tensors are called in memory. As when transformers reads it, a name
-            that is among them stays, and names may lack the base model's prefix.
-        steps: transformers' conversions, where they are not those of that type's own checkpoints.
+        names: names of the model's tensors in memory. As when transformers reads it, a name on
+            disk that is among them is kept, and names may lack the base model's prefix.
+        steps: transformers' conversions; by default those of the type.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Naming:
         converters = [step for step in steps if isinstance(step, WeightConverter)]
         self._converters = {p: c for c in converters for p in c.source_patterns}
         self.in_memory: dict[str, str] = {}
-        """The name in memory by the name on disk, in the order of the files."""
+        """Names in memory by names on disk, in the order of the files."""
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         for name in checkpoint.names():
             memory_name, pattern = rename_source_key(language(name), renamings, converters)
@@ -140,10 +140,10 @@ class Naming:
                 ]
 
     def _turned(self, disk: str) -> bool:
-        """True if matrices of experts lie on disk as (inputs, outputs), as in some files.
+        """Return True if matrices of experts are stored as (inputs, outputs), as in some files.
 
-        Of downs the hidden size stands last then, of gates and ups before; where both sizes are
-        alike they are as transformers writes them.
+        The hidden size is then the last one of downs, and the second of gates and ups. If both
+        sizes are equal, the matrices are stored as transformers writes them.
         """
         names = (n for n in self.checkpoint.names() if n.endswith("embed_tokens.weight"))
         hidden = next((self.checkpoint.shape(n)[1] for n in names), 0)
@@ -152,7 +152,7 @@ class Naming:
         return size != hidden
 
     def read(self, name: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-        """The tensor that is called ``name`` in memory.
+        """Read the tensor that is called ``name`` in memory, ``cast`` applied to each of its parts.
 
         Raises:
             MoesaicError: the checkpoint does not hold it.
@@ -160,18 +160,18 @@ class Naming:
         return self._assembled(name, lambda part: cast(self.checkpoint.tensor(part)))
 
     def ordered(self, disk: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-        """A tensor by its name on disk, its values in the order of memory.
+        """Read a tensor by its name on disk, its values in the order that they have in memory.
 
         Args:
-            disk: its name there.
-            cast: applied to it.
+            disk: name on disk.
+            cast: function that is applied to the stored tensor first.
         """
         tensor = cast(self.checkpoint.tensor(disk))
         converter = self._reorders.get(disk)
         return tensor if converter is None else _converted(converter, disk, tensor)
 
     def reordered(self, disk: str, tensor: Tensor) -> Tensor:
-        """Values in the order of memory as they are on disk; the inverse of :meth:`ordered`."""
+        """Return values in the order that they have on disk; the inverse of :meth:`ordered`."""
         converter = self._reorders.get(disk)
         return (
             tensor if converter is None else _converted(converter.reverse_transform(), disk, tensor)
@@ -179,7 +179,7 @@ class Naming:
 
     @cached_property
     def _reorders(self) -> dict[str, WeightConverter]:
-        """The converters of tensors that are one on disk and in memory, in another order."""
+        """Converters that only reorder a tensor's values, by its name on disk."""
         reorders = {}
         for name, parts in self._parts.items():
             disk, pattern = parts[0]
@@ -192,7 +192,7 @@ class Naming:
         return reorders
 
     def _assembled(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """A tensor as it is in memory, of those on disk."""
+        """Assemble a tensor in memory from its parts on disk, read by ``read``."""
         parts = self._parts.get(name, [(name, None)])
         if parts[0][1] is None:
             return read(parts[0][0])
@@ -209,10 +209,10 @@ class Naming:
         return tensor[0] if isinstance(tensor, list) else tensor
 
     def check(self, model: Model) -> None:
-        """Refuse a checkpoint that does not hold all of a model; no values are read.
+        """Refuse a checkpoint that does not hold all weights of a model; no values are read.
 
         Args:
-            model: on any device; a skeleton will do.
+            model: on any device; a skeleton is enough.
 
         Raises:
             MoesaicError: a weight is missing, or of another shape.
@@ -245,7 +245,7 @@ class Naming:
         return all(self.checkpoint.is_floating(part) for part, _ in self._parts[name])
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor in memory; None where its parts do not fit together."""
+        """Return the shape of a tensor in memory; None if its parts do not fit together."""
         try:
             return tuple(
                 self._assembled(
@@ -257,7 +257,7 @@ class Naming:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """True if a converter stacks experts in one tensor, and joins the rows of their matrices."""
+    """Return True if a converter stacks experts in one tensor, and joins their matrices' rows."""
     places = [
         (type(operation), getattr(operation, "dim", None)) for operation in converter.operations
     ]
@@ -265,14 +265,14 @@ def _stacks(converter: WeightConverter) -> bool:
 
 
 def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) -> Tensor:
-    """Experts as one tensor (E, ...), each read into its place: there is no second copy of all.
+    """Read experts into one tensor (E, ...), one by one, so that there is no second copy of all.
 
     Args:
-        experts: the names of each one's matrices, whose rows are joined.
-        read: a matrix by its name.
+        experts: for each expert, names of its matrices, whose rows are joined.
+        read: returns a matrix by its name.
 
     Raises:
-        ValueError: an expert is not of the shape of the first.
+        ValueError: an expert's shape is not the first one's.
     """
     stacked = None
     for place, names in enumerate(experts):
@@ -289,12 +289,12 @@ def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) ->
 
 
 def _turns(converter: WeightConverter) -> bool:
-    """True if a converter transposes tensors that do not have the shape that a model holds."""
+    """Return True if a converter transposes tensors that do not have the shape that a model has."""
     return all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
 def _converted(converter: WeightConverter, name: str, tensor: Tensor) -> Tensor:
-    """The one tensor that a converter makes of one."""
+    """Return the tensor that a converter makes of a single one."""
     converter = copy.deepcopy(converter)
     converter.add_tensor(name, name, converter.source_patterns[0], tensor)
     (result,) = converter.convert(name).values()
@@ -302,7 +302,7 @@ def _converted(converter: WeightConverter, name: str, tensor: Tensor) -> Tensor:
 
 
 def _spoken(shape: Sequence[int] | None) -> str:
-    """A shape in words.
+    """Return a shape in words.
 
     >>> _spoken((2, 3)), _spoken(None)
     ('2 x 3', 'parts that do not fit together')
@@ -311,7 +311,7 @@ def _spoken(shape: Sequence[int] | None) -> str:
 
 
 def expert_number(name: str) -> int | None:
-    """The expert that a tensor on disk belongs to alone.
+    """Return the number of the one expert that a tensor on disk belongs to; None if none.
 
     >>> expert_number("model.layers.2.mlp.experts.14.up_proj.weight")
     14

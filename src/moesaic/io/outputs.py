@@ -1,8 +1,8 @@
-"""Files and folders that are made: whole or absent, one run at a time, nothing foreign replaced.
+"""Output files and folders: whole or absent, one run at a time, nothing foreign replaced.
 
-An output is written under a hidden name beside its own and renamed when it is whole. What a folder
-holds stands in a list of its own (:data:`moesaic.io.layout.FILES`), so that nothing is ever deleted
-that this package did not write.
+An output is written under a hidden name beside its own and renamed when it is complete. A list of
+the files in a folder (:data:`moesaic.io.layout.FILES`) ensures that nothing is ever deleted that
+this package did not write.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from moesaic.io.layout import FILES, FOLDER, misread, our_folder
 from moesaic.io.names import NAMES
 
 DRAWN = "<!-- made by Moesaic -->"
-"""In every page and drawing, so that it can be told from anybody else's."""
+"""Comment in every page and drawing by which it is recognised as our own."""
 STATISTICS = re.compile(rb'.{8}\{"__metadata__": \{"moesaic": ', re.DOTALL)
 GGUF = re.compile(b"GGUF")
-"""The beginnings of files that are made, by which others of their kind are known."""
+"""Patterns of the first bytes of statistics and GGUF files, which identify older outputs."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 SCRATCH = re.compile(
     r"(request|machine)\.json|(layer-|stats).*\.safetensors|(step|tried)-.*\.json|best\.yaml|"
     r".*\.stats|\..*\.(writing|lock)"
 )
-"""Files at the top of a folder that keeps an unfinished run or search."""
+"""Pattern of names at the top of a folder that keeps an unfinished run or search."""
 
 
 # --- checks, before any work is done -------------------------------------------------------------
@@ -46,12 +46,12 @@ def unfinished(out: str | Path) -> Path:
 
 
 def searched(out: str | Path) -> Path:
-    """Return the folder where an unfinished search keeps what it has tried."""
+    """Return the folder where an unfinished search keeps its measured candidates."""
     return Path(f"{Path(out)}.search")
 
 
 def _check_place(out: Path) -> None:
-    """Refuse an output that cannot be written where it is to be, or that another run is writing."""
+    """Refuse an output that cannot be written at its path, or that another run is writing."""
     try:
         str(out).encode()
     except UnicodeEncodeError:
@@ -69,7 +69,7 @@ def _check_place(out: Path) -> None:
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
-    """Refuse to replace what nobody asked to be replaced."""
+    """Refuse to replace an existing output without ``overwrite``."""
     if os.path.lexists(out) and not overwrite:
         raise MoesaicError(
             f"{out} exists. Choose another name, or pass --overwrite (in Python overwrite=True)."
@@ -77,11 +77,11 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse to write where something lies that is read.
+    """Refuse an output path that would overwrite an input.
 
     Args:
-        out: what is to be made.
-        inputs: names of what is read; those that are no file and no folder are let pass.
+        out: the file or folder to make.
+        inputs: names of models, files and text that are read; names without a path pass.
 
     Raises:
         MoesaicError: one of them is ``out``, lies in it, or holds it as a file.
@@ -106,9 +106,9 @@ def check_file(
 
     Args:
         out: the file to make.
-        kind: the beginning of such files; None where the caller looks itself at what exists.
+        kind: pattern of the first bytes of such files; None if the caller checks an existing one.
         overwrite: replace ``out`` if it is an older one of its kind, or empty.
-        inputs: names of what is read.
+        inputs: names of models, files and text that are read.
 
     Raises:
         MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
@@ -128,7 +128,7 @@ def check_file(
 
 
 def check_drawing(out: Path, *suffixes: str) -> None:
-    """Refuse a page or a drawing in the place of anything that is none of ours.
+    """Refuse to write a page or a drawing over a file that is not our own.
 
     Args:
         out: the file to make.
@@ -145,7 +145,7 @@ def check_drawing(out: Path, *suffixes: str) -> None:
 
 
 def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse a folder that exists, cannot be made, is not ours to replace, or holds what is read.
+    """Refuse a folder that exists, cannot be made, is not our own, or holds an input.
 
     Raises:
         MoesaicError: it exists and may not be replaced, or has no place; or it is an input, or one
@@ -171,7 +171,7 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
 
 
 def _is_empty(out: Path) -> bool:
-    """True if an output is a folder with nothing in it that another can take the place of."""
+    """Return True if an output is an empty folder that can be replaced: no link, no mount."""
     return out.is_dir() and not (out.is_symlink() or out.is_mount() or any(out.iterdir()))
 
 
@@ -193,7 +193,7 @@ def _check_ours(folder: Path) -> None:
 
 
 def _check_scratch(folder: Path) -> None:
-    """Refuse to delete what has the name of an unfinished run's folder and is none."""
+    """Refuse to delete a folder that has an unfinished run's name but other content."""
     if folder.is_symlink() or folder.is_file():
         raise MoesaicError(f"{folder} is no folder of an unfinished run. Move it away.")
     for file in sorted(folder.iterdir()) if folder.exists() else ():
@@ -221,7 +221,7 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
     """Hold an output's lock, which ends with this process at the latest; a thread may nest them.
 
     Yields:
-        True if this thread had not held it before. What killed runs left is removed then.
+        True if this thread had not held it before. Files that killed runs left are then removed.
     """
     from filelock import FileLock, Timeout  # which wrong requests need not wait for
 
@@ -250,13 +250,13 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
 
 @contextmanager
 def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
-    """Inside, no other run, of this process or of another, writes an output.
+    """Context in which no other run, of this process or of another, writes an output.
 
     Warns if there is something in its place: callers have checked that it may be replaced.
 
     Args:
         out: a file or a folder.
-        wait: for another run that writes it, instead of refusing.
+        wait: wait for another run that writes it, instead of refusing.
 
     Raises:
         MoesaicError: another run writes it.
@@ -271,25 +271,25 @@ def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
 
 
 def _beside(out: Path, what: str = "writing") -> Path:
-    """Return a hidden name beside an output that nobody can foresee."""
+    """Return a hidden, random path beside an output."""
     return out.with_name(f".{out.name}.{secrets.token_hex(8)}.{what}")
 
 
 def _empty(path: Path) -> Path:
-    """Make a new file, and return its path: nothing that exists, and no link, is written to."""
+    """Make a new empty file and return its path; an existing file or link is never written to."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666))
     return path
 
 
 def _left(out: Path) -> list[Path]:
-    """Return what killed runs left beside an output, and what is being written now."""
+    """Return the hidden files beside an output, left by killed runs or being written now."""
     names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
     left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
     return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed runs left beside an output that is locked.
+    """Remove files that killed runs left beside a locked output.
 
     An older output that was about to be replaced gets its name back if the new one had not got it.
     """
@@ -306,15 +306,15 @@ def _sweep(out: Path) -> None:
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """A file to write that gets its name when it is whole, and is removed if that fails.
+    """Yield a temporary file that gets its name when it is complete, or is removed on failure.
 
     A file that has the name by then is replaced.
 
     Args:
-        file: to make, with the folder around it.
+        file: path of the file; its folder is made if need be.
 
     Yields:
-        the path to write to, beside ``file``: an empty file that nobody else can have made.
+        the path to write to, beside ``file``: a new empty file.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = _empty(_beside(file))
@@ -326,7 +326,7 @@ def whole_file(file: Path) -> Iterator[Path]:
 
 
 def put_file(work: Path, file: Path, overwrite: bool) -> None:
-    """Give a whole file its name.
+    """Rename a complete file.
 
     Raises:
         MoesaicError: the name is taken, and ``overwrite`` is False.
@@ -342,7 +342,7 @@ def put_file(work: Path, file: Path, overwrite: bool) -> None:
 
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside an output for what is made on the way; removed afterwards.
+    """Yield a hidden folder beside an output for intermediate files; it is removed afterwards.
 
     If this process is killed, the next run of the output removes it.
 
@@ -365,12 +365,12 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 def whole_folder(
     out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()
 ) -> Iterator[Path]:
-    """A folder that exists whole or not at all: written beside ``out``, renamed at the end.
+    """Yield a temporary folder beside ``out`` that is renamed to it at the end, or removed.
 
     Args:
-        out: to make.
-        overwrite: one that is ours is replaced.
-        inputs: what is read meanwhile.
+        out: path of the folder.
+        overwrite: replace an existing one that is our own.
+        inputs: names of models, files and text that are read meanwhile.
 
     Yields:
         the folder to write to.
@@ -389,7 +389,7 @@ def whole_folder(
 
 
 def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
-    """Give a whole folder its name; what has it is removed when the new one is there."""
+    """Rename a complete folder; an older one of that name is removed afterwards."""
     if not out.exists() or _is_empty(out):
         try:
             if out.exists():
@@ -426,7 +426,7 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, which is whole or absent even if this process is killed meanwhile."""
+    """Remove a folder; it is whole or absent even if this process is killed meanwhile."""
     folder = folder.rename(_beside(folder))  # a name that the next run sweeps
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -440,7 +440,7 @@ def discard(folder: Path) -> None:
     """Remove the folder of an unfinished run or search.
 
     Raises:
-        MoesaicError: it holds what is of no run.
+        MoesaicError: it holds files of no run.
     """
     _check_scratch(folder)
     if folder.exists():
@@ -448,7 +448,7 @@ def discard(folder: Path) -> None:
 
 
 def let_read(file: Path) -> None:
-    """Give a file the rights of any new one: what safetensors writes only its owner may read."""
+    """Give a file the permissions of any new one: safetensors lets only the owner read it."""
     new = _empty(_beside(file))
     shutil.copymode(new, file)
     new.unlink()
@@ -458,13 +458,13 @@ def let_read(file: Path) -> None:
 
 
 def write_drawing(file: Path, text: str) -> None:
-    """Write a page or a drawing, whole or not at all, with a mark that it is ours."""
+    """Write a page or a drawing, whole or not at all, marked as our own."""
     with whole_file(file) as partial:
         partial.write_text(marked(text), "utf-8")
 
 
 def marked(text: str) -> str:
-    """Return HTML or SVG with a mark that it is ours behind its first tag.
+    """Return HTML or SVG with the comment :data:`DRAWN` after its first tag.
 
     >>> marked("<svg><path/></svg>")
     '<svg><!-- made by Moesaic --><path/></svg>'

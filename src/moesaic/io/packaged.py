@@ -14,7 +14,7 @@ from moesaic.io.outputs import output_lock, whole_file
 
 
 def packaged_file(name: str) -> Path:
-    """The GGUF file of a model of :data:`~moesaic.io.names.PACKAGED`.
+    """Return the GGUF file of a model of :data:`~moesaic.io.names.PACKAGED`.
 
     Raises:
         MoesaicError: its package, or a part of it, is not installed or damaged.
@@ -37,7 +37,7 @@ def packaged_file(name: str) -> Path:
 
 
 def _put_together(package: ModuleType) -> Path:
-    """One file in the cache of a package that has parts, and knows the whole one's checksum."""
+    """Join the parts in a package to one file in the cache, and check its checksum."""
     file: Path = cache_folder() / package.MODEL_NAME
     if not file.is_file():
         with output_lock(file, wait=True), whole_file(file) as partial:

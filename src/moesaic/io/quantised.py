@@ -1,7 +1,7 @@
-"""Checkpoints of few bits a weight: read as values, kept as bytes.
+"""Quantised checkpoints: read as values, kept as bytes.
 
-A weight that is only moved or chosen from carries its bytes along (:class:`Packed`), so that what
-is written is what was read. :mod:`moesaic.io.formats` has the formats.
+A weight that is only moved or sliced keeps its bytes (:class:`Packed`), so that they are written as
+they were read. :mod:`moesaic.io.formats` has the formats.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ FORMATS: dict[str, type[Format]] = {
 
 
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
-"""A format, and the file that may be all that says so."""
+"""Name of a format, and the file that may be the only sign of it."""
 UNNAMED = {"bits": "mlx", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
-"""Formats that are told by a key of their settings where these name none."""
+"""Formats that are recognised by a key of their settings, as these have no name."""
 CODES = {"U8", "I8", "I16", "U16", "I32", "U32"}
-"""The types of packed codes, as safetensors calls them."""
+"""Types of packed codes, by safetensors' names."""
 QUANTIZATION = {"quantization_config", "expert_dtype"}
-"""The keys of a config that say what weights are stored as; the latter is DeepSeek-V4's."""
+"""Config keys that describe how weights are stored; the latter is DeepSeek-V4's."""
 
 
 FIELD = "quantization_config"
 
 
 def format_of(config: JSON | None) -> Format | None:
-    """The format that a ``quantization_config`` describes; None without one.
+    """Return the format that a ``quantization_config`` describes; None without one.
 
     Raises:
-        MoesaicError: it is none that is read.
+        MoesaicError: the format is not supported.
     """
     if not config:
         return None
@@ -70,7 +70,7 @@ def format_of(config: JSON | None) -> Format | None:
 
 
 def _method_of(config: JSON) -> str:
-    """The name of the format that a ``quantization_config`` describes.
+    """Return the name of the format that a ``quantization_config`` describes.
 
     ModelOpt's names itself as the producer, or an algorithm instead of a method; MLX's has no name.
 
@@ -90,8 +90,8 @@ def described(config: Values, folder: Path) -> JSON:
     """Return the settings of the format of a folder's weights; empty if there are none.
 
     Args:
-        config: of ``config.json``, whose language model may have words of its own.
-        folder: may have ModelOpt's file beside it.
+        config: content of ``config.json``, whose language model may have settings of its own.
+        folder: the model's, which may hold ModelOpt's file.
     """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -103,7 +103,7 @@ def described(config: Values, folder: Path) -> JSON:
 
 
 def quantization_of(config: Config) -> JSON | None:
-    """The ``quantization_config`` of a config as plain JSON."""
+    """Return the ``quantization_config`` of a config as plain JSON; None without one."""
     quantization: Config = getattr(config, FIELD, None)
     if not hasattr(quantization, "to_dict"):
         with reading("config.json"):
@@ -122,14 +122,14 @@ T = TypeVar("T")
 
 
 class Packed(Tensor):
-    """A weight that is known by the bytes that it is stored in.
+    """Tensor that is held as its stored bytes and dequantised on demand.
 
-    It has values when they are asked for. Choosing whole experts, rows or blocks, and putting rows
-    together again, chooses among the bytes; every other operation is one of an ordinary tensor.
+    Selecting whole experts, rows or blocks, and concatenating rows, works on the bytes; every other
+    operation dequantises first.
     """
 
     format: Format | None
-    """None where the values were changed."""
+    """Storage format; None where the values were changed."""
     parts: Parts
     _row: bool
     _changed_values: Tensor | None
@@ -146,17 +146,17 @@ class Packed(Tensor):
 
     @classmethod
     def of(cls, format: Format, parts: Parts) -> Packed:
-        """A stored weight.
+        """Make a weight from its stored tensors.
 
         Raises:
-            ValueError: its parts do not fit.
+            ValueError: they do not fit each other.
         """
         format.check(parts)
         return cls(format, parts)
 
     @property
     def plain(self) -> Tensor:
-        """Its values, float32."""
+        """Dequantised values, float32."""
         if self._changed_values is not None or self.format is None:
             return cast(Tensor, self._changed_values)
         values = self.format.values(self.parts)
@@ -202,7 +202,7 @@ class Packed(Tensor):
         args: tuple[object, ...] = (),
         kwargs: Values | None = None,
     ) -> object:
-        """Compute with values whatever reaches torch in another way."""
+        """Run any other operation of torch on dequantised values."""
         return func(*_plain(args), **_plain(kwargs or {}))
 
 
@@ -215,7 +215,7 @@ PROPERTIES = {
 
 
 def _plain(argument: T) -> T:
-    """Arguments with values in place of packed weights."""
+    """Return arguments with packed weights dequantised."""
     plain: object = argument
     if isinstance(argument, Packed):
         plain = argument.plain
@@ -239,7 +239,7 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
 
 
 def _cast(source: Packed, dtype: torch.dtype) -> Tensor | None:
-    """A stack (E, ...) in a type, decoded one by one; None of anything else."""
+    """Dequantise a stack (E, ...) to a type, expert by expert; None for any other tensor."""
     if source.format is None or source.dim() < 3:
         return None
     values = torch.empty(source.shape, dtype=dtype, device=source.device)
@@ -258,7 +258,7 @@ def _stacked(rows: Sequence[Tensor]) -> Packed | None:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """``cat`` for types of one byte too."""
+    """Concatenate tensors, also of types of one byte, which ``cat`` does not support."""
     if parts[0].element_size() > 1:
         return torch.cat(list(parts))
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
@@ -268,7 +268,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class QuantisedCheckpoint(Checkpoint):
-    """A checkpoint whose weights have their own names and values, whatever they are stored as.
+    """Quantised checkpoint whose weights are read by their plain names, as values.
 
     Raises:
         MoesaicError: codes are without scales, scales without codes, or they do not fit.
@@ -280,9 +280,9 @@ class QuantisedCheckpoint(Checkpoint):
         super().__init__(folder)
         self.format, self._dtype = format, dtype
         self.plain: set[str] = set()
-        """Modules of which something was written that is in no format."""
+        """Modules of which an unquantised weight was written."""
         self.moved: dict[str, str] = {}
-        """Modules of single experts that are in no format: what they are called in a result."""
+        """New names of single experts' modules that are not quantised, by old names."""
         stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
         self._formats: dict[str, Format] = {}
@@ -342,10 +342,10 @@ class QuantisedCheckpoint(Checkpoint):
             self.moved[origin.rpartition(".")[0]] = name.rpartition(".")[0]
 
     def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
-        """A weight's stored tensors: as they were if it only moved, else in the same format.
+        """Yield a weight's stored tensors: unchanged if it was only moved, else quantised again.
 
-        What the format cannot hold, and what is new, stays in the checkpoint's floating-point type,
-        and what was in no format in its own.
+        Weights that the format cannot hold, and new ones, are written in the checkpoint's
+        floating-point type; weights that were not quantised keep their own.
         """
         self._note(name, origin)
         if isinstance(tensor, Packed) and tensor.format is not None:
@@ -373,7 +373,7 @@ class QuantisedCheckpoint(Checkpoint):
 
 
 class Awaited:
-    """A weight of a checkpoint that is read when it is asked for, as slices of safetensors are."""
+    """Weight of a checkpoint that is read when it is sliced, like safetensors' slices."""
 
     _one = Lock()
 
@@ -387,7 +387,7 @@ class Awaited:
 
 
 def _module_of(name: str) -> str:
-    """The module of a weight, the experts as one.
+    """Return the module of a weight; all experts of a layer are one module.
 
     >>> _module_of("model.layers.1.mlp.experts.3.up_proj.weight"), _module_of("lm_head.weight")
     ('model.layers.1.mlp.experts', 'lm_head')
@@ -397,10 +397,10 @@ def _module_of(name: str) -> str:
 
 
 def opened(folder: Path) -> Checkpoint:
-    """The checkpoint of a folder, by the format that its config says.
+    """Open the checkpoint of a folder in the format that its config names.
 
     Raises:
-        MoesaicError: it is damaged, or of a format that is not read.
+        MoesaicError: it is damaged, or its format is not supported.
     """
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
@@ -413,10 +413,10 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def _plain_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint of which nothing says that its weights are in few bits.
+    """Open a checkpoint whose config names no format.
 
     Raises:
-        MoesaicError: a weight is in few bits all the same.
+        MoesaicError: a weight is quantised all the same.
     """
     checkpoint = Checkpoint(folder)
     for name, stored in checkpoint._stored.items():
@@ -430,12 +430,12 @@ def _plain_checkpoint(folder: Path) -> Checkpoint:
 
 
 def describe_format(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
-    """Say in a result's config what its weights are stored as, in place.
+    """Write the storage format of a result's weights into its config, in place.
 
     Args:
         config: of the result.
-        checkpoint: the source, after all was written from it.
-        kept: its format was kept; otherwise all weights are plain.
+        checkpoint: the source, after everything was written from it.
+        kept: the source's format was kept; otherwise no weight is quantised.
     """
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return

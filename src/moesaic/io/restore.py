@@ -1,4 +1,4 @@
-"""A caller's model: taken as it comes, and left as it was."""
+"""Access to a caller's model, which is restored to its earlier state afterwards."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def source_or_model(
 
 
 def tokenizer_of(model: object, opened: Source | Model) -> Tokenizer | None:
-    """The tokenizer that comes with a model; None for a loaded one, which has none.
+    """Return the tokenizer that comes with a model; None for a loaded one, which has none.
 
     Args:
-        model: as a verb was given it.
-        opened: the same, by :func:`source_or_model`.
+        model: the argument of a verb.
+        opened: what :func:`source_or_model` returned for it.
 
     Raises:
-        MoesaicError: its folder holds none that can be used.
+        MoesaicError: its folder holds no tokenizer that can be used.
     """
     if isinstance(model, Made):
         return model.tokenizer
@@ -66,13 +66,13 @@ T = TypeVar("T")
 
 @contextmanager
 def untouched(*models: object) -> Iterator[None]:
-    """Inside, loaded models are in evaluation mode; then all is as it was, whatever happened.
+    """Context in which loaded models are in evaluation mode; afterwards their state is restored.
 
     That is each module's mode, which parameters learn, and the state of random numbers. Weights,
-    hooks and forwards are put back by whoever changes them.
+    hooks and forwards are restored by the code that changes them.
 
     Args:
-        models: what verbs take as models; names and None are passed over.
+        models: arguments that verbs take as models; names and None are ignored.
     """
     held = (model.model if isinstance(model, Made) else model for model in models)
     loaded = [model for model in held if isinstance(model, nn.Module)]
@@ -97,7 +97,7 @@ def untouched(*models: object) -> Iterator[None]:
 
 
 def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function: the loaded models among its arguments are left as they were."""
+    """Decorate a function so that the loaded models among its arguments are :func:`untouched`."""
 
     @wraps(verb)
     def called(*args: P.args, **options: P.kwargs) -> T:
@@ -109,7 +109,7 @@ def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
-    """Inside, a module's forward is another; then the one that it had, a hook's own included."""
+    """Context in which a module's forward is replaced; it is restored afterwards, even a hook's."""
     before = vars(module).get("forward")  # device_map's hooks stand here
     module.forward = forward  # shadows the class's
     try:

@@ -56,19 +56,19 @@ from moesaic.io.trust import (
 from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
-"""Files of a repository of the hub that are read beside its weights."""
+"""Name patterns of a hub repository's files that are read beside its weights."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint folder on this machine, and the name it was asked for by."""
+    """Checkpoint folder on this machine, with the name by which it was requested."""
 
     name: str
     folder: Path
 
     @property
     def config(self) -> Config:
-        """The config of its language model, which is all that is converted.
+        """Config of the language model, the only part that is converted.
 
         Raises:
             MoesaicError: there is none, or transformers cannot use it.
@@ -77,13 +77,13 @@ class Source:
 
     @property
     def beside(self) -> bool:
-        """True if it has parts beside a language model, such as a vision tower."""
+        """True if the checkpoint has parts beside a language model, such as a vision tower."""
         config, text_config = self._configs
         return config is not text_config
 
     @cached_property
     def _configs(self) -> tuple[Config, Config]:
-        """The whole config, and that of the language model."""
+        """Config of the whole model, and that of its language model."""
         check_links(self.folder)
         check_adapter({file.name for file in self.folder.iterdir()}, self.folder)
         if not (self.folder / "config.json").is_file():
@@ -119,7 +119,7 @@ class Source:
         return config, text
 
     def _check_names(self, config: Config) -> None:
-        """Refuse a language model alone whose tensors are named as those within a whole.
+        """Refuse a language model's folder whose tensors have a multimodal model's names.
 
         Raises:
             MoesaicError: transformers would find none of these.
@@ -138,7 +138,7 @@ class Source:
             )
 
     def _check_parts(self, config: Config, text: Config) -> None:
-        """Refuse a whole whose language model has names of its own, which only it is read by.
+        """Refuse a multimodal model whose language model's tensors have names that are not known.
 
         Raises:
             MoesaicError: the embedding is not found.
@@ -153,9 +153,9 @@ class Source:
             )
 
     def _heads_differ(self, config: Config) -> bool:
-        """True if head and embedding are both stored with values of their own.
+        """Return True if head and embedding are both stored, with different values.
 
-        transformers unties them then, whatever the config says.
+        transformers then unties them, whatever the config's value is.
         """
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         ties = getattr(kind, "_tied_weights_keys", None)
@@ -169,29 +169,29 @@ class Source:
 
     @property
     def _stored_names(self) -> list[str]:
-        """The names of its tensors on disk; none where there is only a config."""
+        """Names of the tensors on disk; empty if there is only a config."""
         has_weights = any((self.folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
         return self.checkpoint.names() if has_weights else []
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Its weights, to be read one by one."""
+        """Weights of the folder, to be read one by one."""
         check_links(self.folder)
         return opened(self.folder)
 
     @cached_property
     def naming(self) -> Naming:
-        """The names of its tensors, on disk and in memory."""
+        """Names of the tensors, on disk and in memory."""
         return Naming(self.checkpoint, self.config.model_type, shape_of(self.config).state_dict())
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of its weights."""
+        """Fingerprint of the weights."""
         return self.checkpoint.fingerprint
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer.
+        """Tokenizer in the folder.
 
         Raises:
             MoesaicError: there is none, or the folder is no model.
@@ -218,16 +218,16 @@ class Source:
         dtype: torch.dtype | None = None,
         device_map: str | JSON | None = None,
     ) -> Model:
-        """The model, ready to run.
+        """Load the model, ready to run.
 
         Args:
-            device: its place.
-            dtype: the floating-point type; None for the checkpoint's own.
-            device_map: the places of its parts instead, as ``from_pretrained`` takes them.
+            device: where it is put.
+            dtype: floating-point type; None for the checkpoint's own.
+            device_map: devices of its parts instead, as ``from_pretrained`` takes them.
 
         Raises:
-            MoesaicError: a weight is missing or of another shape, or one of a result of ours is
-                left over.
+            MoesaicError: a weight is missing or of another shape, or one of our own result's has
+                no place in the model.
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
         with _silent():
@@ -266,7 +266,7 @@ class Source:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Inside, transformers draws no bars, and tells of no weights: that is done here."""
+    """Context in which transformers draws no bars and prints nothing about missing weights."""
     logger, bars = logging.getLogger("transformers.modeling_utils"), is_progress_bar_enabled()
     before = logger.disabled
     logger.disabled = True  # a level would make it speak of sharding
@@ -280,9 +280,9 @@ def _silent() -> Iterator[None]:
 
 
 def language_model(config: Config) -> Config:
-    """The config of a model's language model, where transformers has it as a model of its own.
+    """Return the config of a model's language model, if that can be loaded as a model of its own.
 
-    Otherwise, and where there is nothing else, the config itself.
+    Otherwise, and if the model has no other parts, return the config itself.
     """
     text: Config = getattr(config, "text_config", None)
     if not predicts_tokens(getattr(text, "model_type", "")):  # some have a plain mapping there
@@ -299,9 +299,9 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
     Args:
         info: as ``from_pretrained(..., output_loading_info=True)`` returns it.
         name: of the model, for messages.
-        layers: its decoder layers; what is of later ones has no place, and needs none.
-        whole: every weight of the checkpoint must have found its place, as in results of ours;
-            otherwise it is said that some did not.
+        layers: number of its decoder layers; weights of later ones may be left over.
+        whole: refuse weights of the checkpoint that the model has no place for, as for our own
+            results; otherwise print a warning.
 
     Raises:
         MoesaicError: names some of the weights.
@@ -326,7 +326,7 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
 
 
 def _some(keys: Collection[str | tuple[str, ...]]) -> str:
-    """A few names, and how many there are.
+    """Return a few names in words, and how many there are.
 
     >>> _some(["d", "c", "b", "a"])
     'a, b, c (4 in all)'
@@ -365,12 +365,12 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
 def from_hub(name: str, revision: str | None = None, token: str | bool | None = None) -> Path:
     """Return a model's folder in the hub's cache, after fetching the files that transformers reads.
 
-    Without a connection it is what the cache has.
+    Without a connection only the cache is used.
 
     Args:
         name: of the repository.
         revision: a branch, tag or commit; None for the default one.
-        token: of the hub; None for the one that is found.
+        token: of the hub; None for the one that is stored on this machine.
 
     Raises:
         MoesaicError: there is no such repository, it holds no such model, or the hub cannot be
@@ -385,7 +385,7 @@ def from_hub(name: str, revision: str | None = None, token: str | bool | None = 
 def small_files(
     name: str, revision: str | None = None, token: str | bool | None = None
 ) -> tuple[Path, list[str]]:
-    """Fetch a model's files but for its weights.
+    """Fetch a model's files except its weights.
 
     Args:
         name: of the repository.
@@ -419,7 +419,7 @@ def small_files(
 
 
 def _is_small(file: str) -> bool:
-    """True if a file of a repository is read, and is none of weights.
+    """Return True if a file of a repository is read and does not hold weights.
 
     >>> [_is_small(f) for f in ("config.json", "original/params.json", "model.safetensors")]
     [True, False, False]
@@ -442,7 +442,7 @@ def fetched(
     Args:
         name: of the repository.
         files: their names.
-        because: why the hub cannot be asked; only the cache is looked in.
+        because: why the hub cannot be reached; then only the cache is read.
         revision: as for :func:`from_hub`.
         token: the same.
 
@@ -467,7 +467,7 @@ def fetched(
 
 
 def unreachable(name: str, error: Exception) -> MoesaicError:
-    """Return what is said of a repository that the hub does not give, and why."""
+    """Return the error for a repository that cannot be fetched, with the reason."""
     reason = shorten(str(error), 120, placeholder=" ...")
     return MoesaicError(
         f"{name} could not be fetched from the hub ({type(error).__name__}: {reason}). "

@@ -1,4 +1,4 @@
-"""Folders from strangers: no code in them is run, and no link is followed out of them."""
+"""Folders from strangers: no code in them is run, and no link out of them is followed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from moesaic.io.layout import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
 from moesaic.types import Config, Values
 
 NEVER_READ = (*READ, "LICENSE*", "NOTICE*", "README*", "*.md", ".*")
-"""Names at the top of a model's folder that nobody opens; weights of these names are checked when
-they are opened."""
+"""Name patterns at the top of a model's folder that are not checked here: weights are checked when
+they are opened, and nothing opens the others."""
 REPOSITORY = re.compile(r"(model|dataset|space|kernel)s--.+")
 HASH = re.compile(r"[0-9a-f]{64}")
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""The beginning of the file that git has in the place of a large one until that is fetched."""
+"""First bytes of the pointer that git-lfs has in place of a large file until that is fetched."""
 
 NEEDS_CODE = "it needs Python code that comes with it, which Moesaic never runs."
 
 
 def pretrained(auto: Any, folder: Path, **options: Any) -> Any:
-    """Return what one of transformers' auto classes makes of a folder, without running code of it.
+    """Load a folder by one of transformers' auto classes, without running code from the folder.
 
     Raises:
-        MoesaicError: it needs such code.
+        MoesaicError: the folder needs such code.
     """
     try:
         made = auto.from_pretrained(folder, trust_remote_code=False, **options)
@@ -45,9 +45,9 @@ def pretrained(auto: Any, folder: Path, **options: Any) -> Any:
 
 
 def _compute_by_torch(config: Config) -> None:
-    """Let transformers choose how attention and experts are computed, in place: by torch alone.
+    """Set a config's implementations of attention and experts to torch's own, in place.
 
-    For other values it may fetch compiled code from the hub, if the package ``kernels`` is there.
+    For other values transformers may fetch compiled code from the hub, if ``kernels`` is installed.
     """
     for name in ("_attn_implementation", "_experts_implementation"):
         if getattr(config, name, None) != "eager":
@@ -55,13 +55,13 @@ def _compute_by_torch(config: Config) -> None:
 
 
 def brings_code(folder: Path) -> bool:
-    """True if a folder's tokenizer names Python code of its own."""
+    """Return True if a folder's tokenizer names Python code of its own."""
     file = folder / "tokenizer_config.json"
     return file.is_file() and "auto_map" in mapping_of(file)
 
 
 def check_config(config: Values, folder: Path) -> None:
-    """Refuse a config.json that names compiled code of the hub.
+    """Refuse a config.json that names compiled code on the hub.
 
     Raises:
         MoesaicError: names the key.
@@ -74,14 +74,14 @@ def check_config(config: Values, folder: Path) -> None:
 
 
 def check_adapter(names: set[str], where: object) -> None:
-    """Refuse an adapter, whose weights are those of another model.
+    """Refuse an adapter, which changes the weights of another model.
 
     Args:
-        names: of the files that are there.
+        names: of the files in the folder.
         where: the folder or repository, for messages.
 
     Raises:
-        MoesaicError: it is one.
+        MoesaicError: the files are an adapter's.
     """
     if "adapter_config.json" in names:
         raise MoesaicError(
@@ -91,10 +91,10 @@ def check_adapter(names: set[str], where: object) -> None:
 
 
 def _leads_out(file: Path, folder: Path) -> bool:
-    """True if a file of a model's folder is a link to somewhere else.
+    """Return True if a file of a model's folder is a link out of the folder.
 
-    The hub's cache is made of links: there the blobs of a folder's own repository, and the store
-    that all repositories of a cache share, are no other place.
+    The hub's cache is made of links: links to the blobs of the folder's own repository, and to the
+    store that all repositories of a cache share, are allowed.
     """
     try:
         folder, target = folder.resolve(), file.resolve()
@@ -104,7 +104,7 @@ def _leads_out(file: Path, folder: Path) -> bool:
 
 
 def _is_blob_of(target: Path, folder: Path) -> bool:
-    """True if the hub's library keeps files of a snapshot, or of a folder in it, at a place."""
+    """Return True if a path is a blob where the hub's library keeps a snapshot's files."""
     for snapshot in (folder, *folder.parents):
         repository = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and REPOSITORY.fullmatch(repository.name):
@@ -115,7 +115,7 @@ def _is_blob_of(target: Path, folder: Path) -> bool:
 
 
 def check_file(file: Path, folder: Path) -> None:
-    """Refuse a file of a model's folder that lies elsewhere, or would never end.
+    """Refuse a file of a model's folder that is a link out of it, a pipe or a device.
 
     Raises:
         MoesaicError: it is a link out of the folder or to nothing, a pipe or a device.
@@ -145,12 +145,12 @@ def check_fetched(file: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model or a result of which a file that may be opened is not in its folder.
+    """Refuse a model or a result if a file that may be opened is not in its folder.
 
     Weights are checked where they are opened (:class:`moesaic.io.checkpoint.Checkpoint`).
 
     Raises:
-        MoesaicError: names a file that lies elsewhere, is none, or was not fetched.
+        MoesaicError: names a file that is a link out of it, no plain file, or was not fetched.
     """
     for name in (FOLDER, TEMPLATES):
         check_file(folder / name, folder)
@@ -191,7 +191,7 @@ def side_files(folder: Path) -> Iterator[Path]:
 
 
 def settle_tokenizer(folder: Path, out: Path) -> None:
-    """Let a copied tokenizer name no code that was not copied, or say that it needs it.
+    """Remove references to code from a copied tokenizer, or warn if it needs that code.
 
     Args:
         folder: of the source.

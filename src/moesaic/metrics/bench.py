@@ -110,7 +110,7 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
     """Return the number of tokens of the prompt.
 
     Raises:
-        MoesaicError: they, and what follows them, are beyond a model's positions.
+        MoesaicError: with the new tokens they exceed a model's positions.
     """
     length = LENGTH if settings.length is None else settings.length
     for source in sources:
@@ -125,7 +125,7 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
 
 
 def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
-    """Return the first model's tokens of a text, as numbers that all the models know."""
+    """Return the first model's tokens of a text, within all models' vocabularies."""
     first = next(iter(sources.values()))
     ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
     return ids % min(source.config.vocab_size for source in sources.values())

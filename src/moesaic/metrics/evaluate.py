@@ -1,4 +1,4 @@
-"""Everything that is measured of a model, and of another beside it: one way for every command."""
+"""Evaluation of a model, and of another beside it, in the same way for every command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from moesaic.record import Record
 from moesaic.types import JSON, Made, Model, Named, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
-"""Memory that models take when they run, over that of their weights."""
+"""Memory of running models, as a multiple of that of their weights."""
 
 
 @leaves_untouched
@@ -127,22 +127,22 @@ def evaluate(
 
 @dataclass
 class Scored:
-    """Models, opened and measured on the same text and the same questions."""
+    """Models that were opened and measured on the same text and the same questions."""
 
     tokens: Tokens
     scores: dict[str, Score]
     runs: dict[str, Runner]
-    """The models, loaded or to be read layer by layer."""
+    """Models, loaded or to be read layer by layer."""
     together: bool
-    """There was room for all of them."""
+    """True if there was memory for all of them at once."""
     device: str
     dtype: torch.dtype | None
     original: Source | None
-    """The original, where it is on disk."""
+    """Original, if it is on disk."""
 
     @cached_property
     def reference(self) -> Layerwise:
-        """The original from disk, which is passed once for all that is compared with it."""
+        """Original on disk, run once for all models that are compared with it."""
         assert self.original is not None
         return Layerwise(self.original, self.device, self.dtype, keep=True)
 
@@ -259,12 +259,12 @@ def measured_text(
 ) -> tuple[Tokens, Tokenizer | None]:
     """Return the windows that a model and its results are measured on, and its tokenizer.
 
-    The tokenizer is None where the model has none, and nothing that is asked for needs one.
+    The tokenizer is None if the model has none and no requested measurement needs one.
 
     Args:
         source: the model.
         settings: how it is measured.
-        stats: a file of ``observe`` that decides, whose text is not measured.
+        stats: a file of ``observe`` that a method decides from; its text is not measured on.
 
     Raises:
         MoesaicError: there is no such text, too little of it, or it is not for the model.
@@ -299,7 +299,7 @@ def _tokenizer(
     settings: Evaluation,
     tokenizer: Tokenizer | None,
 ) -> Tokenizer | None:
-    """Return the tokenizer that text, tasks and generations take; None if they need none.
+    """Return the tokenizer for text, tasks and generations; None if they need none.
 
     Raises:
         MoesaicError: there is none, or a token is not the same to both models.
@@ -320,7 +320,7 @@ def _tokenizer(
 def text_behind(folder: Path) -> tuple[list[RowRange], list[str]]:
     """Return the rows that a result of ours was calibrated on, and the text that it was trained on.
 
-    Those of the results that it was made of are among them. Both are empty for any other model.
+    Those of earlier results that it was made from are included. Both are empty for other models.
     """
     file = placed(folder, RECORD)
     if not file.is_file():

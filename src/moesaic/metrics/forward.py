@@ -1,7 +1,7 @@
-"""A model's logits, batch by batch: of a whole model, or of one read from disk layer by layer.
+"""Logits of a model, batch by batch: of a whole one, or of one read from disk layer by layer.
 
-Everything that is measured of logits is measured through a :class:`Runner`, so that it is the same
-for a model that fits into memory and for one that does not, to the last bit on the same device.
+All measurements of logits go through a :class:`Runner`, so that they are the same for a model that
+fits into memory and for one that does not, to the last bit on the same device.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from moesaic.types import Model, Track, logits_alone, silent
 
 T = TypeVar("T")
 BATCH = 1024
-"""Tokens of a batch: their logits over the whole vocabulary are in memory at once."""
+"""Number of tokens of a batch, whose logits over the whole vocabulary are in memory at once."""
 SPILL = 1 << 30
-"""Bytes of hidden states that stay in memory; more of them go to a file."""
+"""Bytes of hidden states that are kept in memory; more are written to a file."""
 
 
 @dataclass
 class Pass:
-    """One model's way through some batches."""
+    """Outputs of one model for some batches."""
 
     logits: Iterator[tuple[Tensor, Tokens]]
-    """Of each batch the logits (B, L, V), on the model's device, and the batch; to be used once."""
+    """Logits (B, L, V) of each batch, on the model's device, and the batch; to be iterated once."""
     routing: dict[int, Routing] = field(default_factory=dict)
-    """By decoder layer; whole when ``logits`` has ended."""
+    """Routing by decoder layer; complete when ``logits`` is exhausted."""
 
 
 class Runner(Protocol):
-    """A model that can be run over batches."""
+    """Interface of a model that can be run over batches."""
 
     @property
     def shape(self) -> Model:
-        """The model, or a skeleton of it."""
+        """Model, or a skeleton of it."""
 
     def run(
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
-        """Run the model; every token as at decoding, where it skips channels then."""
+        """Run the model over batches; channels skipped at decoding are skipped for all tokens."""
 
 
 class Whole:
-    """A model in memory."""
+    """Model in memory."""
 
     def __init__(self, model: Model) -> None:
         self.shape = model
 
     @classmethod
     def of(cls, source: Source, device: str = "cpu", dtype: torch.dtype | None = None) -> Whole:
-        """A checkpoint, loaded.
+        """Load a checkpoint.
 
         Args:
             source: the checkpoint.
@@ -103,7 +103,7 @@ class Whole:
 
 @dataclass
 class _Kept:
-    """What a model made of some batches, all but its head."""
+    """Last hidden states of some batches, before the model's head."""
 
     batches: Sequence[Tokens]
     stream: LayerStream[nn.Module]
@@ -116,7 +116,7 @@ def _same(a: Sequence[Tokens], b: Sequence[Tokens]) -> bool:
 
 
 class Layerwise:
-    """A model on disk, of which one decoder layer is in memory at a time.
+    """Model on disk, of which one decoder layer is in memory at a time.
 
     Args:
         source: the checkpoint.
@@ -124,7 +124,7 @@ class Layerwise:
         dtype: floating-point type; None for the checkpoint's own, or what stands in for it
             (:func:`~moesaic.io.dtypes.working_type`).
         keep: keep the last layer's outputs, so that the same batches pass the layers only once.
-        change: entered with each part of the model while its weights are present; see
+        change: context entered for each part of the model while its weights are loaded; see
             :attr:`moesaic.observation.stream.LayerStream.change`.
 
     Raises:
@@ -149,10 +149,10 @@ class Layerwise:
     def run(
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
-        """Take all batches through one layer after the other, now; the head runs when asked for.
+        """Run all batches through the layers at once; the head runs as ``logits`` is iterated.
 
-        Between the two only the last layer's outputs are kept, so that two models can be compared
-        exactly, of which neither is in memory.
+        In between only the last layer's outputs are kept, so that two models can be compared
+        exactly that do not fit into memory.
         """
         if not batches:
             return Pass(iter(()), {})
@@ -163,7 +163,7 @@ class Layerwise:
         return Pass(kept.stream.heads(kept.states, logits=True), kept.routing)
 
     def _passed(self, batches: Sequence[Tokens], track: Track, label: str) -> _Kept:
-        """Batches behind the last layer."""
+        """Run batches through all layers; return the last hidden states."""
         stream: LayerStream[nn.Module] = LayerStream.from_disk(
             self.source.checkpoint,
             self.source.config,
@@ -191,13 +191,13 @@ class Layerwise:
 
 
 def own_share(items: Sequence[T], shared: bool) -> list[T]:
-    """The items that fall to this process: all, unless they are shared."""
+    """Return this process's share of the items; all if they are not shared."""
     number, count = process() if shared else (0, 1)
     return list(items[number::count])
 
 
 def all_shares(share: list[T], shared: bool) -> list[T]:
-    """What all processes made of their shares, in the order of the items."""
+    """Gather all processes' results of :func:`own_share`, in the order of the items."""
     if not shared:
         return share
     every = gathered(share)
@@ -205,7 +205,7 @@ def all_shares(share: list[T], shared: bool) -> list[T]:
 
 
 def all_routing(routing: dict[int, Routing], shared: bool) -> dict[int, Routing]:
-    """The routing of all processes' tokens, added up."""
+    """Return the routing of all processes' tokens, added up by layer."""
     if not shared:
         return routing
     every = [part for part in gathered(routing) if part]

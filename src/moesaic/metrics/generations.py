@@ -1,7 +1,7 @@
-"""Does a model repeat itself or loop? Continuations of fixed prompts at three temperatures.
+"""Repetition and loops in a model's continuations of fixed prompts at three temperatures.
 
-A pruned model can keep its perplexity and yet never stop saying the same; that shows only where it
-reads what it wrote.
+A pruned model can keep its perplexity and yet repeat itself endlessly, which shows only when it
+reads its own output.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PROMPTS = (
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Greedy, and two at which tokens are drawn from all of the distribution."""
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
-"""Whatever a model's own generation config says."""
+"""Settings of greedy decoding, which override a model's own generation config."""
 NEW_TOKENS = 128
 REPEATS, LEAST = 3, 16
-"""A loop comes at least so many times at the end, and fills at least so many tokens."""
+"""Fewest repetitions of a loop at the end of a text, and fewest tokens that they fill."""
 
 
 def distinct(tokens: Sequence[int], n: int) -> float:
-    """Different n-grams over all n-grams (distinct-n); 1 where there are none.
+    """Return the number of different n-grams over that of all (distinct-n); 1 if there are none.
 
     >>> distinct([1, 2, 1, 2, 1], 2), distinct([1, 2, 3], 1)
     (0.5, 1.0)
@@ -56,7 +56,7 @@ def distinct(tokens: Sequence[int], n: int) -> float:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text ends in one piece said again and again.
+    """Return True if a text ends in a loop: one piece repeated at least :data:`REPEATS` times.
 
     >>> loops([7, 8, 9] + [1, 2, 3, 4] * 4), loops([1, 2, 3, 4] * 2 + [5]), loops([1] * 15)
     (True, False, False)
@@ -78,13 +78,13 @@ def generations(
     seed: int = 0,
     track: Track = silent,
 ) -> dict[str, JSON]:
-    """How a model's continuations of :data:`PROMPTS` repeat themselves.
+    """Measure how a model's continuations of :data:`PROMPTS` repeat themselves.
 
     Args:
         model: loaded.
         tokenizer: its own.
-        new_tokens: of a continuation at most.
-        seed: of what is drawn; the caller's own random numbers stay as they were.
+        new_tokens: most tokens of a continuation.
+        seed: of sampling; the caller's random state is kept.
         track: shows progress.
 
     Returns:
@@ -104,7 +104,7 @@ def generations(
 
 
 def _continuation_figures(continuations: Sequence[Sequence[int]]) -> JSON:
-    """The figures of some continuations; see :func:`generations`."""
+    """Return the figures of some continuations; see :func:`generations`."""
     return {
         "repetition": fmean(1 - distinct(c, 4) for c in continuations),
         "looping": fmean(float(loops(c)) for c in continuations),
@@ -117,7 +117,7 @@ def _continuation_figures(continuations: Sequence[Sequence[int]]) -> JSON:
 def _continued(
     model: Model, tokenizer: Tokenizer, new_tokens: int, temperature: float
 ) -> list[list[int]]:
-    """The new tokens of each prompt, up to the end of its text; all prompts at once."""
+    """Return the new tokens of each prompt up to the end of its text; all prompts are one batch."""
     rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     longest = max(map(len, rows))
     stops = _stops(tokenizer, model.generation_config.eos_token_id)
@@ -137,12 +137,12 @@ def _continued(
 
 
 def _stops(tokenizer: Tokenizer, ends: int | list[int] | None) -> set[int]:
-    """Tokens that end a text: the tokenizer's, and those that a config names."""
+    """Return the tokens that end a text: the tokenizer's, and those that a config names."""
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 def until(tokens: list[int], stops: set[int]) -> list[int]:
-    """Tokens before the first that ends the text."""
+    """Return the tokens before the first that ends the text."""
     return tokens[: next((i for i, t in enumerate(tokens) if t in stops), len(tokens))]
 
 
@@ -162,8 +162,8 @@ def generate(
 ) -> str:
     """Return the greedy continuation of a prompt.
 
-    A GGUF file is continued by llama.cpp, where that is installed and knows the architecture, on
-    the CPU and in the file's own types; else its weights are read into transformers.
+    A GGUF file is run by llama.cpp, if that is installed and knows the architecture, on the CPU
+    and in the file's own types; else its weights are read into transformers.
 
     Args:
         model: a name or folder, a loaded model, or what a verb returned.

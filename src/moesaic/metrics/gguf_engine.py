@@ -1,6 +1,6 @@
-"""A GGUF file in llama.cpp, through its C functions: logits, greedy text, speed.
+"""GGUF files run by llama.cpp, through its C functions: logits, greedy text, speed.
 
-They are llama-cpp-python's where it is installed, else those that xllamacpp's library exports.
+The functions are llama-cpp-python's if it is installed, else those of xllamacpp's library.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from moesaic.errors import MoesaicError, how_to_install
 from moesaic.types import Tokenizer
 
 F32, BATCH = 0, 512
-"""ggml's number of float32; tokens that are read at a time."""
+"""Number of float32 among ggml's types; tokens that are read at a time."""
 MISSING = f"GGUF files need llama.cpp: {how_to_install('gguf')}"
-"""The message where llama.cpp is not installed."""
+"""Error message if llama.cpp is not installed."""
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-"""Instead of llama.cpp's log; kept, or it would be collected while in use."""
+"""Log callback that prints nothing; a global, or it would be collected while in use."""
 INT = ctypes.c_int32
 POINTER = ctypes.c_void_p
 
 
 class _Handle(POINTER):
-    """A pointer that ctypes does not make an int of."""
+    """Pointer that ctypes does not convert to an int."""
 
 
 class _ModelParams(ctypes.Structure):
-    """Its head: llama.cpp reads no more than it has, so what follows may be longer."""
+    """First fields of llama.cpp's struct, and room for the rest."""
 
     _fields_ = [
         ("devices", POINTER * 2), ("n_gpu_layers", INT), ("modes", INT * 4),
@@ -68,11 +68,11 @@ _RETURNED = {
     "llama_get_logits": ctypes.POINTER(ctypes.c_float),
     "llama_get_memory": _Handle,
 }
-"""By xllamacpp's functions, of the version that the extra ``gguf`` pins."""
+"""Return types of xllamacpp's functions, in the version that the extra ``gguf`` pins."""
 
 
 def installed(package: str, pattern: str) -> list[Path]:
-    """Files of an installed package, which is not imported."""
+    """Return the files of an installed package, without importing it."""
     spec = find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     return [file for folder in folders or () for file in Path(folder).glob(pattern)]
@@ -99,10 +99,10 @@ def _xllamacpp() -> tuple[Any, ctypes.CDLL, str]:
 
 @cache
 def library() -> tuple[Any, ctypes.CDLL, str]:
-    """llama.cpp's functions, silent; ggml's; and whose they are, with the version.
+    """Return llama.cpp's functions, silenced; ggml's; and the package's name with its version.
 
     Raises:
-        MoesaicError: they are not there, or cannot be loaded.
+        MoesaicError: llama.cpp is not installed, or cannot be loaded.
     """
     trouble = MISSING
     for load in (_llama_cpp_python, _xllamacpp):
@@ -118,7 +118,7 @@ def library() -> tuple[Any, ctypes.CDLL, str]:
 
 
 class _Model:
-    """The model of a GGUF file, or its vocabulary alone.
+    """Model of a GGUF file, or its vocabulary alone.
 
     Raises:
         MoesaicError: it cannot be loaded.
@@ -141,11 +141,11 @@ class _Model:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens it knows."""
+        """Number of tokens of the vocabulary."""
         return int(self.llama.llama_vocab_n_tokens(self.vocab))
 
     def split(self, text: str) -> list[int]:
-        """A text's tokens, with BOS where the file says that there is one."""
+        """Return a text's tokens, with BOS if the file asks for one."""
         raw = text.encode()
         ids = (INT * (len(raw) + 2))()
         count = self.llama.llama_tokenize(self.vocab, raw, len(raw), ids, len(ids), True, True)
@@ -153,11 +153,11 @@ class _Model:
 
 
 class Engine(_Model):
-    """One model, loaded. Use as a context, so that its memory is given back.
+    """Loaded model. Use it as a context manager, so that its memory is freed.
 
     Args:
         file: a GGUF file.
-        context: tokens that prompt and continuation may have together.
+        context: most tokens of prompt and continuation together.
         exact: keep keys and values in float32, as transformers does; llama.cpp's own default is
             float16.
     """
@@ -181,7 +181,7 @@ class Engine(_Model):
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
 
     def _read(self, ids: Sequence[int], all_logits: bool = False) -> Tensor:
-        """The logits (L, V) of tokens, which are added to what was read, or of the last alone."""
+        """Append tokens to the context; return their logits (L, V), or the last one's (V)."""
         found = []
         for start in range(0, len(ids), BATCH):
             part = (INT * len(ids[start : start + BATCH]))(*ids[start : start + BATCH])
@@ -196,16 +196,16 @@ class Engine(_Model):
         return torch.cat(found) if all_logits else found[-1]
 
     def _next(self, ids: Sequence[int]) -> int:
-        """The greedy token after these, which are added to what was read."""
+        """Append tokens to the context; return the most probable next one."""
         return int(self._read(ids).argmax())
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Logits (L, V) of a prompt (L,)."""
+        """Return the logits (L, V) of a prompt (L,)."""
         self._reset()
         return self._read(ids.tolist(), all_logits=True)
 
     def greedy(self, ids: Tensor, new_tokens: int, stops: Container[int] = ()) -> list[int]:
-        """The greedy continuation of a prompt (L,), up to the first token that ends it."""
+        """Return the greedy continuation of a prompt (L,), up to the first token that ends it."""
         self._reset()
         tokens = [self._next(ids.tolist())]
         while len(tokens) < new_tokens and tokens[-1] not in stops:
@@ -213,7 +213,7 @@ class Engine(_Model):
         return tokens
 
     def __call__(self, prompt: Tensor, new_tokens: int) -> tuple[float, float]:
-        """Seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
+        """Return seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
         self._reset()
         ids = prompt[0].tolist()
         start = time.perf_counter()
@@ -225,7 +225,7 @@ class Engine(_Model):
 
 
 def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
-    """How many of some texts llama.cpp splits into other tokens than a model's tokenizer does.
+    """Count the texts that llama.cpp splits into other tokens than a model's tokenizer does.
 
     Raises:
         MoesaicError: it cannot load the file.

@@ -1,6 +1,6 @@
-"""The machine that measures, and its memory.
+"""Description of the machine, and its memory.
 
-As a process of its own: load a checkpoint, read a prompt, decode, print the peak in bytes.
+Run as a process: load a checkpoint, read a prompt, decode, print the peak in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moesaic.types import JSON
 
 
 def main(request: str) -> None:
-    """``request`` is the JSON list that :func:`moesaic.metrics.speed.peak_memory` sends."""
+    """Print the peak memory for a JSON list from :func:`moesaic.metrics.speed.peak_memory`."""
     folder, length, new_tokens, device, dtype = json.loads(request)
     from moesaic.config import parse_dtype
     from moesaic.io.source import Source
@@ -33,7 +33,7 @@ def main(request: str) -> None:
 
 
 def free_bytes(device: str | torch.device) -> int:
-    """Memory of a device that nothing holds: of an accelerator's, or of this machine."""
+    """Return the free memory (bytes) of a device: an accelerator's, or this machine's."""
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -44,7 +44,7 @@ def free_bytes(device: str | torch.device) -> int:
 
 
 def _peak_resident() -> int:
-    """In bytes. ``ru_maxrss`` counts the parent from before exec on Linux; VmHWM does not."""
+    """Return the peak resident set in bytes (on Linux VmHWM: ``ru_maxrss`` counts the parent's)."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
@@ -53,7 +53,7 @@ def _peak_resident() -> int:
 
 
 def environment(device: str = "cpu") -> JSON:
-    """Versions and machine, for every figure that is kept.
+    """Return versions and the machine, which are stored with every measurement.
 
     Returns:
         ``python``, ``torch``, ``transformers``, ``machine``, ``processor``, ``vectors`` (the

@@ -1,4 +1,4 @@
-"""A run's measurements: its result beside its original and its comparisons."""
+"""Measurements of a run: its result beside its original and its comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moesaic.types import JSON, Model, Tokenizer, Track, silent
 logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 32
-"""Tokens that speed is measured on, behind a prompt."""
+"""Number of new tokens after a prompt in measurements of speed."""
 
 
 class Measurement:
@@ -38,13 +38,13 @@ class Measurement:
 
     Original and result are held together if there is room for both, and timed in turn, round by
     round. Otherwise they are scored layer by layer from disk, and one is held at a time, to
-    generate and to be timed; what even that has no room for is left out. The record says so.
-    Each is loaded once. Several processes all make this object, which scores the two, and the
-    first goes on with :meth:`figures`.
+    generate and to be timed; measurements without room even for that are left out, which the
+    record notes. Each is loaded once. Several processes all make this object, which scores the
+    two, and the first continues with :meth:`figures`.
 
     Args:
-        folder: the result, as saved: what is measured is what a user will load.
-        original: what it was made from.
+        folder: the result as saved, which a user will load.
+        original: the model it was made from.
         settings: text, its length, and how speed is measured.
         text: of :func:`moesaic.metrics.evaluate.measured_text`.
         device: where to compute.
@@ -76,7 +76,7 @@ class Measurement:
         self._sizes: dict[str, int] = {}
 
     def figures(self, comparisons: Mapping[str, Callable[[], Model]]) -> JSON:
-        """Measure everything that was asked for.
+        """Measure everything that the settings request.
 
         Args:
             comparisons: other models by name, each built when its turn comes; they are compared
@@ -111,7 +111,7 @@ class Measurement:
         return {**measured, **(self._speed(speeds) if speeds else {})}
 
     def _of_loaded(self, names: list[str]) -> dict[str, Speed]:
-        """Measure what takes models in memory, each loaded once; return speeds, if asked for."""
+        """Measure generations and speed, each model loaded once; return speeds, if requested."""
         runs = self._scored.runs
         waiting = self.track(names, "Loading models", len(names))
         if all(isinstance(runs[name], Whole) for name in names):
@@ -124,7 +124,7 @@ class Measurement:
         return compare_speed(models, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
 
     def _continue(self, name: str, model: Model) -> None:
-        """Keep a model's continuations."""
+        """Generate a model's continuations and keep their figures."""
         if self.tokenizer is None:
             return
         if self.settings.generations:

@@ -1,4 +1,4 @@
-"""Quantisation alone: what a user would take instead of a smaller model, measured beside it.
+"""Baselines by quantisation alone, a user's alternative to a smaller model, measured beside it.
 
 Matrices hold the values that a GGUF file of a plain type does, quantised by the gguf package, in
 blocks of 32 along a row; everything else, routers too, is float32 as in llama.cpp's files.
@@ -22,7 +22,7 @@ from moesaic.metrics.score import Score, scores
 from moesaic.types import Model, Track, silent
 
 BLOCK = 32
-"""Weights of a row that are quantised together."""
+"""Number of weights of a row that share a scale."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Routing as it happened: counted on real tokens, never assumed."""
+"""Routing counted on real tokens."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from moesaic.types import JSON, Model
 
 @dataclass
 class Routing:
-    """Tokens of one layer by expert."""
+    """Counts of one layer's tokens by expert."""
 
     shared: int
-    """Neurons that every token runs."""
+    """Number of neurons that every token runs."""
     widths: tuple[int, ...]
-    """Neurons of each expert."""
+    """Number of neurons of each expert."""
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
-    """Tokens that ran each expert."""
+    """Number of tokens that ran each expert."""
     idle: int = 0
-    """Tokens that ran no expert."""
+    """Number of tokens that ran no expert."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * len(self.widths)
 
     @property
     def calls(self) -> float:
-        """Mean experts that a token ran."""
+        """Mean number of experts that a token ran."""
         return sum(self.counts) / max(1, self.tokens)
 
     @property
     def share(self) -> list[float]:
-        """The distribution of routed tokens over experts."""
+        """Distribution of routed tokens over experts."""
         total = max(1, sum(self.counts))
         return [c / total for c in self.counts]
 
     @property
     def active_width(self) -> float:
-        """Mean neurons that a token ran."""
+        """Mean number of neurons that a token ran."""
         routed = sum(c * w for c, w in zip(self.counts, self.widths, strict=True))
         return self.shared + (routed / self.tokens if self.tokens else 0)
 
@@ -56,13 +56,13 @@ class Routing:
         return jsd(self.share, [1 / len(self.counts)] * len(self.counts)) if self.counts else 0.0
 
     def as_json(self) -> JSON:
-        """``share``, ``jsd``, ``active_width``; ``idle``, a share of tokens, if any."""
+        """Return ``share``, ``jsd``, ``active_width``; ``idle``, a share of tokens, if above 0."""
         figures = {"share": self.share, "jsd": self.jsd, "active_width": self.active_width}
         return {**figures, **({"idle": self.idle / self.tokens} if self.idle else {})}
 
 
 def jsd(p: Sequence[float], q: Sequence[float]) -> float:
-    """Jensen-Shannon divergence to base 2, in [0, 1] (MoRE Eq. 18).
+    """Return the Jensen-Shannon divergence to base 2, in [0, 1] (MoRE Eq. 18).
 
     >>> jsd([1.0, 0.0], [0.0, 1.0]), jsd([0.5, 0.5], [0.5, 0.5])
     (1.0, 0.0)
@@ -76,7 +76,7 @@ def jsd(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
-    """By decoder layer that routes, its router and an empty count for it; empty if dense."""
+    """Return, by decoder layer that routes, its router and an empty count; empty if dense."""
     try:
         arch = base_arch(model.config)
     except MoesaicError:
@@ -88,10 +88,10 @@ def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
 
 
 def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The experts that a router chose (T, K): ours returns them alone, others as a part.
+    """Return the experts that a router chose (T, K); ours returns them alone, others in a tuple.
 
-    A router that weighs all returns weights (T, R), alone or first: heaviest first, and the number
-    R where it is zero.
+    For a router that returns weights of all experts (T, R), alone or first: the experts by falling
+    weight, and the number R where the weight is zero.
     """
     parts = out if isinstance(out, tuple) else (out,)
     for chosen in parts:
@@ -103,7 +103,7 @@ def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 class Counts(dict[int, Routing]):
-    """Routing by decoder layer, while it is counted."""
+    """Counter of routing by decoder layer."""
 
     mask: Tensor | None = None
 
@@ -114,7 +114,7 @@ class Counts(dict[int, Routing]):
 
 @contextmanager
 def counted(model: Model) -> Iterator[Counts]:
-    """Count the routing of everything that runs inside."""
+    """Context in which the routing of everything that runs is counted."""
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
     with ExitStack() as hooks:

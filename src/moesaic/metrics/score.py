@@ -1,7 +1,7 @@
-"""A model's score: how well it predicts a text, how it routed it, and how large it is.
+"""Scores of a model: prediction of a text, routing, and size.
 
-Of two models the logits are compared at every token, over the whole vocabulary: nothing is cut off
-or rounded. Of a model that is read from disk only the last layer's outputs and the head are held
+The logits of two models are compared at every token, over the whole vocabulary, without
+truncation. Of a model that is read from disk only the last layer's outputs and the head are held
 meanwhile (see :class:`moesaic.metrics.forward.Layerwise`).
 """
 
@@ -31,16 +31,16 @@ from moesaic.metrics.size import model_size
 from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0
-"""Nats a token of the largest perplexity that is told: JSON has no infinity."""
+"""Nats a token of the largest perplexity that is reported: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """How well a model predicts one kind of text."""
+    """Quality of a model's predictions of one part of a text."""
 
     perplexity: float
     tokens: int
-    """Tokens that were scored."""
+    """Number of scored tokens."""
     kl: float | None = None
     """Mean of KL(original || this model) over the scored tokens, in nats a token; None where it was
     compared with nothing."""
@@ -48,55 +48,55 @@ class Part:
     """Share of tokens at which original and this model think the same next one most probable."""
 
     def as_json(self) -> JSON:
-        """The figures that there are, by name."""
+        """Return the figures that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality(Part):
-    """How well a model predicts a text, and how it routed its tokens."""
+    """Quality of a model's predictions of a text, with its routing."""
 
     routing: dict[int, Routing] = field(repr=False)
-    """By decoder layer; empty for a model whose layers do not route."""
+    """Routing by decoder layer; empty for a model whose layers do not route."""
     sources: dict[str, Part] = field(default_factory=dict)
-    """By source of a mix, or by domain of rows that have one; empty for a single text."""
+    """Quality by source of a mix, or by domain of rows that have one; empty for a single text."""
     kl_N: tuple[float, ...] = field(default=(), repr=False)
-    """``kl`` by window; windows weigh as much as they have tokens, so that their mean is ``kl``."""
+    """KL by window, weighted by its tokens, so that the mean is ``kl``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score(Quality):
-    """The figures that ``eval`` reports of one model."""
+    """Figures that ``eval`` reports of one model."""
 
     bos: bool = False
-    """Windows begin with BOS, as the tokenizer begins text; False for token ids that were given,
-    which are measured as they are."""
+    """True if windows begin with BOS, as the tokenizer's do; False for given token ids, which are
+    measured unchanged."""
     total_parameters: int
     active_parameters: int
     """Parameters that one token runs on this text, embeddings and head included."""
     active_ratio: float
-    """Measured on this text's routed tokens."""
+    """Active ratio measured on this text's routed tokens."""
     nominal_active_ratio: float
     """Under uniform routing."""
     router_parameters: int
     total_bytes: int
-    """What all parameters take in memory, in the types in which the model was measured."""
+    """Bytes of all parameters, in the types in which the model was measured."""
     tasks: Mapping[str, Values] = field(default_factory=dict)
-    """By task, the keys of :func:`moesaic.metrics.tasks.measure_tasks`; ``recovery`` beside them
-    where it was compared."""
+    """Keys of :func:`moesaic.metrics.tasks.measure_tasks` by task, and ``recovery`` if there was a
+    comparison."""
     recovery: float | None = None
-    """Of all tasks together: :func:`moesaic.metrics.tasks.recovery_ratio`; None where it was
-    compared with nothing."""
+    """Recovery ratio over all tasks (:func:`moesaic.metrics.tasks.recovery_ratio`); None without a
+    comparison."""
     generations: Mapping[str, Values] = field(default_factory=dict, repr=False)
-    """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
+    """Keys of :func:`moesaic.metrics.generations.generations`, by temperature."""
     against: Score | None = None
-    """The model that this one was compared with."""
+    """Model that this one was compared with."""
     baselines: Mapping[str, Score] = field(default_factory=dict, repr=False)
-    """By type, the original quantised to it, compared with the original."""
+    """Scores of the original quantised to each type, compared with the original."""
 
     @property
     def kl_interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of ``kl``, by its spread over windows; None of one window."""
+        """95 % confidence interval of ``kl``, from its spread over windows; None for one window."""
         if len(self.kl_N) < 2:
             return None
         kl_N = torch.tensor(self.kl_N, dtype=torch.float64)
@@ -104,13 +104,13 @@ class Score(Quality):
         return max(kl_N.mean().item() - error, 0.0), kl_N.mean().item() + error
 
     def __repr__(self) -> str:
-        """Quality and size, in one line."""
+        """Return quality and size, in one line."""
         kl = "" if self.kl is None else f", KL {self.kl:.4g}"
         size = f"{self.total_parameters:,} parameters, {self.active_ratio:.0%} active"
         return f"<Score: perplexity {self.perplexity:.4g}{kl} on {self.tokens:,} tokens; {size}>"
 
     def as_json(self) -> JSON:
-        """The figures under the names that programs rely on."""
+        """Return the figures under the names that programs rely on."""
         figures: JSON = {
             "perplexity": self.perplexity,
             "tokens": self.tokens,
@@ -177,10 +177,10 @@ def scores(
 def qualities(
     runs: Sequence[Runner], tokens: Tokens, track: Track = silent, shared: bool = False
 ) -> list[Quality]:
-    """How well one model predicts a text, or two, of which the first is compared with the second.
+    """Measure how well one model predicts a text, or two, the first compared with the second.
 
     Perplexity is exp of the mean next-token loss over windows; the first token of each is not
-    scored, nor BOS, padding or what stands behind it. A model that skips channels at decoding is
+    scored, nor BOS, padding or tokens after it. A model that skips channels at decoding is
     measured with every token as at decoding. Each model runs once.
 
     Args:
@@ -234,15 +234,15 @@ def qualities(
 
 
 def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
-    """What is added up over predicted tokens (C, N, L - 1), float64, 0 where none is scored.
+    """Return figures of each predicted token (C, N, L - 1), float64, 0 where none is scored.
 
     Args:
         logits: of one model, or of a result and its original (N, L, V).
-        labels_NL: what they predict.
+        labels_NL: token ids, :data:`IGNORED` where none is scored.
 
     Returns:
-        1; the loss of each model; of two the divergence of the first from the second, and 1 where
-        both think the same token the most probable.
+        along C: 1; the loss of each model; for two models KL(original || result), and 1 where both
+        have the same most probable token.
 
     Raises:
         MoesaicError: vocabularies differ.
@@ -272,7 +272,7 @@ def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
 
 
 def _part(sums_C: Tensor, model: int) -> Part:
-    """How well one of the models predicts what these sums are of."""
+    """Return one model's quality from these sums over tokens."""
     tokens, *figures = sums_C.tolist()
     mean = [figure / max(1, tokens) for figure in figures]
     perplexity = math.exp(min(mean[model], LARGEST))
@@ -280,7 +280,7 @@ def _part(sums_C: Tensor, model: int) -> Part:
 
 
 def _by_part(batch: Tokens, figures_CNL: Tensor) -> Tensor:
-    """Figures added up by the part of the text that tokens are of (P, C)."""
+    """Add up figures by the part of the text that tokens belong to (P, C)."""
     sums_PC = figures_CNL.new_zeros(len(batch.parts), len(figures_CNL))
     if batch.part_NL is None:
         return sums_PC
@@ -289,13 +289,13 @@ def _by_part(batch: Tokens, figures_CNL: Tensor) -> Tensor:
 
 
 def check_vocabularies(model: Tokenizer, original: Tokenizer) -> None:
-    """Refuse to compare models token by token to which a token is not the same.
+    """Refuse to compare models token by token if a token id has different meanings.
 
-    Both get the same tokens, so that nothing else need agree: one file's reader may cut text
-    otherwise than another's, as of GGUF files, and a vocabulary may be filled up with more.
+    Both get the same ids, so that nothing else need agree: tokenizers may split text differently,
+    as those of GGUF files do, and a vocabulary may be padded.
 
     Raises:
-        MoesaicError: a number stands for two tokens.
+        MoesaicError: an id stands for two tokens.
     """
     ours, theirs = (
         {i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (model, original)

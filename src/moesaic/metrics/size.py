@@ -21,7 +21,7 @@ from moesaic.types import JSON, Model, Named
 
 @dataclass(frozen=True)
 class Size:
-    """A model's parameters, counted."""
+    """Parameter counts of a model."""
 
     total_parameters: int
     active_parameters: int
@@ -30,12 +30,12 @@ class Size:
     """Share of the original's projections that one token runs (see :mod:`moesaic.arch.use`)."""
     router_parameters: int
     total_bytes: int
-    """What all parameters take in memory, in the types that they have there."""
+    """Bytes of all parameters, in their types in memory."""
     layers: tuple[LayerUse, ...]
 
 
 def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Size:
-    """Count a model, live or a skeleton.
+    """Count the parameters of a loaded model or a skeleton.
 
     Args:
         model: a dense or converted causal language model.
@@ -61,7 +61,7 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
 
 
 def inspect(model: Named, *, revision: str | None = None, token: str | bool | None = None) -> JSON:
-    """Return the parts of a model; of one given by name the config is read, and headers of weights.
+    """Return the parts of a model; for a name only the config and headers of weights are read.
 
     Args:
         model: a name or folder, a loaded model, or what a verb returned.

@@ -60,7 +60,7 @@ class Speed:
 
 
 def clock(device: torch.device) -> float:
-    """Return seconds, once the device has done all that it was given."""
+    """Return the time in seconds, after the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -82,7 +82,7 @@ def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
 
 
 Timed = Callable[[torch.Tensor, int], tuple[float, float]]
-"""Takes a prompt and a number of new tokens, returns the seconds of each part."""
+"""Function of a prompt and a number of new tokens that returns the seconds of each part."""
 
 
 def compare_speed(
@@ -130,7 +130,7 @@ def interleaved(
 
 
 def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
-    """Return how much faster ours is, beside what its active parameters alone would allow.
+    """Return the speed-up of a result, beside the ideal one by its active parameters.
 
     Args:
         ours: of the result.

@@ -1,4 +1,4 @@
-"""Tasks by lm-eval on a loaded model: those that it has, and questions of a local file."""
+"""Tasks run by lm-eval on a loaded model: its own, and questions of a local file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 def measure_tasks(
     model: Model, tokenizer: Tokenizer, tasks: Sequence[Task], limit: int | None = None
 ) -> dict[str, JSON]:
-    """Return every task's figures, by its name. Of several processes the first alone is answered.
+    """Return every task's figures, by its name; with several processes, in the first one alone.
 
     Args:
         model: in memory.
         tokenizer: its own.
         tasks: of :func:`moesaic.data.questions.wanted_tasks`.
-        limit: questions of each at most; None for all.
+        limit: most questions of each; None for all.
 
     Returns:
-        of each task ``n`` and its metrics: of multiple choice ``acc``, ``acc_norm``, ``stderr``
-        (of ``acc``) and ``acc_norm_stderr``; of others their own and ``NAME_stderr``.
+        for each task ``n`` and its metrics: for multiple choice ``acc``, ``acc_norm``, ``stderr``
+        (of ``acc``) and ``acc_norm_stderr``; for others their own and ``NAME_stderr``.
 
     Raises:
-        MoesaicError: a task is unknown, its data cannot be had, or it has no such examples.
+        MoesaicError: a task is unknown, its data cannot be fetched, or it has no such examples.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -62,12 +62,12 @@ def measure_tasks(
 
 
 def headline(task: Values) -> float | None:
-    """The figure that sums a task up; None where it has none."""
+    """Return a task's main figure; None if it has none."""
     return next((float(task[name]) for name in HEADLINE if name in task), None)
 
 
 def with_recovery(ours: dict[str, JSON], theirs: Values) -> dict[str, JSON]:
-    """Figures of tasks, each with ``recovery``: its headline over the original's."""
+    """Return tasks' figures, each with ``recovery``: its main figure over the original's."""
     compared = {}
     for name, task in ours.items():
         after, before = headline(task), headline(theirs.get(name, {}))
@@ -78,14 +78,14 @@ def with_recovery(ours: dict[str, JSON], theirs: Values) -> dict[str, JSON]:
 
 
 def recovery_ratio(ours: Values, theirs: Values) -> float | None:
-    """CD-MoE's recovery ratio: the mean of the tasks' headlines over the original's mean.
+    """Return CD-MoE's recovery ratio: the mean of the tasks' main figures over the original's.
 
     Args:
         ours: by task, of the result.
         theirs: of the original.
 
     Returns:
-        None where no task has a headline in both.
+        the ratio; None if no task has a main figure in both.
 
     >>> tasks = {"a": {"acc": 0.25}, "b": {"acc": 0.5, "acc_norm": 0.75}, "c": {"n": 1}}
     >>> recovery_ratio(tasks, {"a": {"acc": 0.5}, "b": {"acc_norm": 0.75}})
@@ -104,7 +104,7 @@ def recovery_ratio(ours: Values, theirs: Values) -> float | None:
 
 @cache
 def task_manager() -> TaskManager:
-    """lm-eval's index of its tasks, which takes seconds to read."""
+    """Return lm-eval's index of its tasks, cached, as it takes seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
@@ -136,11 +136,11 @@ def _unknown(name: str, names: Iterable[str]) -> str:
 
 
 ABSENT = ("Connection", "Offline", "DatasetNotFound", "LocalEntryNotFound", "HfHubHTTP", "Timeout")
-"""In the names of the errors by which a data set is not to be had."""
+"""Parts of the names of errors that mean that a data set cannot be fetched."""
 
 
 def _not_ours(error: BaseException, name: str, shots: int | None) -> str | None:
-    """A failure of lm-eval in words, if the request or the network is to blame; else None."""
+    """Return an error message if the request or the network caused lm-eval's failure; else None."""
     chain: list[BaseException] = []
     behind: BaseException | None = error
     while behind is not None and behind not in chain:
@@ -161,10 +161,10 @@ def _not_ours(error: BaseException, name: str, shots: int | None) -> str | None:
 
 
 def figures(report: Values, name: str) -> JSON:
-    """The figures of a task, or of a group of tasks, as lm-eval found them.
+    """Return the figures of a task, or of a group of tasks, from lm-eval's report.
 
     Args:
-        report: what lm-eval returned.
+        report: result of lm-eval.
         name: of the task.
 
     Returns:
@@ -186,7 +186,7 @@ def figures(report: Values, name: str) -> JSON:
 
 
 def _leaves(names: Iterable[str], report: Values) -> list[str]:
-    """The tasks of a group, and of the groups in it."""
+    """Return the tasks of a group, and of the groups in it."""
     below = report.get("group_subtasks", {})
     leaves: list[str] = []
     for name in names:
