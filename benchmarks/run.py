@@ -224,12 +224,10 @@ def _apart(command: Sequence[str], name: str) -> tuple[str, float, int]:
 
 def _said(words: Sequence[str]) -> str:
     """What a command prints that is carried out in this process."""
-    from typer.main import get_command
-
     from moesaic.cli import app
 
     with redirect_stdout(StringIO()) as output:
-        get_command(app).main([*words], standalone_mode=False)
+        app.main([*words], standalone_mode=False)
     return output.getvalue()
 
 

@@ -160,12 +160,8 @@ def provide(given: list[str], folder: Path, made: Path) -> None:
 def by_page() -> Iterator[Any]:
     """The commands of each page, recipe and help, in order; those seen before are left out."""
     seen: set[tuple[str, ...]] = set()
-    pages: dict[str, list[list[str]]] = {}
-    for parameter in spoken():
-        page = str(parameter.id).partition(":")[0]
-        given = cheap(list(parameter.values[0]))
-        pages.setdefault(page, []).append(given)
-    for page, commands in pages.items():
+    for page, given in spoken().items():
+        commands = [cheap(words) for words in given]
         left = [c for c in commands if tuple(c) not in seen]
         # a page's commands build on each other: none is left out while a later one is new
         if left:
