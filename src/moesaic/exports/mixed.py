@@ -27,7 +27,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.file_types import FILES
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
 
-WINDOWS = 32
+WINDOWS = 16
 """Of the text by which the KL of groups is estimated."""
 GAP = 1e-4
 """The share by which the sum of KL may lie above the least possible one."""
