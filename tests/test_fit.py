@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -28,7 +29,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, apart, calibration_tokens
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.estimates import Built
-from moesaic.exports.mixed import Layout
+from moesaic.exports.mixed import Layout, choice
 from moesaic.exports.quantiser import Rounded
 from moesaic.families import Family, Shape
 from moesaic.fitting import prices as prices_module
@@ -218,17 +219,17 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
 
 def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
     """Within the budget, and the same once read back."""
-    table = Prices({}, types=plain.prices()).sensitivities((WIDE, NARROW))
-    layout = plain.original.layout
-    fixed, bytes_GC = layout.bytes(table.groups, table.types)
+    kls = {t: {g: price.kl for g, price in of.items()} for t, of in plain.prices().items()}
+    layout, types, groups = plain.original.layout, (WIDE, NARROW), ("attn 0", "gate-up 0")
+    fixed, bytes_GC = layout.bytes(groups, types)
     wide, narrow = fixed + bytes_GC.sum(0)
-    ways = [{"attn 0": a, "gate-up 0": f} for a in table.types for f in table.types]
-    assert table.choice(layout, wide) == (ways[0], 0.0)
-    assert table.choice(layout, wide - 1) == (ways[1], 0.1)
-    assert table.choice(layout, layout.size(ways[1]) - 1) == (ways[3], 1.1)
+    ways = [dict(zip(groups, way, strict=True)) for way in itertools.product(types, repeat=2)]
+    assert choice(kls, layout, wide) == ways[0]
+    assert choice(kls, layout, wide - 1) == ways[1]
+    assert choice(kls, layout, layout.size(ways[1]) - 1) == ways[3]
     assert [layout.size(ways[n]) for n in (0, 3)] == [wide, narrow]
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
-        table.choice(layout, narrow - 1)
+        choice(kls, layout, narrow - 1)
 
 
 def keeping(*counts: int) -> Form:

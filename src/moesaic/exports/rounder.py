@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import product
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from moesaic.exports.mixed import (
     OUTSIDE,
     WINDOWS,
     Layout,
-    Sensitivities,
+    choice,
     tensor_types,
 )
 from moesaic.exports.quantiser import held_rows, values_of
@@ -247,7 +247,7 @@ class Rounder:
             view=lambda layer: layer,
         )
         kl_XN = estimated(stream, self.changes(types), DRAWS, track=self.track)
-        kl_GC = kl_XN.mean(1).view(len(self.groups), len(types)).numpy()
-        kl_GC *= np.array([[self.scale(group)] for group in self.groups])
-        table = Sensitivities(tuple(self.groups), tuple(types), kl_GC)
-        return table.choice(self.layout, budget)[0]
+        kls: dict[str, dict[str, float]] = {type: {} for type in types}
+        for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
+            kls[type][group] = self.scale(group) * float(kl)
+        return choice(kls, self.layout, budget)

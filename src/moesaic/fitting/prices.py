@@ -21,7 +21,7 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.exports.mixed import Numbers, Sensitivities
+from moesaic.exports.mixed import Numbers
 from moesaic.exports.rounder import DRAWS, Rounder
 from moesaic.fitting.forms import Form, places_priced
 from moesaic.fitting.sizes import steps_as_json
@@ -124,12 +124,6 @@ class Prices:
         v_KN = (1 - share) * every[low].v_KN + share * every[high].v_KN
         price = Price(v_KN, (1 - share) * every[low].head + share * every[high].head)
         return price if form.first is None else self.steps[key_of(form.first)] + price
-
-    def sensitivities(self, types: Sequence[str]) -> Sensitivities:
-        """KL by groups of tensors, of some of the types."""
-        groups = [*self.types[types[0]]]
-        kl_GC = np.array([[self.types[type][group].kl for type in types] for group in groups])
-        return Sensitivities(tuple(groups), tuple(types), kl_GC)
 
     @torch.no_grad()
     def add(

@@ -21,7 +21,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
-from moesaic.exports.mixed import Numbers, tensor_types
+from moesaic.exports.mixed import Numbers, choice, tensor_types
 from moesaic.exports.rounder import Types
 from moesaic.fitting.candidates import (
     NONE,
@@ -339,9 +339,10 @@ class Search:
         assert self.config.memory is not None
         layout = self.files.layout(self.costs.built(steps))
         layout.check(self.config.types, self.config.memory)
-        table = self.prices.sensitivities(self._tensor_types)
-        types, _ = table.choice(layout, self.config.memory)
-        of_types = (self.prices.types[type][group].kl_S for group, type in types.items())
+        prices = {type: self.prices.types[type] for type in self._tensor_types}
+        kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
+        types = choice(kls, layout, self.config.memory)
+        of_types = (prices[type][group].kl_S for group, type in types.items())
         return types, sum(of_types, NONE)
 
     # --- sizes -----------------------------------------------------------------------------------
