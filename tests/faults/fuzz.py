@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import datasets
 import yaml
 from damage import ALIASES, parts, written
 from worker import WRITING, seeded, tree
@@ -569,7 +570,9 @@ def limited() -> None:
 
 def serve(numbers: Sequence[int], sound: Path, out: int) -> None:
     """Cases one after the other in this process; each outcome is a line of JSON."""
-    os.environ["XDG_CACHE_HOME"] = str(sound.parent / "cache")
+    cache = sound.parent / "cache"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    datasets.config.HF_DATASETS_CACHE = cache / "datasets"
     limited()
     watch = Watch(sound.parent)
     for number in numbers:
