@@ -164,10 +164,16 @@ class PlainFiles:
 
     def rounder(self, result: Path | None, built: Built) -> Any:
         source = resolve(str(result) if result else "tiny-moe")
-        return SimpleNamespace(source=source, layout=self.layout(built), change=lambda _: None)
+        layout = self.layout(built)
+        return SimpleNamespace(source=source, layout=layout, change=lambda _: None, weights={})
 
     def make(
-        self, result: Path | None, out: Path, file: ExportArgs, types: Any = None
+        self,
+        result: Path | None,
+        out: Path,
+        file: ExportArgs,
+        types: Any = None,
+        weights: Any = None,
     ) -> dict[str, Any]:
         source = resolve(str(result) if result else "tiny-moe")
         out.write_text(f"{source.folder}\n")

@@ -70,10 +70,14 @@ class Rounder:
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
+        self.known: Mapping[str, Tensor] | None = None
+        """The weights, where they were found before."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
         """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name."""
+        if self.known is not None:
+            return self.known
         return importance(self.source, self.tokens, self.named, self.track)
 
     # --- matrices --------------------------------------------------------------------------------

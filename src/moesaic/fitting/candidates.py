@@ -23,7 +23,7 @@ ALIKE = 1.03
 is plainer and loses no more for good."""
 
 
-FAR = 1.25
+FAR = 1.2
 """Candidates estimated at more than this many times the KL of the best, by more than the error of
 estimates, are not measured."""
 QUANTISE = "quantise"

@@ -115,6 +115,7 @@ class Files:
         out: Path,
         file: ExportArgs,
         types: Mapping[str, str] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> JSON:
         """Write a file.
 
@@ -123,6 +124,7 @@ class Files:
             out: the file.
             file: its type.
             types: by groups of tensors, where they differ.
+            weights: of the matrices' inputs, where they are known.
 
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
@@ -132,6 +134,8 @@ class Files:
             whole = self.folder / "result.gguf"
             whole.unlink(missing_ok=True)
             rounding = self._converted(result, whole)
+        if weights is not None:
+            rounding.rounder.known = weights
         if types is None:
             rounding.uniform(out, file.type)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,6 +58,10 @@ class Trials:
     track: Track
     refused: dict[str, str] = field(default_factory=dict)
     """What the model cannot have, with the reason."""
+    _weights: dict[tuple[MethodConfig, ...], Mapping[str, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """By steps those of the inputs of a result's matrices."""
 
     def refuse(self, name: str, error: MoesaicError) -> None:
         """Note what the model cannot have, each reason once."""
@@ -137,7 +141,8 @@ class Trials:
         out = our_folder(folder) / f"model-{type}.gguf"
         result = folder if chosen.converted else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
-        record |= self.files.make(result, out, chosen.file, chosen.types)
+        weights = self._weights.get(chosen.converted)
+        record |= self.files.make(result, out, chosen.file, chosen.types, weights)
         settings = self.recipe.evaluation
         if settings is not None:
             tokens = evaluation_tokens(
@@ -208,6 +213,8 @@ class Trials:
                 yield self._runner(source)
             return
         rounder = self.files.rounder(result, self.costs.built(candidate.converted))
+        rounder.known = self._weights.get(candidate.converted)  # of a result in another folder
+        self._weights[candidate.converted] = rounder.weights
         change = rounder.change(candidate.types)
         yield Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
 
