@@ -102,7 +102,7 @@ class Trials:
         plans: dict[MethodConfig, Change] = {}
         for config in self.track(configs, "Deciding alternatives", len(configs)):
             try:
-                args = self.args(stats=self.costs.decided(config, 0))
+                args = self.args(stats=config.decides_from_stats)
                 plan = convert(config, args).plan
             except MoesaicError as error:
                 self.refuse(config.verb, error)
