@@ -94,11 +94,11 @@ class Candidate:
         return float(of_types + known.get(self.kind, 1.0) * self.steps_S.mean())
 
     def far(self, best: Candidate) -> bool:
-        """Whether estimates say for sure that it has much more KL than another candidate."""
+        """True if its estimated KL is significantly, and much, higher than another candidate's."""
         pairs = np.broadcast_arrays(self.steps_S + self.types_S, best.steps_S + best.types_S)
         ours_S, theirs_S = map(torch.tensor, pairs)
-        surely = len(ours_S) < 2 or significantly_worse(ours_S, theirs_S)
-        return self.estimate() > FAR * best.estimate() and surely
+        worse = len(ours_S) < 2 or significantly_worse(ours_S, theirs_S)
+        return self.estimate() > FAR * best.estimate() and worse
 
     @property
     def kl(self) -> float:

@@ -98,7 +98,7 @@ class Texts:
 def priced_on(tokens: Tokens) -> Tokens:
     """Some of a text's windows, cut into short ones.
 
-    A window tells one number of each draw of labels, however long it is.
+    A window gives one sample for each draw of labels, however long it is.
     """
     length = tokens.input_ids.shape[1]
     some = tokens.rows(slice(max(2, PRICED // length)))
