@@ -3,6 +3,7 @@
     python benchmarks/run.py slim.yaml --set data=wikitext2-valid.txt     writes slim.json
     python benchmarks/run.py slim.yaml --only "slim energy" --dry-run     the commands, not run
     python benchmarks/run.py FILE.yaml --work DIR --speed                times what DIR holds
+    python benchmarks/run.py papers/naee.yaml --only tab3 --small     a paper's table on tiny models
 
 A description has
 
@@ -14,12 +15,17 @@ A description has
   the command; ``as`` and ``take``: the keys of its ``--json`` that the row keeps under that name,
   all of them by default; ``if``: a name without whose value it is left out.
 - ``set``: names that have one value for all rows, which ``--set`` replaces, like those of ``vary``.
+- ``small``: what stands for values of ``set`` and ``vary`` with ``--small``.
+- ``needs``: the other tool that a row is made by. Without ``--peer TOOL=PYTHON:CHECKOUT``, or
+  without steps, the row says that it was not run.
 - ``rows``: several groups, each with its own of the above beside those at the top.
 - ``speed``: ``model`` beside which results are timed, interleaved, round by round; ``prompt``,
   ``new_tokens``, ``rounds``, ``threads``.
 
 Each command is a process of its own: its CPU seconds, its peak of memory and the machine's load are
-in the row. Rows that the JSON has already are not made again, and what comes is written at once.
+in the row; with ``--small`` all are carried out in one process, which has no peaks. Rows that the
+JSON has already are not made again, those of the same commands are copied, and what comes is
+written at once.
 """
 
 from __future__ import annotations
@@ -33,16 +39,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import yaml
 
-HERE = Path(__file__).parent
-KEYS = ("vary", "name", "steps", "set")
+HERE = Path(__file__).resolve().parent
+KEYS = ("vary", "name", "steps", "set", "small", "needs")
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,18 @@ class Step:
     """Under which its figures are kept; empty: it tells none."""
     take: tuple[str, ...] = ()
     """Of its JSON the keys that are kept, ``a.b`` for one within another; empty: all."""
+    kind: str = "run"
+    """``run``; ``call``, where the command is a function; ``peer``, where it is another tool's."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of a function."""
+
+    @property
+    def shown(self) -> str:
+        """The command in words."""
+        if self.kind == "call":
+            given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+            return f"{self.command.replace(':', '.')}({given})"
+        return f"moesaic {self.command}" if self.kind == "run" else f"python {self.command}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,13 @@ class Row:
 
     name: str
     steps: tuple[Step, ...]
+    needs: str = ""
+    """The other tool that it is made by."""
+
+    @property
+    def commands(self) -> list[str]:
+        """Its steps in words."""
+        return [step.shown for step in self.steps]
 
     @property
     def folder(self) -> str:
@@ -70,26 +99,33 @@ class Row:
         return re.sub(r"[^\w.-]+", "-", self.name)
 
 
-def rows_of(description: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Row]:
+def rows_of(
+    description: Mapping[str, Any], settings: Mapping[str, str], small: bool = False
+) -> Iterator[Row]:
     """All rows of a description.
 
     Args:
         description: as the module's text says.
         settings: values that are set for names, of ``vary`` several with commas between.
+        small: take the values of ``small``.
     """
     shared = {key: description[key] for key in KEYS if key in description}
     for group in description.get("rows") or [{}]:
         options = {**shared, **group}
-        vary = {name: _labelled(values) for name, values in options.get("vary", {}).items()}
+        less = {**shared.get("small", {}), **options.get("small", {})} if small else {}
+        varied = options.get("vary", {})
+        vary = {name: _labelled(less.pop(name, values)) for name, values in varied.items()}
         vary |= {n: _labelled(settings[n].split(",")) for n in vary if n in settings}
-        fixed = {**shared.get("set", {}), **options.get("set", {})}
+        fixed = {**shared.get("set", {}), **options.get("set", {}), **less}
         fixed |= {name: value for name, value in settings.items() if name not in vary}
         for picked in product(*(values.items() for values in vary.values())):
             pairs = [*zip(vary, picked, strict=True)]
             labels = {**fixed, **{name: label for name, (label, _) in pairs}}
             values = {**fixed, **{name: value for name, (_, value) in pairs}}
             values |= {f"{name}_label": label for name, (label, _) in pairs}
-            yield Row(options["name"].format(**labels), tuple(_steps(options["steps"], values)))
+            steps = tuple(_steps(options.get("steps", ()), values))
+            needs = options.get("needs", "").format(**labels)
+            yield Row(options["name"].format(**labels), steps, needs)
 
 
 def _labelled(values: Any) -> dict[str, str]:
@@ -104,10 +140,17 @@ def _steps(steps: Sequence[Any], values: Mapping[str, str]) -> Iterator[Step]:
         options = step if isinstance(step, Mapping) else {"run": step}
         if "if" in options and not values.get(options["if"]):
             continue
-        command = options["run"]
-        while (filled := command.format(**values)) != command:  # values may name others
-            command = filled
-        yield Step(command, options.get("as", ""), tuple(options.get("take", ())))
+        kind = next(kind for kind in ("run", "call", "peer") if kind in options)
+        arguments = {key: _filled(value, values) for key, value in options.get("with", {}).items()}
+        command, take = _filled(options[kind], values), tuple(options.get("take", ()))
+        yield Step(command, options.get("as", ""), take, kind, arguments)
+
+
+def _filled(text: Any, values: Mapping[str, Any]) -> Any:
+    """A text with values for names; what is no text stays."""
+    while isinstance(text, str) and (filled := text.format(**values)) != text:  # they name others
+        text = filled
+    return text
 
 
 def taken(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -125,14 +168,24 @@ def taken(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return selected or dict(figures)
 
 
-def carried_out(row: Row, work: Path) -> dict[str, Any]:
+def carried_out(
+    row: Row, work: Path, here: bool = False, peers: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Any]:
     """A row's figures, and what its commands took.
+
+    Args:
+        row: a row.
+        work: where its folder is made.
+        here: in this process.
+        peers: the Python and the checkout of other tools, by name.
 
     Raises:
         SystemExit: a command failed; its own words are shown.
     """
+    if row.needs and not (row.steps and row.needs in (peers or {})):
+        return {"not_run": f"needs {row.needs}"}
     out = work / row.folder
-    figures: dict[str, Any] = {"commands": [f"moesaic {step.command}" for step in row.steps]}
+    figures: dict[str, Any] = {"commands": row.commands}
     figures |= {"cpu_seconds": [], "peak_memory_bytes": [], "load": os.getloadavg()[0]}
     for step in row.steps:
         words = [word.replace("OUT", str(out)) for word in shlex.split(step.command)]
@@ -140,18 +193,51 @@ def carried_out(row: Row, work: Path) -> dict[str, Any]:
         finished = out.exists() and str(out) in words and not step.key
         if finished and "--resume" not in words:  # of a run that was stopped behind this step
             continue
-        with tempfile.TemporaryFile("w+") as output:
-            process = subprocess.Popen([sys.executable, "-m", "moesaic", *words], stdout=output)
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise SystemExit(f"{row.name}: moesaic {shlex.join(words)} failed.")
-            output.seek(0)
-            if step.key:
-                figures[step.key] = taken(json.loads(output.read()), step.take)
-        figures["cpu_seconds"].append(round(used.ru_utime + used.ru_stime, 1))
-        figures["peak_memory_bytes"].append(used.ru_maxrss * 1024)
-    return figures
+        if step.kind == "call" or (here and step.kind == "run"):
+            started = time.process_time()
+            output = _called(step, out) if step.kind == "call" else _said(words)
+            seconds = time.process_time() - started
+        else:
+            command = [sys.executable, "-m", "moesaic"]
+            if step.kind == "peer" and peers is not None:
+                python, checkout = peers[row.needs]
+                command, words = [python], [f"{checkout}/{words[0]}", *words[1:]]
+            output, seconds, peak = _apart([*command, *words], row.name)
+            figures["peak_memory_bytes"].append(peak)
+        if step.key:
+            figures[step.key] = taken(json.loads(output), step.take)
+        figures["cpu_seconds"].append(round(seconds, 1))
+    return figures if figures["peak_memory_bytes"] else figures | {"peak_memory_bytes": None}
+
+
+def _apart(command: Sequence[str], name: str) -> tuple[str, float, int]:
+    """What a process of its own prints, its CPU seconds and its peak of memory."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{name}: {shlex.join(command)} failed.")
+        output.seek(0)
+        return output.read(), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
+
+
+def _said(words: Sequence[str]) -> str:
+    """What a command prints that is carried out in this process."""
+    from moesaic.cli import app
+
+    with redirect_stdout(StringIO()) as output:
+        app.main([*words], standalone_mode=False)
+    return output.getvalue()
+
+
+def _called(step: Step, out: Path) -> str:
+    """What a function of a script returns, as JSON."""
+    arguments = {
+        name: value.replace("OUT", str(out)) if isinstance(value, str) else value
+        for name, value in step.arguments.items()
+    }
+    return json.dumps(resolve_name(step.command)(**arguments))
 
 
 def _matching(word: str) -> list[str]:
@@ -186,6 +272,12 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     }
 
 
+def _named(file: Path) -> str:
+    """A description's path in this folder; elsewhere its name."""
+    path = file.resolve()
+    return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else file.name
+
+
 def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
     """What every result carries: the command that makes it, versions and machine."""
     from moesaic import __version__
@@ -194,7 +286,7 @@ def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
     head = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "command": shlex.join(["python", "benchmarks/run.py", file.name, *words]),
+        "command": shlex.join(["python", "benchmarks/run.py", _named(file), *words]),
         "moesaic": __version__,
         "commit": commit,
         "environment": environment(),
@@ -205,9 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("description", help="a YAML file, of this folder where it is not here")
     parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--only", nargs="*", help="rows whose names hold one of these")
+    parser.add_argument("--only", nargs="*", help="rows whose names hold one of these words")
     parser.add_argument("--work", type=Path, help="keeps what rows make, for --speed")
     parser.add_argument("--out", type=Path, help="default: the description's name, .json")
+    parser.add_argument("--small", action="store_true", help="a paper's rows on tiny models")
+    parser.add_argument(
+        "--peer", nargs="*", action="extend", default=[], metavar="TOOL=PYTHON:CHECKOUT"
+    )
     parser.add_argument("--speed", action="store_true", help="time what --work keeps")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     args = parser.parse_args(arguments)
@@ -217,16 +313,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = dict(pair.split("=", 1) for pair in args.set)
     rows = [
         row
-        for row in rows_of(description, settings)
-        if args.only is None or any(part in row.name for part in args.only)
+        for row in rows_of(description, settings, args.small)
+        if args.only is None
+        or any(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", row.name) for part in args.only)
     ]
     if args.dry_run:
         for row in rows:
-            print(f"# {row.name}", *(f"moesaic {step.command}" for step in row.steps), sep="\n")
+            print(f"# {row.name}", *row.commands, sep="\n")
         return
-    out = args.out or HERE / f"{file.stem}.json"
+    sys.path.insert(0, str(file.resolve().parent))
+    peers = {
+        name: place.partition(":")[::2]
+        for name, place in (pair.split("=", 1) for pair in args.peer)
+    }
+    own = file.with_suffix(".small.json" if args.small else ".json")
+    out = args.out or (own if own.resolve().is_relative_to(HERE) else HERE / own.name)
     record: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
-    words = [word for pair in args.set for word in ("--set", pair)]
+    words = [word for pair in args.set for word in ("--set", pair)] + ["--small"] * args.small
     record |= circumstances(file, words)
     results = record.setdefault("results", {})
 
@@ -247,9 +350,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows:
             if row.name in results:
                 continue
-            results[row.name] = carried_out(row, work)
+            twins = (r for r in results.values() if row.steps and r.get("commands") == row.commands)
+            twin = next(twins, None)
+            results[row.name] = twin or carried_out(row, work, args.small, peers)
             keep()
-            print(row.name, json.dumps(results[row.name]), flush=True)
+            print(row.name, json.dumps(results[row.name])[:500], flush=True)
             if args.work is None:
                 shutil.rmtree(work / row.folder, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """Try every architecture of the installed transformers; write what came of it.
 
-``src/moesaic/assets/architectures.json`` is read by ``moesaic architectures`` and by
+``src/moesaic/assets/architectures.json`` is read by ``moesaic inspect`` and by
 ``docs/architectures.md``. Takes some minutes on one core; named model types alone are tried anew,
 and ``--page`` only writes the page anew.
 """
@@ -22,8 +22,8 @@ PAGE = ROOT / "docs/architectures.md"
 HEAD = """# Architectures
 
 ```
-moesaic architectures           # the lists of this page, with the full reason for each refusal
-moesaic architectures --json
+moesaic inspect           # the lists of this page, with the full reason for each refusal
+moesaic inspect --json
 moesaic inspect MODEL           # whether a model is supported, and what its layers are
 ```
 
@@ -38,7 +38,7 @@ A type of another transformers may work as well: a rule finds layers, routers, e
 config's numbers (`src/moesaic/arch/discovery.py`). Where it fails, the error says what was found
 and what was not. Another package can add a type ([ARCHITECTURE.md](../ARCHITECTURE.md)).
 """
-NAMED = "`moesaic architectures` names them all, each with its reason: GPT-2, BERT, OPT and others."
+NAMED = "`moesaic inspect` names them all, each with its reason: GPT-2, BERT, OPT and others."
 TAIL = """## What was tried
 
 `make architectures` runs the trials of `tests/contract.py` and writes this page.

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from moesaic import config as requests
-from moesaic.cli.options import default_of, flag_of, help_of
-from moesaic.config import about
+from moesaic.cli.options import default_of, help_of
+from moesaic.config import about, flag_of
 from moesaic.methods import METHODS, methods_of
 from moesaic.methods.prune.criteria import CRITERIA
 from moesaic.methods.slim.scores import SCORES

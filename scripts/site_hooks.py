@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
-from unittest import mock
 
-from typer.main import get_command
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from moesaic.cli import app
 from moesaic.methods import VERBS, methods_of
@@ -44,7 +41,7 @@ def on_page_content(html: str, **_: Any) -> str:
 def commands() -> str:
     """The page: every command with all its options, and every method's own."""
     parts = ["# Commands", "As `moesaic COMMAND --help-all` prints them."]
-    for name in get_command(app).commands:  # type: ignore[attr-defined]
+    for name in app.commands:
         parts.append(f"## {name}")
         methods = list(methods_of(name)) if name in VERBS else []
         for method in methods if len(methods) > 1 else [""]:
@@ -56,7 +53,5 @@ def commands() -> str:
 
 def help_text(*words: str) -> str:
     """The help that a command prints."""
-    every = "--help-all" if words[0] in VERBS else "--help"
-    with mock.patch.object(sys, "argv", ["moesaic", *words, every]):
-        result = CliRunner().invoke(app, [*words, every], prog_name="moesaic", terminal_width=78)
+    result = CliRunner().invoke(app, [*words, "--help-all"], prog_name="moesaic", terminal_width=78)
     return result.output.strip()

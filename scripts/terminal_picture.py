@@ -1,9 +1,9 @@
-"""A picture of a command and what it really prints, for README.
+"""Write a picture of a command and what it prints.
 
     python scripts/terminal_picture.py docs/images/terminal.svg tiny-moe ...
 
-Runs ``moesaic`` with these words in an empty folder and writes what comes as SVG, up to the command
-that it says would do the same again. Lines that a bar draws again and again are shown as they end.
+Runs ``moesaic`` with these words in an empty folder and writes all that it prints as SVG. Lines
+that a bar draws again and again are shown as they end, those of the saved result's run not at all.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def main(out: str, *words: str) -> None:
     for line in run.stdout.splitlines():
         shown = Text.from_ansi(line.rpartition("\r")[2])
         again |= shown.plain.startswith("$ ")
-        if again and BAR in shown.plain:
-            break
-        if shown.plain.strip():
+        if shown.plain.strip() and not (again and BAR in shown.plain):
             console.print(shown)
     Path(out).write_text(console.export_svg(title="moesaic", unique_id="terminal"), "utf-8")
 

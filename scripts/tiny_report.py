@@ -27,7 +27,7 @@ def read_jsonl(path: Path) -> list[dict[str, str]]:
 
 
 def machine() -> str:
-    """The processor in words."""
+    """Return the processor in words."""
     info = Path("/proc/cpuinfo")
     match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     name = match[1] if match else platform.processor() or platform.machine()
@@ -35,7 +35,7 @@ def machine() -> str:
 
 
 def windows_of(tokenizer: Any, rows: list[dict[str, str]], domain: str) -> torch.Tensor:
-    """The tokens of a domain's texts in file order ("all": of every text), in whole windows."""
+    """Return whole windows of a domain's tokens, texts in file order; "all" is every text."""
     text = "\n\n".join(row["text"] for row in rows if domain in ("all", row["domain"]))
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(tokens[: len(tokens) // WINDOW * WINDOW]).view(-1, WINDOW)
@@ -203,7 +203,7 @@ WHAT = {
 
 
 def card(name: str, model: PreTrainedModel, training: dict[str, Any]) -> str:
-    """The model card, in Markdown."""
+    """Return the model card, in Markdown."""
     config = model.config
     shape = (
         f"{config.num_hidden_layers} layers, width {config.hidden_size}, "

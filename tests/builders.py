@@ -462,14 +462,6 @@ def python(*arguments: Any, **env: str) -> subprocess.Popen[bytes]:
     )
 
 
-def processes(*arguments: Any, count: int = 2) -> subprocess.Popen[bytes]:
-    """Python with these arguments in several CPU processes, by accelerate's launcher and gloo."""
-    launch = ["-m", "accelerate.commands.launch", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    launch += ["--multi_gpu", "--num_processes", str(count)]  # it starts CPU processes too
-    return python(*launch, *arguments, ACCELERATE_USE_CPU="true")
-
-
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train.loop", "transformers.trainer"])
 

@@ -323,7 +323,7 @@ def _upper(text: str) -> str:
 
 def _said(error: Exception) -> str:
     """The reason alone, on one line."""
-    text = " ".join(str(error).split()).partition(" `moesaic architectures`")[0]
+    text = " ".join(str(error).split()).partition(" `moesaic inspect`")[0]
     text = re.sub(r"/\S+/(base|live|out)\b", "The checkpoint", text)
     return (text.partition("is not supported. ")[2] or text)[:400]
 

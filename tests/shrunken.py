@@ -25,77 +25,40 @@ LARGEST = 5_000_000
 """Parameters of a tiny model, at most."""
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "tie_word_embeddings": False,
-    "sliding_window": 8,
-    # experts
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    "moe_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "shared_experts_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-    "num_nextn_predict_layers": 0,
-    # latent attention
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 8,
-    # linear attention and state spaces
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_heads": 2,
-    "linear_head_dim": 8,
-    "mamba_n_heads": 4,
-    "mamba_num_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 64,
-    "ssm_state_size": 8,
-    "mamba_n_groups": 1,
-    "n_groups": 1,
-    "mamba_dt_rank": 4,
-    "chunk_size": 16,
-    "mamba_chunk_size": 16,
-    # older names
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 256,
-    "d_model": 32,
-    "n_layers": 4,
-    "n_heads": 4,
-    "ffn_dim": 64,
-    "word_embed_proj_dim": 32,
-    "ffn_hidden_size": 64,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 384,
-    "laurel_rank": 4,
+    name: size
+    for size, names in {
+        384: "vocab_size vocab_size_per_layer_input",
+        256: "max_position_embeddings n_positions",
+        64: "intermediate_size mamba_d_ssm ffn_dim ffn_hidden_size",
+        32: "hidden_size n_embd d_model word_embed_proj_dim",
+        24: (
+            "shared_expert_intermediate_size shared_intermediate_size "
+            "moe_shared_expert_intermediate_size shared_experts_intermediate_size"
+        ),
+        16: (
+            "moe_intermediate_size expert_ffn_hidden_size index_head_dim mamba_d_head "
+            "mamba_head_dim chunk_size mamba_chunk_size"
+        ),
+        8: (
+            "head_dim sliding_window num_experts num_local_experts n_routed_experts "
+            "moe_num_experts kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+            "v_head_dim index_topk linear_key_head_dim linear_value_head_dim linear_head_dim "
+            "mamba_d_state ssm_state_size hidden_size_per_layer_input"
+        ),
+        4: (
+            "num_hidden_layers num_attention_heads mamba_n_heads mamba_num_heads mamba_dt_rank "
+            "n_layer n_head n_layers n_heads laurel_rank"
+        ),
+        2: (
+            "num_key_value_heads num_experts_per_tok moe_topk moe_k top_k_experts n_group "
+            "index_n_heads linear_num_key_heads linear_num_value_heads linear_num_heads"
+        ),
+        1: "n_shared_experts topk_group first_k_dense_replace mamba_n_groups n_groups",
+        0: "pad_token_id bos_token_id eos_token_id num_mtp_layers num_nextn_predict_layers",
+    }.items()
+    for name in names.split()
 }
+SIZES["tie_word_embeddings"] = False
 
 
 def sections(*sizes: int) -> dict[str, Any]:

@@ -10,20 +10,21 @@ from moesaic.exports.llamacpp import SCRIPT, find_converter
 from moesaic.io.source import resolve
 from moesaic.metrics.bench import _prompt
 from moesaic.metrics.speed import Speed, Timing, against, interleaved
-from moesaic.report import speed_words
+from moesaic.report.sentences import speed_words
 
 
 def speed(prefill, decode):
     return Speed(Timing(prefill), Timing(decode), Timing((1.0,)))
 
 
-def test_ratios_are_taken_round_by_round():
+def test_ratios_are_those_of_the_medians_and_spreads_of_the_rounds():
     ours = speed((200.0, 110.0, 90.0), (10.0, 10.0, 10.0))
     theirs = speed((100.0, 100.0, 100.0), (8.0, 10.0, 20.0))
     found = against(ours, theirs, ideal=1.25)
     assert found["prefill"]["ratio"] == pytest.approx(1.1)
     assert found["prefill"]["share"] == pytest.approx(0.88)
-    assert found["decode"] == {"ratio": 1.0, "spread": [0.5, 1.25], "ideal": 1.25, "share": 0.8}
+    of_decode = {"ratio": 1.0, "spread": [0.5, 1.25], "rounds": 3, "ideal": 1.25, "share": 0.8}
+    assert found["decode"] == of_decode
 
 
 def test_models_take_turns():
@@ -38,13 +39,13 @@ def test_models_take_turns():
 
     runners = {name: runner(name) for name in "ab"}
     speeds = interleaved(runners, torch.zeros(1, 8, dtype=torch.int64), new_tokens=4, rounds=2)
-    assert "".join(turns) == "ababab"
+    assert "".join(turns) == "baabba"
     assert speeds["b"].prefill.values == (2.0, 2.0)
     assert speeds["b"].decode.values == (4.0, 4.0)
 
 
 def test_what_is_slower_is_called_slower():
-    found = {"ratio": 0.9, "spread": [0.8, 0.95], "ideal": 1.5, "share": 0.6}
+    found = {"ratio": 0.9, "spread": [0.8, 0.95], "ideal": 1.5, "share": 0.6, "rounds": 5}
     (said,) = speed_words({"decode": found})
     assert said.startswith("Decode: 0.90× (0.80× to 0.95×), slower than the other.")
     assert "60" in said

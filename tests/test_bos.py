@@ -17,7 +17,6 @@ from builders import documents, pages, tiny_model
 from tokenizers import processors
 
 import moesaic
-from moesaic.cli.measure import score_tables
 from moesaic.data.reader import shipped_texts
 from moesaic.data.rows import PromptAnswer
 from moesaic.data.text import (
@@ -122,7 +121,6 @@ def test_bos_is_not_scored_and_the_token_behind_it_is(begun: Any) -> None:
     assert found.tokens == losses.numel() == 150
     assert found.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-5)
     assert found.as_json()["bos"] is True
-    score_tables({"a": found.as_json()}, None)
     given = score(model, Tokens(tokens.input_ids))  # of ids nobody knows what they begin with
     assert (given.perplexity, given.bos) == (found.perplexity, False)
     assert "bos" not in given.as_json()

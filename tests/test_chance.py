@@ -19,6 +19,7 @@ from moesaic.hub import save_live
 from moesaic.io.source import resolve
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.modules.chance import Passage
+from moesaic.types import cache_of
 
 IDS = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
 
@@ -62,10 +63,10 @@ def test_a_prefix_alone_is_the_same_place_in_the_whole(model: Any) -> None:
 
 @torch.no_grad()
 def test_decoding_with_a_cache_is_the_whole(model: Any) -> None:
-    whole, out, cache = logits(model, IDS), [], None
+    whole, out, cache = logits(model, IDS), [], {}
     for start, stop in ((0, 9), *((i, i + 1) for i in range(9, 40))):
-        step = model(IDS[:, start:stop], past_key_values=cache, use_cache=True)
-        cache = step.past_key_values
+        step = model(IDS[:, start:stop], **cache, use_cache=True)
+        cache = cache_of(step)
         out.append(step.logits)
     assert near(torch.cat(out, 1), whole)
 

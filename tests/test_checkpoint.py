@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +11,21 @@ import pytest
 import torch
 from builders import equal, inside, tiny_model, weights
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
-from moesaic.io import checkpoint
-from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, ShardWriter, check_finite, extend
+from moesaic.io.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    ShardWriter,
+    check_finite,
+    extend,
+)
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.source import resolve
@@ -48,20 +53,6 @@ def test_one_shard_needs_no_index(tmp_path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(2))
 
 
-def test_pickled_weights_are_never_opened(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(MoesaicError, match="pickled weights only"):
-        Checkpoint(tmp_path)
-
-
-def test_truncated_file(tmp_path):
-    save_file({"a": torch.randn(100)}, tmp_path / "model.safetensors")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-50])
-    with pytest.raises(MoesaicError, match=r"model\.safetensors is missing, truncated or corrupt"):
-        Checkpoint(tmp_path)
-
-
 def test_one_file_may_be_larger_than_memory(tmp_path):
     """A file of holes, which takes no room."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -74,21 +65,22 @@ def test_one_file_may_be_larger_than_memory(tmp_path):
     assert Checkpoint(tmp_path).shape("w") == (rows, 512)
 
 
-def test_missing_shard(tmp_path):
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(MoesaicError, match="00001-of-00002"):
-        Checkpoint(tmp_path)
+INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
 
 
-def test_broken_index(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(MoesaicError, match="index.json cannot be read"):
-        Checkpoint(tmp_path)
-
-
-def test_nothing_there(tmp_path):
-    with pytest.raises(MoesaicError, match=r"No model\.safetensors"):
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("pytorch_model.bin", b"x", "pickled weights only"),
+        (SINGLE_NAME, save({"a": torch.ones(9)})[:-5], "safetensors is missing, truncated or corr"),
+        (INDEX_NAME, INDEX.encode(), "00001-of-00002"),
+        (INDEX_NAME, b"{", r"index\.json cannot be read"),
+        ("none", b"", r"No model\.safetensors"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path, file, content, words):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(MoesaicError, match=words):
         Checkpoint(tmp_path)
 
 
@@ -102,27 +94,21 @@ EDITS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("told", [True, False])
-def test_what_was_edited_is_saved_as_it_is(tmp_path, monkeypatch, edit, told):
-    """However it was edited, and whether or not the system tells which pages were written to."""
-    if not told:
-        monkeypatch.setattr(checkpoint, "PAGES", tmp_path / "none")
-    save_file({"a": torch.randn(300, 200), "b": torch.ones(9)}, tmp_path / "model.safetensors")
+def test_what_was_edited_is_saved_as_it_is(tmp_path, edit):
+    """However it was edited; what is copied by its place is as the file has it."""
+    save_file({"a": torch.randn(300, 200)}, tmp_path / "model.safetensors")
     read = Checkpoint(tmp_path)
-    tensor, other = read.tensor("a"), read.tensor("b")
-    _ = tensor.sum()
-    assert checkpoint.place(tensor) is not None, "nothing has changed yet"
+    tensor, before = read.tensor("a"), read.tensor("a").clone()
     EDITS[edit](tensor)
     (tmp_path / "out").mkdir()
     writer = ShardWriter(tmp_path / "out")
-    writer.add("a", tensor)
-    writer.add("b", other)
+    writer.add("edited", tensor)
+    for stored in read.stored("a"):
+        writer.add(*stored)
     writer.close()
     again = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(again["a"], tensor)
-    assert torch.equal(again["b"], torch.ones(9))
-    assert checkpoint.place(other) is not None
-    assert checkpoint.place(tensor) is None
+    assert torch.equal(again["edited"], tensor)
+    assert torch.equal(again["a"], before)
 
 
 def test_missing_tensor_is_named(tmp_path):
@@ -155,33 +141,6 @@ def test_existing_out_needs_overwrite(tmp_path):
     with whole_folder(out, overwrite=True) as work:
         (work / "config.json").write_text("2")
     assert (out / "config.json").read_text() == "2"
-
-
-@pytest.mark.parametrize("exchange", [True, False])
-def test_what_is_replaced_is_removed_when_the_new_folder_is_there(tmp_path, monkeypatch, exchange):
-    """Killed at any moment, a name has a whole folder or none: one half removed looks foreign."""
-    out, seen, removed = tmp_path / "out", [], shutil.rmtree
-    if not exchange:
-        monkeypatch.setattr("moesaic.io.outputs._exchanged", lambda one, other: False)
-
-    def watched(path, **options):
-        old = Path(path) / "config.json"
-        if old.exists() and old.read_text() == "1":
-            seen.append((out / "config.json").read_text())
-        removed(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", watched)
-    for n in ("1", "2"):
-        with whole_folder(out, overwrite=True) as work:
-            (work / "config.json").write_text(n)
-    assert seen == ["2"]
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-def test_overwrite_does_not_delete_other_things(tmp_path):
-    (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(MoesaicError, match="was not made by Moesaic"):
-        check_out(tmp_path, overwrite=True)
 
 
 def test_full_disk_is_recognised():
@@ -218,7 +177,7 @@ def test_shards_are_as_safetensors_writes_them(tmp_path, monkeypatch, system):
     wanted = {}
     for name in checkpoint.names():
         wanted[name] = checkpoint.tensor(name)
-        writer.add(name, wanted[name])
+        writer.add(*next(checkpoint.stored(name)))
     wanted["changed"] = Checkpoint(tmp_path / "read").tensor("float32")  # mapped on its own
     wanted["changed"][3, 1] = 7
     wanted["turned"], wanted["part"] = checkpoint.tensor("bfloat16").T, tensors["int64"][2:4]
@@ -236,7 +195,7 @@ def test_what_ends_while_it_is_copied(tmp_path):
     save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
     (tmp_path / "out").mkdir()
     writer = ShardWriter(tmp_path / "out")
-    writer.add("a", Checkpoint(tmp_path).tensor("a"))
+    writer.add(*next(Checkpoint(tmp_path).stored("a")))
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").write_bytes(whole[:-50])
@@ -254,8 +213,9 @@ def test_values_that_are_not_finite_are_not_written(tmp_path, value, changed):
     (tmp_path / "out").mkdir()
     writer = ShardWriter(tmp_path / "out")
     for name in ("good", "bad"):
-        tensor = Checkpoint(tmp_path).tensor(name)
-        writer.add(name, tensor * 1 if changed else tensor)
+        checkpoint = Checkpoint(tmp_path)
+        value = checkpoint.tensor(name) if changed else next(checkpoint.stored(name))[1]
+        writer.add(name, value)
     with pytest.raises(MoesaicError, match="bad holds a value that is not finite"):
         writer.close()
 
@@ -267,7 +227,7 @@ def test_a_bound_may_be_infinite(tmp_path):
     (tmp_path / "out").mkdir()
     writer = ShardWriter(tmp_path / "out")
     for name in bounds:
-        writer.add(name, Checkpoint(tmp_path).tensor(name))
+        writer.add(*next(Checkpoint(tmp_path).stored(name)))
     writer.add("none", torch.tensor(1.0))
     writer.close()
     assert Checkpoint(tmp_path / "out").tensor("most") == bounds["most"]

@@ -9,9 +9,11 @@ import io
 import json
 import operator
 import os
+import re
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from moesaic import __version__, bars, pipeline
-from moesaic.cli.options import flag_of
-from moesaic.config import Calibration, Evaluation, about, option
+from moesaic.cli import app
+from moesaic.config import Calibration, Evaluation, about, flag_of
 from moesaic.data.reader import shipped_texts
 from moesaic.methods import METHODS, VERBS, methods_of
 from moesaic.types import Figures
@@ -90,28 +92,6 @@ def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
     code, _, _ = command("report", carved_folder, "--out", tmp_path / "r.html")
     assert code == 0
     assert "<html" in (tmp_path / "r.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "prune tiny-moe FILE/out --keep 6 --no-eval",
-        "observe tiny-moe FILE/stats",
-        "observe tiny-moe FOLDER --overwrite",
-        "report FOLDER --out FILE/page.html",
-        "export tiny-moe FOLDER --to gguf --overwrite",
-    ],
-)
-def test_an_output_without_a_place_is_refused(command, line, tmp_path):
-    file, folder = tmp_path / "file", tmp_path / "folder"
-    file.write_text("mine")
-    folder.mkdir()
-    line = line.replace("FILE", str(file)).replace("FOLDER", str(folder))
-    wanted = "is a folder; give" if str(folder) in line and str(file) not in line else "is a file."
-    code, _, err = command(*line.split())
-    assert code == 2
-    assert wanted in err
-    assert file.read_text() == "mine"
 
 
 def test_a_record_of_an_older_version_is_refused(command, tmp_path):
@@ -201,133 +181,177 @@ def test_condense_then_tune(command, moe_folder, tmp_path):
     code, out, err = command("tune", moe_folder, tmp_path / "none", "--train", "prose", *options)
     assert code == 2
     assert "no condensed layers" in err
-    assert "--what lora, --what routers or --what all" in err
+    assert "what=lora, what=routers or what=all" in err
     assert not (tmp_path / "none").exists()
 
 
 # --- wrong requests ------------------------------------------------------------------------------
 
-AT_ONCE = [
-    (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: more"),
-    (["carve", "MODEL", "OUT", "--variant", "best"], "-o variant: Input should be"),
-    (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
-    (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
-    (["prune", "MIXTURE", "OUT", "--keep", "6", "-o", "keep=4"], "--keep is given twice"),
-    (["carve", "MODEL", "OUT", "-o", "rounds=0", "-o", "rounds=3"], "-o rounds is given twice"),
-    (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2.0 must be at most 1"),
-    (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
-    (
-        ["carve", "MODEL", "OUT", "--method", "dsmoe", "--compare", "static"],
-        "--compare 'static' is none of",
-    ),
-    (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),
-    (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
-    (["carve", "MODEL", "OUT", "--max-tokens", "-1"], "--max-tokens -1 must be at least 0"),
-    (["carve", "MODEL", "OUT", "--dtype", "int3"], "--dtype 'int3'"),
-    (["carve", "MODEL", "OUT", "--device", "warp"], "--device 'warp'"),
-    (["carve", "MODEL", "OUT", "--active", "x"], "--active"),
-    (["carve", "MODEL"], "Missing argument"),
-    (["carve", "MODEL", "DONE"], "exists. Choose another name, or pass --overwrite"),
-    (["carve", "/nowhere", "OUT"], "No model folder"),
-    (["prune", "MODEL", "OUT", "--keep", "6", "--score", "magic"], "--score 'magic'"),
-    (["prune", "MODEL", "OUT", "--keep", "6", "-o", "keeep=3"], "mean 'keep'?"),
-    (["prune", "MODEL", "OUT", "--keep", "6", "--score", "reapp"], "Did you mean 'reap'?"),
-    (["carve", "MODEL", "OUT", "--method", "mor"], "Did you mean 'more'?"),
-    (["carve", "smolm2", "OUT"], "Did you mean 'smollm2'?"),
-    (["prune", "MODEL", "OUT", "--keep", "5.5"], "--allocate layers"),
-    (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),
-    (["condense", "MODEL", "OUT", "--candidates", "a,b"], "-o candidates: Input should be"),
-    (["observe", "/nowhere", "OUT"], "No model folder"),
-    (["observe", "MODEL", "DONE"], "is a folder"),
-    (["eval", "MODEL", "--length", "1"], "--length 1"),
-    (["eval", "MODEL", "--draw", "x.svg"], "--draw"),
-    (["eval", "MODEL", "--tasks", "none.jsonl"], "--tasks: no file"),
-    (["eval", "MODEL", "--shots", "1"], "--shots 1 needs tasks"),
-    (["export", "MODEL", "OUT", "--to", "paper"], "--to 'paper'"),
-    (["export", "MODEL", "OUT", "--memory", "3MB"], "--to gguf"),
-    (["export", "MODEL", "OUT", "--type", "q8_0"], "--type q8_0 is of a GGUF's weights: --to gguf"),
-    (["carve", "MODEL", "OUT", "-o", "prompt="], "-o prompt is empty"),
-    (
-        ["prune", "MIXTURE", "OUT", "--keep", "6", "--no-eval", "--baseline", "q8_0"],
-        "--baseline is for measuring: not with --no-eval",
-    ),
-    (["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MX"], "is not a number of bytes"),
-    (["fit", "MODEL", "OUT", "--memory", "50%"], "--memory '50%' is not a number of bytes"),
-    (
-        ["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MB", "--type", "q8_0"],
-        "leave --type q8_0 out",
-    ),
-    (["export", "MODEL", "OUT", "--to", "gguf", "--among", "q8_0"], "--among q8_0 needs --memory"),
-    (["run", "none.yaml"], "No recipe"),
-    (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),
-    (["report", "/nowhere"], "No run at"),
-    (["generate", "MODEL", ""], "prompt is empty"),
-    (["fly"], "No such command"),
-]
-LATER = [
-    (["carve", "MODEL", "OUT", "--method", "more", "--active", "0.2"], "out of reach"),
-    (["carve", "MODEL", "OUT", "--calibration", "no.txt"], "No text file"),
-    (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
-    (["carve", "DONE", "OUT", "--method", "more"], "already carved"),
-    (["eval", "some/model"], "could not be fetched"),
-    (["carve", "MODEL", "no-utf-8-\udcff"], "its name is no UTF-8"),
-    (["generate", "tiny-moe", "hi", "--chat"], "--chat: this model has no chat template"),
-    (["generate", "MODEL", "\udcff"], "The prompt is no text in UTF-8"),
-    (["eval", "MODEL", "--data", "a.jsonl,prose"], "a mix is written as a.jsonl=1,prose=1"),
-    (["export", "MIXTURE", "OUT", "--target", "x"], "a mixture stays what it is"),
-    (["eval", "MODEL", "--data", "prose=nan,code=1"], "is not a mix such as"),
-    (["eval", "MODEL", "--data", '{"name": "prose", "weight": Infinity}'], "weight of a source"),
-    (["prune", "MIXTURE", "OUT", "--keep", "1"], "needs at least 2"),
-    (["prune", "MIXTURE", "OUT", "--keep", "6", "--stats", "nowhere"], "No statistics at"),
-    (["prune", "MIXTURE", "OUT", "--keep", "6", "--calibration", "code=0"], "not a mix"),
-]
+AT_ONCE = """
+carve MODEL OUT --method magic | unknown method 'magic'; known: more
+carve MODEL OUT --method mor | Did you mean 'more'?
+carve MODEL OUT --method more --tau 3 | --tau is an option of --method tomoe, not of more
+carve MODEL OUT --tua 3 | No such option of carve: --tua. Did you mean '--tau'?
+carve MODEL OUT --variant best | --variant 'best' is none of full, backbone
+carve MODEL OUT -o beta=1 | beta is not an option of carve, method more; known: active
+carve MODEL OUT -o beta | -o 'beta' is not NAME=VALUE
+carve MODEL OUT -o rounds=0 -o rounds=3 | rounds is given twice
+carve MODEL OUT -o alpha=2 | --alpha 2.0 must be at most 1
+carve MODEL OUT -o seed=-1 --method more | -1 must be at least 0
+carve MODEL OUT -o lr=-1 --method tomoe | -1.0 must be at least 0
+carve MODEL OUT --recipe worst | known: best
+carve MODEL OUT --recipe paper | is for more, tomoe, dsmoe: say method=more
+carve MODEL OUT --method dsmoe --compare static | --compare 'static' is none of
+carve MODEL OUT --samples 0 | --samples 0 must be at least 1
+carve MODEL OUT --seed 100000000000000000000000 | must be at most 4294967295
+carve MODEL OUT --max-tokens -1 | --max-tokens -1 must be at least 0
+carve MODEL OUT --dtype int3 | --dtype 'int3'
+carve MODEL OUT --device warp | --device 'warp'
+carve MODEL OUT --active x | --active 'x' is not a number
+carve MODEL OUT --active 1 | --active 1 leaves nothing out
+carve MODEL OUT -o prompt= | prompt is empty
+carve MODEL OUT -o tasks=no.jsonl | tasks: no file
+carve MODEL OUT --calibration no.txt | No text file at no.txt
+carve MODEL OUT --data no.txt | No text file at no.txt
+carve MODEL OUT --data no.safetensors | No text file at no.safetensors
+carve MODEL | Missing argument 'OUT'
+carve MODEL DONE | exists. Choose another name, or pass --overwrite
+carve /nowhere OUT | No model folder
+carve smolm2 OUT | Did you mean 'smollm2'?
+prune MIXTURE OUT --keep 6 -o keep=4 | --keep is given twice
+prune MIXTURE OUT --keep 6 -o keeep=3 | keeep is not an option of prune; known: keep
+prune MIXTURE OUT --keep 6 -o keeep=3 | Did you mean 'keep'?
+prune MIXTURE OUT --kepe 6 | No such option of prune: --kepe. Did you mean '--keep'?
+prune MIXTURE OUT --keep 2 --compare magic | --compare 'magic'
+prune MIXTURE OUT --keep 6 --score magic | --score 'magic'
+prune MIXTURE OUT --keep 6 --score reapp | Did you mean 'reap'?
+prune MIXTURE OUT --keep six | --keep 'six' is not a number.
+prune MIXTURE OUT --keep 50% | --keep '50%' is not a number; give 0.5.
+prune MIXTURE OUT --keep 5.5 | allocate=layers
+prune MIXTURE OUT --keep inf | --keep must be a number; got inf
+prune MIXTURE OUT --keep nan | --keep must be a number; got nan
+prune MIXTURE OUT --keep 6 --seed -1 | --seed -1 must be at least 0
+prune MIXTURE OUT --keep 6 --stats nowhere | No statistics at nowhere
+prune MIXTURE OUT --keep 6 --data code=0 | not a mix
+prune MIXTURE OUT --keep 6 --calibration code=0 | not a mix
+prune MIXTURE OUT --keep 6 --no-eval --baseline q8_0 | --baseline is for measuring: not with
+slim MIXTURE OUT --keep 1 | --keep 1 removes nothing
+slim MIXTURE OUT --allocate unifrom | Did you mean 'uniform'?
+skip MIXTURE OUT --quantile 0 | --quantile 0 skips nothing
+skip MIXTURE OUT --top-k two | 'two' is not a whole number
+condense MIXTURE OUT --count 0 | --count 0 condenses nothing
+condense MIXTURE OUT --memory much | not a number of bytes
+condense MIXTURE OUT --candidates 1,a | candidates.1 'a' is not a whole number
+tune MIXTURE OUT --data old.txt | trained on, too, with train=FILE
+fit MIXTURE OUT | Give a budget
+fit MIXTURE OUT --memory 50% | --memory '50%' is not a number of bytes
+fit MIXTURE OUT --max-loss nan | --max-loss must be a number; got nan
+fit MIXTURE OUT --memory 9MB --data no.txt | No text file at no.txt
+tiny-moe --memory much --out OUT | number of bytes
+tiny-moe --max-kl -1 --out OUT | --max-kl -1 must be above 0
+tiny-moe --memory 8MB --max-kl 0.1 --out OUT | two goals
+tiny-moe --yse --out OUT | Did you mean '--yes'?
+observe /nowhere OUT | No model folder
+observe MODEL DONE | is a folder
+eval MODEL --length 1 | --length 1
+eval MODEL --draw x.svg | No such option of eval: --draw
+eval MODEL --tasks none.jsonl | --tasks: no file
+eval MODEL --shots 1 | --shots 1 needs tasks
+eval MODEL --card | --card needs --against
+export MODEL OUT --to paper | --to 'paper' is none of native, gguf
+export MODEL OUT.gguf --to native | is a GGUF file's name
+export MODEL OUT --memory 3MB | to=gguf
+export MODEL OUT --type q8_0 | --type=q8_0 is of a GGUF's weights: to=gguf
+export MODEL OUT --to gguf --memory 3MX | is not a number of bytes
+export MODEL OUT --to gguf --memory 3MB --type q8_0 | leave type=q8_0 out
+export MODEL OUT --to gguf --among q8_0 | --among=q8_0 needs memory
+run none.yaml | No recipe
+apply MODEL /nowhere OUT | No plan
+apply MODEL | apply takes [BASE] PLAN OUT
+report /nowhere | No run at
+report DONE --out x.png | ends in .html or .svg
+generate MODEL '' | prompt is empty
+generate MODEL hi --new-tokens 0 | --new-tokens
+fly | No such command: fly.
+pruen MODEL OUT | Did you mean 'prune'?
+--versoin | Did you mean '--version'?
+"""
+LATER = r"""
+carve MODEL OUT --method more --active 0.2 | out of reach
+carve MODEL OUT --samples 100000 | --samples
+carve DONE OUT --method more | already carved
+eval some/model | could not be fetched
+eval MODEL --data a.jsonl,prose | a mix is written as a.jsonl=1,prose=1
+eval MODEL --data prose=nan,code=1 | is not a mix such as
+eval MODEL --data '{"name": "prose", "weight": Infinity}' | weight of a source
+generate tiny-moe hi --chat | --chat: this model has no chat template
+export MIXTURE OUT --target x | a mixture stays what it is
+prune MIXTURE OUT --keep 1 | needs at least 2
+prune MIXTURE FILE/out --keep 6 --no-eval | is a file.
+observe MIXTURE FILE/stats | is a file.
+observe MIXTURE FOLDER --overwrite | is a folder; give
+report DONE --out FILE/page.html | is a file.
+export MIXTURE FOLDER --to gguf --overwrite | is a folder; give
+"""
 
 
-@pytest.mark.parametrize(("args", "message"), AT_ONCE + LATER)
-def test_wrong_requests_exit_2_with_one_message(
-    command, llama_folder, moe_folder, carved_folder, tmp_path, args, message
-):
-    places = {"MODEL": llama_folder, "OUT": tmp_path / "out", "DONE": carved_folder}
-    places["MIXTURE"] = moe_folder
-    code, out, err = command(*(places.get(a, a) for a in args))
-    assert code == 2
+def rows(table):
+    """Arguments and message of each line."""
+    for line in table.strip().splitlines():
+        words, _, message = line.partition(" | ")
+        yield pytest.param(shlex.split(words), message, id=words)
+
+
+@pytest.fixture
+def placed(llama_folder, moe_folder, carved_folder, tmp_path):
+    """Arguments with the folders of this test in place of capital words."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    places = {"MODEL": llama_folder, "MIXTURE": moe_folder, "DONE": carved_folder}
+    places |= {name: tmp_path / name.lower() for name in ("OUT", "FILE", "FOLDER")}
+    return lambda args: [re.sub(r"^[A-Z]+", lambda m: str(places.get(m[0], m[0])), a) for a in args]
+
+
+@pytest.mark.parametrize(("args", "message"), [*rows(AT_ONCE), *rows(LATER)])
+def test_wrong_requests_exit_2_with_one_message(command, placed, tmp_path, args, message):
+    code, out, err = command(*placed(args))
+    assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
-    assert out == ""
-    assert not any(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-HIDING = [(args, message) for args, message in AT_ONCE if args[0] in VERBS and "OUT" in args] + [
-    (["carve", "MODEL", "OUT", "--calibration", "no.txt"], "No text file at no.txt"),
-    (["carve", "MODEL", "OUT", "--data", "no.txt"], "No text file at no.txt"),
-    (["carve", "MODEL", "OUT", "--data", "no.safetensors"], "No text file at no.safetensors"),
-    (["carve", "MODEL", "OUT", "-o", "tasks=no.jsonl"], "-o tasks: no file"),
-    (["prune", "MIXTURE", "OUT", "--keep", "6", "--stats", "nowhere"], "No statistics at nowhere"),
-    (["prune", "MIXTURE", "OUT", "--keep", "6", "--data", "code=0"], "not a mix"),
-    (["prune", "MIXTURE", "OUT", "--keep", "inf"], "--keep must be a number; got inf"),
-    (["prune", "MIXTURE", "OUT", "--keep", "nan"], "--keep must be a number; got nan"),
-    (["prune", "MIXTURE", "OUT", "--keep", "6", "--seed", "-1"], "--seed -1 must be at least 0"),
-    (["carve", "MODEL", "OUT", "--seed", str(10**23)], "must be at most 4294967295"),
-    (["carve", "MODEL", "OUT", "--method", "tomoe", "-o", "lr=-1"], "-1.0 must be at least 0"),
-    (["tune", "MIXTURE", "OUT", "--data", "old.txt"], "trained on, too, with --train FILE"),
-    (["carve", "MODEL", "OUT", "--method", "more", "-o", "seed=-1"], "-1 must be at least 0"),
-    (["fit", "MODEL", "OUT", "--max-loss", "nan"], "--max-loss must be a number; got nan"),
-    (["fit", "MODEL", "OUT", "--memory", "9MB", "--data", "no.txt"], "No text file at no.txt"),
-]
-
-
-@pytest.mark.parametrize(("args", "message"), HIDING)
+@pytest.mark.parametrize(
+    ("args", "message"), [row for row in rows(AT_ONCE) if "OUT" in row.values[0]]
+)
 def test_an_unfinished_run_hides_nothing_that_is_wrong(
-    command, llama_folder, moe_folder, carved_folder, tmp_path, args, message, monkeypatch
+    command, placed, tmp_path, args, message, monkeypatch
 ):
-    """What can be seen to be wrong is said at once: nothing is computed, no model opened."""
+    """What can be seen to be wrong is refused at once: nothing is computed, no model opened."""
     monkeypatch.setattr(pipeline, "convert", None)
     (tmp_path / "out.partial").mkdir()
-    places = {"MODEL": llama_folder, "MIXTURE": moe_folder, "OUT": tmp_path / "out"}
-    code, out, err = command(*(places.get(a, a) for a in args))
+    code, out, err = command(*placed(args))
     assert (code, out) == (2, "")
     assert message in err
     assert "unfinished" not in err
+
+
+def test_an_unfinished_run_is_named_by_its_command(command, moe_folder, tmp_path, monkeypatch):
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    verb = ["slim", moe_folder, out, "--no-eval", "--length", 24]
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.result.Result.write", killed)
+        assert command(*verb, "--keep", 0.5, "--samples", 6)[0] == 130
+    code, _, err = command(*verb, "--keep", 0.75, "--samples", 6)
+    assert (code, "holds an unfinished run (moesaic slim" in err) == (2, True), err
+    assert " --keep 0.5 " in err, err
+    assert " --samples 6 --length 24, 4 layers finished)" in err, err
+    code, _, err = command(*verb, "--keep", 0.75, "--samples", 5, "--resume")
+    assert (code, "keep was 0.5, is 0.75; samples was 6, is 5" in err) == (2, True), err
+    assert command(*verb, "--keep", 0.5, "--samples", 6, "--resume")[0] == 0
 
 
 WRONG_TEXT = {
@@ -412,15 +436,16 @@ for arguments in {requests!r}:
             cli.main()
         except SystemExit:
             pass
-    heavy = [n for n in ("torch", "transformers", "sklearn", "matplotlib") if sys.modules.get(n)]
+    names = ("torch", "transformers", "sklearn", "matplotlib", "peft", "torchao", "datasets")
+    heavy = [name for name in names if sys.modules.get(name)]
     assert not heavy, (arguments, heavy)
 """
 
 
-def test_help_and_wrong_requests_need_nothing_heavy(llama_folder, carved_folder, tmp_path):
-    helped = [[], ["--version"], ["--help"], *([name, "--help"] for name in VERBS)]
-    places = {"MODEL": llama_folder, "OUT": tmp_path / "out", "DONE": carved_folder}
-    wrong = [[str(places.get(a, a)) for a in args] for args, _ in AT_ONCE]
+def test_help_and_wrong_requests_need_nothing_heavy(placed, tmp_path):
+    helped = [[], ["--version"], ["-h"], ["tiny-moe", "-h"], ["help", "slim"]]
+    helped += [[name, "--help"] for name in app.commands]
+    wrong = [placed(row.values[0]) for row in rows(AT_ONCE)]
     code = ASKED.format(requests=[*helped, *wrong])
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
@@ -532,7 +557,7 @@ def test_interrupt(command, monkeypatch, tmp_path):
     assert "--resume continues" in err
     for place in ("moesaic.metrics.evaluate.evaluate", "moesaic.fitting.run.search_and_make"):
         monkeypatch.setattr(place, interrupted)
-    assert command("eval", "tiny-moe")[::2] == (130, "Error: Interrupted.")
+    assert command("eval", "tiny-moe")[::2] == (130, "Interrupted.")
     fit = ["fit", "tiny-moe", tmp_path / "fitted", "--memory", "9MB"]
     assert "Nothing is finished yet" in command(*fit)[2]
     (tmp_path / "fitted.search").mkdir()
@@ -548,31 +573,34 @@ def test_an_interruption_that_an_import_calls_an_error_is_one(command, monkeypat
             raise ModuleNotFoundError("Could not import module 'AutoConfig'") from error
 
     monkeypatch.setattr("moesaic.metrics.evaluate.evaluate", imported)
-    assert command("eval", "tiny-moe")[::2] == (130, "Error: Interrupted.")
+    assert command("eval", "tiny-moe")[::2] == (130, "Interrupted.")
 
 
 # --- help ----------------------------------------------------------------------------------------
 
-COMMANDS = [*VERBS, "observe", "run", "eval", "bench", "inspect", "generate", "apply"]
 
-
-@pytest.mark.parametrize("name", [*COMMANDS, "export", "report"])
-def test_help_ends_with_an_example(command, name):
-    code, out, _ = command(name, "--help")
+@pytest.mark.parametrize("name", [*app.commands, "tiny-moe"])
+def test_help_fits_a_screen_and_ends_with_an_example(command, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = command(name, "-h")
     assert code == 0
     assert f"Example: moesaic {name}" in " ".join(out.split())
+    assert len(out.splitlines()) <= 42
+    assert out == command("help", name)[1] if name in app.commands else "guide" not in out
+    assert not re.search(r"list\[|Path|<|INTEGER", out.replace("moesaic_<base>", ""))
 
 
 @pytest.mark.parametrize("key", METHODS)
-def test_help_fits_a_screen_and_tells_of_one_method(command, key):
+def test_help_is_of_one_method(command, key):
     verb, _, method = key.partition(".")
     several = len(methods_of(verb)) > 1
     asked = [verb, *(["--method", method] if several else [])]
     brief, whole = (command(*asked, word)[1] for word in ("--help", "--help-all"))
-    assert len(brief.rstrip().splitlines()) <= 50
     for of in fields(METHODS[key]):
+        assert about(of).help
         if not about(of).seldom:
             assert flag_of(of).partition("/")[0] in brief
+        assert flag_of(of).partition("/")[0] in whole
     of_others = {of.name for m in methods_of(verb).values() for of in fields(m)}
     shared = {
         of.name for config in (METHODS[key], Calibration, Evaluation) for of in fields(config)
@@ -581,6 +609,14 @@ def test_help_fits_a_screen_and_tells_of_one_method(command, key):
         assert f"\n  --{name.replace('_', '-')} " not in whole
     assert "\n  --samples " not in brief
     assert "\n  --device " in whole
+
+
+def test_options_are_few(command):
+    asked = [[name] for name in [*app.commands, "tiny-moe"]]
+    asked += [[verb, "--method", m] for verb in VERBS for m in methods_of(verb)]
+    helped = "".join(command(*words, "-h")[1] for words in asked)
+    assert len(set(re.findall(r"--[a-z][a-z-]+", helped))) <= 100
+    assert len(app.commands) <= 16
 
 
 def test_python_m_moesaic_is_the_command():
@@ -592,28 +628,17 @@ def test_python_m_moesaic_is_the_command():
 
 @pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --sco", 4)])
 def test_shells_complete_commands_and_options(words, at):
-    asked = {"_MOESAIC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+    asked = {"_MOESAIC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
     code = "import sys; sys.argv = ['moesaic']; from moesaic import cli; cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, env={**os.environ, **asked},
     )  # fmt: skip
-    assert done.stdout.split() == ["prune" if at == 1 else "--score"], done.stderr
+    assert done.stdout.split() == ["plain,prune" if at == 1 else "plain,--score"]
 
 
 def test_version(command):
     assert command("--version")[1].strip() == __version__
-
-
-def test_every_option_of_every_method_is_on_the_command_line_or_seldom():
-    from moesaic.cli.conversions import verb_options
-
-    for key in METHODS:
-        verb, config = VERBS[key.partition(".")[0]], METHODS[key]
-        offered = {o.name for o in verb_options(verb)}
-        for of in fields(config):
-            assert about(of).help, (key, of.name)
-            assert about(of).seldom or of.name in offered, (key, of.name)
 
 
 def test_defaults_stand_in_the_configs_alone(command, monkeypatch, tmp_path):
@@ -627,27 +652,6 @@ def test_defaults_stand_in_the_configs_alone(command, monkeypatch, tmp_path):
         recipe = asked.pop()
         assert recipe.steps == (METHODS[key](),)
         assert recipe.evaluation == Evaluation()
-
-
-def test_an_option_of_several_methods_says_whose_it_is():
-    from moesaic.cli.options import of_methods
-
-    @dataclass
-    class One:
-        size: int = option(4, "Petals.")
-        own: bool = option(False, "A switch.")
-        on: bool = option(True, "Another.")
-
-    @dataclass
-    class Two:
-        size: int = option(8, "Blocks.")
-        seldom: int = option(1, "Rare.", seldom=True)
-
-    size, own, on, rare = of_methods({"one": One, "two": Two}, taken=())
-    assert [o.hidden for o in (size, own, on, rare)] == [False, False, False, True]
-    assert size.help == "one: Petals. two: Blocks. Default: one 4, two 8."
-    assert (own.flag, own.help) == ("--own", "one: A switch.")
-    assert on.flag == "--on/--no-on"
 
 
 def test_time_left_is_told_from_the_second_item_on_however_long_it_takes():

@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, tiny_model, tiny_moe
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from builders import MOE, tiny_moe
 from shrunken import small_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from moesaic import CondenseConfig, MoesaicError, Tokens, condense, distributed
+from moesaic import CondenseConfig, MoesaicError, Tokens, condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.methods.condense import layer_search
 from moesaic.methods.condense.divergence import js, kl
 from moesaic.methods.condense.experts import (
     pl_alpha_hill,
@@ -30,12 +26,11 @@ from moesaic.methods.condense.experts import (
 )
 from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, legs
 from moesaic.observation.stream import LayerStream
-from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.plans.base import same
 from moesaic.plans.condensed import CondensedLayer
-from moesaic.recipe import Calibration, parse_recipe
 from moesaic.surgery import applied
+from moesaic.types import cache_of
 
 SHARED = [
     "qwen2_moe",
@@ -101,25 +96,6 @@ def seen(model: Any, index: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
 # --- formulas ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.floats(0.01, 30))
-def test_js_is_symmetric_zero_on_equals_and_at_most_ln_2(seed: int, scale: float) -> None:
-    p, q = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed)) * scale
-    assert torch.allclose(js(p, q), js(q, p), atol=1e-6)
-    assert js(p, p).abs().max() < 1e-6
-    assert (js(p, q) >= 0).all()
-    assert (js(p, q) <= math.log(2) + 1e-6).all()
-    m = torch.logaddexp(p.log_softmax(-1), q.log_softmax(-1)) - math.log(2)
-    assert torch.allclose(js(p, q), (kl(p, m) + kl(q, m)) / 2, atol=1e-5)
-
-
-def test_alpha_is_smaller_for_a_heavier_tail() -> None:
-    generator = torch.Generator().manual_seed(0)
-    light = torch.randn(64, 64, generator=generator)
-    heavy = light * torch.linspace(-3, 3, 64).exp()[:, None]
-    assert pl_alpha_hill(heavy) < pl_alpha_hill(light)
-
-
 def fitted(value: list[float]) -> float:
     """Eq. 4 with k by the fix-finger method, in plain Python; eigenvalues in rising order."""
     low, high = math.log10(value[0]), math.log10(value[-1])
@@ -166,17 +142,6 @@ def test_gates_are_the_mean_over_real_tokens_that_chose_the_expert(
         assert found[i]["calls"][expert] == int(chose.sum())
 
 
-def test_calls_are_those_of_all_processes(tokens: Tokens, monkeypatch: Any) -> None:
-    model = tiny_moe("mixtral")
-    _, alone = searched(model, tokens, keep="shared+routed")
-    for module in (distributed, layer_search):  # another process has the same tokens
-        monkeypatch.setattr(module, "gathered", lambda own: [own, own])
-    monkeypatch.setattr(distributed, "process", lambda: (0, 2))
-    _, both = searched(model, tokens, keep="shared+routed")
-    for i, analysis in alone.items():
-        assert both[i]["calls"] == [2 * calls for calls in analysis["calls"]]
-
-
 def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
     model = tiny_moe("ernie4_5_moe", experts=4)
     _, i, layer = routed_layer(model)
@@ -190,8 +155,10 @@ def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
 # --- Alg. 1 --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v2", "granitemoeshared", "mixtral"])
-@pytest.mark.parametrize("metric", ["js", "kl"])
+@pytest.mark.parametrize(
+    ("model_type", "metric"),
+    [("qwen2_moe", "js"), ("mixtral", "kl"), ("deepseek_v2", "js"), ("granitemoeshared", "kl")],
+)
 def test_cached_search_is_the_search_by_full_forwards(
     model_type: str, metric: str, padded: Tokens
 ) -> None:
@@ -295,8 +262,8 @@ def test_layer_search_is_the_search_by_full_forwards(
 def test_a_race_takes_less_text_and_chooses_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of twelve layers that matter unequally; a search that was stopped goes on as it would."""
-    model = tiny_moe("qwen2_moe", num_hidden_layers=12, mlp_only_layers=[], decoder_sparse_step=1)
+    """Of eight layers that matter unequally; a search that was stopped goes on as it would."""
+    model = tiny_moe("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[], decoder_sparse_step=1)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -313,11 +280,11 @@ def test_a_race_takes_less_text_and_chooses_the_same(
 
     monkeypatch.setattr(LayerSearch, "sums", counted)
     for kind in ("greedy", "racing"):
-        config = CondenseConfig(count=5, layer_search=kind, refit=False)
+        config = CondenseConfig(count=3, layer_search=kind, refit=False)
         found[kind] = condense(model, config, calibration=tokens).summary
     assert found["racing"]["layers"] == found["greedy"]["layers"]
-    assert windows["greedy"] == 64 * (12 + 11 + 10 + 9 + 8)
-    assert windows["racing"] < 0.5 * windows["greedy"]
+    assert windows["greedy"] == 64 * (8 + 7 + 6)
+    assert windows["racing"] < 0.6 * windows["greedy"]
     for race in found["racing"]["search"]:
         assert race["losses"][str(race["layer"])] == min(race["losses"].values())
 
@@ -326,7 +293,7 @@ def test_a_race_takes_less_text_and_chooses_the_same(
     def stopped(self: LayerSearch, chosen: Any, candidates: Any, leg: int) -> dict[int, Tensor]:
         nonlocal rounds
         rounds += leg == 0
-        if rounds == 3:
+        if rounds == 2:
             raise KeyboardInterrupt
         return sums(self, chosen, candidates, leg)
 
@@ -378,9 +345,8 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     assert order(layer_search="cosine") == sorted(cosines, key=lambda i: cosines[i])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) -> None:
-    model = tiny_moe("granitemoeshared", tie_word_embeddings=tied, logits_scaling=2.0)
+def test_perplexity_as_the_metric(padded: Tokens, tmp_path: Path) -> None:
+    model = tiny_moe("granitemoeshared", tie_word_embeddings=True, logits_scaling=2.0)
     config = CondenseConfig(count=1, metric="ppl", refit=False)
     result = condense(model, config, calibration=padded)
 
@@ -408,31 +374,6 @@ def weight_bytes(folder: Path) -> int:
 
     checkpoint = Checkpoint(folder)
     return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
-
-
-@pytest.mark.parametrize(("model_type", "keep"), CASES)
-def test_files_live_and_from_disk_are_one_and_weigh_what_was_predicted(
-    model_type: str, keep: str, tokens: Tokens, tmp_path: Path
-) -> None:
-    model = tiny_moe(model_type)
-    model.save_pretrained(tmp_path / "model")
-    config = CondenseConfig(count=1, keep=keep)
-    live = condense(model, config, calibration=tokens)
-    disk = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
-    disk.save(tmp_path / "disk")
-    live.save(tmp_path / "live")
-    logits = live.model(tokens.input_ids).logits
-    for name in ("disk", "live"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert type(loaded) is type(live.model)
-        assert torch.equal(loaded(tokens.input_ids).logits, logits)
-    memory = live.summary["memory_bytes"]
-    assert weight_bytes(tmp_path / "disk") == memory["result"]
-    assert weight_bytes(tmp_path / "model") == memory["original"]
-    assert memory["result"] < memory["original"]
-    i = live.summary["layers"][0]
-    names = [n for n in live.model.state_dict() if f".layers.{i}." in n]
-    assert not any(".experts." in n or n.endswith((".gate.weight", "router.weight")) for n in names)
 
 
 def test_what_he_et_al_call_layer_drop_leaves_the_attention() -> None:
@@ -463,7 +404,7 @@ def test_the_first_layer_of_each_kind_of_attention_is_not_dropped(tokens: Tokens
     assert [*result.plan.layers] == [2, 3]
     ids = tokens.input_ids[:2, :8]
     first = result.model(ids[:, :6], use_cache=True)
-    rest = result.model(ids[:, 6:], past_key_values=first.past_key_values)
+    rest = result.model(ids[:, 6:], **cache_of(first))
     torch.testing.assert_close(rest.logits, result.model(ids).logits[:, 6:], rtol=0, atol=1e-5)
 
 
@@ -477,7 +418,6 @@ def test_nothing_condensed_is_the_model_itself(tokens: Tokens) -> None:
 
 NATIVE = [
     ("qwen3_moe", {"keep": "shared+routed"}, {}),
-    ("qwen2_moe", {"keep": "shared", "shared_gate": "mean"}, {}),
     ("qwen2_moe", {"keep": "shared+routed", "shared_gate": "mean"}, {"mlp_only_layers": []}),
     ("deepseek_v2", {"keep": "shared+routed", "candidates": (1,)}, {}),
     ("deepseek_v3", {"keep": "shared", "candidates": (1,)}, {"intermediate_size": 40}),
@@ -573,67 +513,3 @@ def test_a_comparison_of_more_layers_is_refused_before_the_search(
     monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))
     with pytest.raises(MoesaicError, match="compare '3': .* at most the 2 condensed"):
         condense(model, CondenseConfig(count=2), calibration=tokens, compare=["3"])
-
-
-# --- errors ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model_type", "options", "message"),
-    [
-        ("mixtral", {"count": 1}, "no shared experts"),
-        ("deepseek_v2", {"count": 9}, "2 layers can be condensed"),
-        ("deepseek_v2", {"count": 1, "candidates": (0,)}, "not layers that route"),
-        ("deepseek_v2", {"count": 1, "keep": "shared+routed", "experts": 99}, "has 8"),
-        (
-            "gpt_oss",
-            {"count": 1, "keep": "shared+routed"},
-            "its experts have biases. keep=attention or nothing works",
-        ),
-        ("deepseek_v2", {"memory": 10}, "out of reach"),
-    ],
-)
-def test_requests_that_cannot_be_met(
-    model_type: str, options: Any, message: str, tokens: Tokens
-) -> None:
-    with pytest.raises(MoesaicError, match=message):
-        condense(tiny_moe(model_type), CondenseConfig(**options), calibration=tokens)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"count": 1, "memory": 5},
-        {"count": -1},
-        {"count": 1, "keep": "some"},
-        {"count": 1, "metric": "mse"},
-        {"count": 1, "experts": 2},
-    ],
-)
-def test_options_that_make_no_sense(options: Any) -> None:
-    with pytest.raises(MoesaicError):
-        CondenseConfig(**options)
-
-
-def test_a_dense_model_is_refused(tokens: Tokens) -> None:
-    with pytest.raises(MoesaicError, match="no routed experts"):
-        condense(tiny_model("llama"), CondenseConfig(count=1), calibration=tokens)
-
-
-def test_a_recipe_condenses_and_says_what_it_did(tmp_path: Path, tokenizer: Any) -> None:
-    tiny_moe("qwen2_moe").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    recipe = parse_recipe(
-        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n- condense: {{count: 2}}\n"
-        "calibration: {samples: 4, length: 32}\n"
-        "evaluation: {length: 32, max_tokens: 256, rounds: 0, compare: ['1']}\n"
-    )
-    assert recipe.calibration == Calibration(samples=4, length=32)
-    record = run_recipe(recipe)
-    said = record.output()
-    assert sorted(said["layers"]) == [0, 2]
-    assert said["experts"] == {"0": [], "2": []}
-    assert record.layers[0].analysis["divergence"].keys() == {"shared", "attention", "nothing"}
-    memory = record.steps[0].summary["memory_bytes"]
-    assert memory["result"] < memory["original"]
-    assert {"original", "result", "1"} <= record.measured["scores"].keys()

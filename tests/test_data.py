@@ -13,7 +13,6 @@ from transformers import LlamaConfig
 from moesaic.data.reader import shipped_texts
 from moesaic.data.rows import ALPACA
 from moesaic.data.text import (
-    IGNORED,
     Tokens,
     calibration_tokens,
     evaluation_tokens,
@@ -189,5 +188,5 @@ def test_padding_is_not_learned():
     mask = torch.tensor([[True, True, True], [True, True, False]])
     assert Tokens(ids).examples()[1]["labels"] == [8, 9, 0]
     padded = Tokens(ids, mask).examples()
-    assert [e["input_ids"] for e in padded] == ids.tolist()
-    assert [e["labels"] for e in padded] == [[5, 6, 7], [8, 9, IGNORED]]
+    assert [e["input_ids"] for e in padded] == [[5, 6, 7], [8, 9]]
+    assert [e["labels"] for e in padded] == [[5, 6, 7], [8, 9]]

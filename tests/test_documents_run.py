@@ -88,7 +88,7 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
     given += ["calibration.source=''", "calibration.samples=4", "calibration.length=64"]
     if asked.evaluation is not None:
         given += ["evaluation.data=''", "evaluation.length=128", "evaluation.max_tokens=1024"]
-        given += ["evaluation.rounds=0"]
+        given += ["evaluation.rounds=0", "evaluation.tasks=''"]
         if verb == "condense" and asked.evaluation.compare:
             given.append('evaluation.compare=["1"]')
     return given
@@ -160,12 +160,8 @@ def provide(given: list[str], folder: Path, made: Path) -> None:
 def by_page() -> Iterator[Any]:
     """The commands of each page, recipe and help, in order; those seen before are left out."""
     seen: set[tuple[str, ...]] = set()
-    pages: dict[str, list[list[str]]] = {}
-    for parameter in spoken():
-        page = str(parameter.id).partition(":")[0]
-        given = cheap(list(parameter.values[0]))
-        pages.setdefault(page, []).append(given)
-    for page, commands in pages.items():
+    for page, given in spoken().items():
+        commands = [cheap(words) for words in given]
         left = [c for c in commands if tuple(c) not in seen]
         # a page's commands build on each other: none is left out while a later one is new
         if left:

@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builders import VOCAB, WAYS, configured, force, masked, tiny_model
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
@@ -25,11 +23,9 @@ from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.carving.dsmoe.method import DSMoE
 from moesaic.data.mixes import MIXES, Mix
 from moesaic.hub import convert_class
-from moesaic.io.source import resolve
 from moesaic.metrics.score import score
 from moesaic.pipeline import run_recipe
-from moesaic.plans.base import same
-from moesaic.recipe import Recipe, parse_recipe
+from moesaic.recipe import Recipe
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.text import PackedText
 
@@ -161,19 +157,6 @@ def test_gradients_are_equations_13_to_16() -> None:
         assert torch.allclose(U.grad[start:stop], torch.outer(a * back, x) * g, rtol=1e-6)
 
 
-def test_without_straight_through_idle_gates_get_no_gradient() -> None:
-    torch.manual_seed(3)
-    for variant in ("full", "no-straight-through"):
-        ffn, x_TD = gated(variant=variant)
-        active = (ffn.router(x_TD) > 0).sum(-1)
-        token = int(((active > 0) & (active < BLOCKS)).nonzero()[0])
-        x_1D = x_TD[token : token + 1]
-        ffn.train()(x_1D).sum().backward()
-        idle_N = ffn.router(x_1D)[0] == 0
-        assert bool(ffn.router.weight.grad[idle_N].any()) == (variant == "full")
-        assert ffn.router.weight.grad[~idle_N].any()
-
-
 def test_without_the_piecewise_function_all_blocks_train_and_few_are_left() -> None:
     torch.manual_seed(3)
     ffn, x_TD = gated(variant="no-piecewise")
@@ -290,40 +273,6 @@ def losses_of(result: Any) -> list[dict[str, float]]:
     return losses
 
 
-FEW: dict[str, Any] = {"experts": BLOCKS, "steps": 6, "batch": 4, "lr": 1e-2, "save_every": 2}
-
-
-class Stop(Exception):
-    pass
-
-
-def stopping(items: Any, label: str, total: int | None = None) -> Any:
-    for n, item in enumerate(items):
-        if n == 4:
-            raise Stop
-        yield item
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_killed_run_goes_on_from_its_checkpoint(
-    streamed: bool, tmp_path: Path, tokenizer: Any
-) -> None:
-    model = tiny_model("llama", num_hidden_layers=2)
-    config = configured(DSMoEConfig, active=0.6, length=24, **FEW)
-    text = {"calibration": "prose=2,reference=1", "tokenizer": tokenizer}
-    options: dict[str, Any] = text if streamed else {"calibration": rows()}
-    whole = moesaic.carve(model, config, **options)
-    with pytest.raises(Stop):
-        moesaic.carve(model, config, resume_from=tmp_path, progress=stopping, **options)
-    assert (tmp_path / "checkpoint-4").is_dir()
-    resumed = moesaic.carve(model, config, resume_from=tmp_path, **options)
-    assert [s["step"] for s in losses_of(resumed)] == [1, 2, 3, 4, 5, 6]
-    for ours, theirs in zip(losses_of(resumed), losses_of(whole), strict=True):
-        assert ours == pytest.approx(theirs)
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
-
-
 def interrupting(items: Any, label: str, total: int | None = None) -> Any:
     if label == "Training":
         raise KeyboardInterrupt
@@ -344,98 +293,7 @@ def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(tmp_p
     assert not [*tmp_path.iterdir()]
 
 
-def test_everything_trains_and_the_callers_model_does_not() -> None:
-    model = tiny_model("llama")
-    before = copy.deepcopy(model.state_dict())
-    result = moesaic.carve(model, configured(DSMoEConfig, **FEW), calibration=rows())
-    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    after = result.model.state_dict()
-    assert not [n for n in before if torch.equal(before[n], after[n])]
-    assert sum(n.endswith("router.weight") for n in after) == 4
-    assert losses_of(result)[-1]["language"] < losses_of(result)[0]["language"]
-
-
-def test_recomputing_changes_nothing_but_memory() -> None:
-    model = tiny_model("llama")
-    plain, again = (
-        moesaic.carve(
-            model, configured(DSMoEConfig, recompute=r, accumulate=2, **FEW), calibration=rows(64)
-        )
-        for r in (False, True)
-    )
-    for ours, theirs in zip(losses_of(again), losses_of(plain), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
-    model = tiny_model("qwen2").to(torch.bfloat16)
-    result = moesaic.carve(model, configured(DSMoEConfig, **FEW), calibration=rows())
-    result.save(tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    for live in (result.model, loaded):
-        types = {n: p.dtype for n, p in live.named_parameters()}
-        assert {t for n, t in types.items() if "router" in n} == {torch.float32}
-        assert {t for n, t in types.items() if "router" not in n} == {torch.bfloat16}
-
-
-SCRIPT = """
-import json, sys
-import moesaic
-from moesaic import DSMoEConfig
-from moesaic.distributed import process
-folder, batch, out = sys.argv[1:]
-config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6)
-made = moesaic.carve(folder + "/model", config, calibration=folder + "/data.safetensors",
-                     tokenizer=object())
-losses = made.summary["training"]["losses"]
-if process()[0] == 0:
-    json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
-"""
-
-
 # --- results -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", ["full", "top-k"])
-def test_a_saved_result_is_the_live_one(variant: str, tmp_path: Path, tokens: Tokens) -> None:
-    model = tiny_model("llama")
-    config = configured(DSMoEConfig, active=0.7, variant=variant, tau=0.45, **FEW)  # type: ignore[arg-type]
-    result = moesaic.carve(model, config, calibration=rows())
-    result.save(tmp_path / "out")
-    assert not (tmp_path / "out" / "moesaic/plan.json").exists(), (
-        "no plan can rebuild trained weights"
-    )
-    for options in ({}, {"trust_remote_code": True}):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
-        with torch.no_grad():
-            got, want = (m(tokens.input_ids).logits for m in (loaded, result.model))
-        assert torch.equal(got, want)
-        if variant == "full":
-            assert {f.router.tau for f in ffns(loaded)} == {0.45}
-    greedy = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    prompt = tokens.input_ids[:1]
-    ids = prompt
-    for _ in range(5):
-        ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], dim=1)
-    cached = loaded.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
-    assert torch.equal(cached, ids[:, : cached.shape[1]])
-
-
-def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_path: Path) -> None:
-    source = resolve(str(llama_folder))
-    live = source.load()
-    arch = dense_arch(live.config)
-    layers = dict(DSMoE(configured(DSMoEConfig, experts=BLOCKS)).start(layer_sizes(live, arch)))
-    plan = Plan("dsmoe", base_shape(live, arch), layers)
-    plan.save(tmp_path)
-    loaded = Plan.load(tmp_path)
-    assert all(same(plan.layers[i], loaded.layers[i]) for i in plan.layers)
-    moesaic.apply(str(llama_folder), tmp_path, tmp_path / "out")
-    rebuilt = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    apply_plan(live, arch, plan)
-    with torch.no_grad():
-        got, want = (m(rows(2)).logits for m in (rebuilt, live))
-    assert torch.equal(got, want)
 
 
 def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
@@ -490,54 +348,3 @@ def test_a_source_beside_a_named_mix_that_holds_it_counts_twice(
     monkeypatch.setitem(MIXES, "ours", Mix("", {str(file): "MIT"}, ""))
     stream = PackedText(f"ours=2,{file}=1,prose=1", tokenizer, 16)
     assert stream.weights == {str(file): 3.0, "prose": 1.0}
-
-
-@pytest.mark.parametrize("source", ["nowhere.jsonl", "prose=0", "prose=1,missing.txt=2", "empty"])
-def test_text_that_cannot_be_read(source: str, tmp_path: Path, tokenizer: Any) -> None:
-    if source == "empty":
-        source = str(tmp_path / "empty.jsonl")
-        Path(source).write_text("\n")
-    with pytest.raises(MoesaicError):
-        PackedText(source, tokenizer, 16)
-
-
-# --- requests ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"experts": 5}, "64 neurons"),
-        ({"active": 0.3, "experts": 4}, "out of reach"),
-        ({"variant": "top-k"}, "needs active"),
-    ],
-)
-def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(MoesaicError, match=says):
-        moesaic.carve(tiny_model("llama"), configured(DSMoEConfig, **options), calibration=rows())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"variant": "some"}, {"tau": 1.0}, {"active": 1.5}, {"batch": 0}, {"steps": 0}],
-)
-def test_options_that_make_no_sense(options: Any) -> None:
-    with pytest.raises(MoesaicError):
-        configured(DSMoEConfig, **options)
-
-
-def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path) -> None:
-    ids = torch.cat([rows(), rows()])
-    save_file({"input_ids": ids}, tmp_path / "data.safetensors")
-    recipe = parse_recipe(
-        f"model: {llama_folder}\nout: {tmp_path}/out\nsteps:\n"
-        f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, "
-        f"lr: 0.01}}\ncalibration: {{source: {tmp_path}/data.safetensors}}\n"
-        "evaluation: {length: 32, max_tokens: 64, rounds: 0, compare: [top-k]}\n"
-    )
-    record = moesaic.run_recipe(recipe)
-    assert len(record.steps[-1].summary["training"]["losses"]) == 3
-    assert {"original", "result", "top-k"} == record.measured["scores"].keys()
-    page = (tmp_path / "out" / "moesaic/report.html").read_text()
-    assert "share of blocks active" in page
-    assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()

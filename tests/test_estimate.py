@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 from builders import loaded, tiny_moe
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from moesaic import estimates
 from moesaic.cli import app

@@ -378,9 +378,9 @@ def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp
 
 
 def test_eval_prints_all_of_it(command, carved_folder, llama_folder, questions):
-    given = ["eval", carved_folder, "--against", llama_folder, "--tasks", questions]
+    given = ["eval", carved_folder, "--against", llama_folder]
     quick = ["--max-tokens", "640", "--length", "32", "--limit", "4"]
-    code, out, err = command(*given, *quick, "--stream", "--json")
+    code, out, err = command(*given, "--tasks", questions, *quick, "--stream", "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["kl"] > 0
@@ -388,10 +388,13 @@ def test_eval_prints_all_of_it(command, carved_folder, llama_folder, questions):
     assert found["tasks"]["few"].keys() >= {"acc", "acc_norm", "stderr", "n"}
     assert found["tasks"]["few"]["n"] == found["against"]["tasks"]["few"]["n"] == 4
     assert "recovery" not in found["against"]["tasks"]["few"]
-    code, out, err = command(*given, *quick)
-    assert code == 0, err
-    assert "few" in out
-    assert "acc norm" in out
+    for asked in (given, given[:2]):  # beside the original, and alone
+        code, out, err = command(*asked, "--tasks", questions, *quick)
+        assert code == 0, err
+        for label in ("few, acc norm", "perplexity", "parameters a token uses", "MB"):
+            assert label in " ".join(out.split()), label
+        assert "nominal" not in out
+        assert "bytes" not in out
 
 
 WRONG = [

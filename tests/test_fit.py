@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from builders import tiny_moe
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import moesaic
 from moesaic.arch.lookup import base_arch
@@ -48,7 +48,7 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe
-from moesaic.report import words
+from moesaic.report import sentences
 
 ORIGINAL = Built(resolve("tiny-moe").config, None)
 
@@ -420,7 +420,7 @@ def test_the_original_alone_may_be_best(
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
     assert [file.name for file in out.iterdir()] == ["moesaic"]
     assert {f.name for f in (out / "moesaic").iterdir()} >= {"model-q8_0.gguf", "result.json"}
-    (said,) = words.summary(record)
+    (said,) = sentences.other_ways(record)
     assert re.fullmatch(
         r"moesaic/model-q8_0.gguf has [\d.]+\sMB, perplexity [\d.]+, and is 0.000 nats .*",
         said.text,

@@ -201,9 +201,6 @@ def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep
         assert result.summary["memory_bytes"][key] == 4 * size.total_parameters
 
 
-# --- thresholds ----------------------------------------------------------------------------------
-
-
 # --- choices -------------------------------------------------------------------------------------
 
 

@@ -12,22 +12,15 @@ from test_report_mixtures import pruned
 from moesaic import report
 from moesaic.record import Heat, Row
 from moesaic.report.draw import FEW, Plane, maps
-from moesaic.report.frontier import BOX, best, frontiers, points
-from moesaic.report.page import LARGEST
+from moesaic.report.draw import points as drawn
+from moesaic.report.frontier import best, frontiers, points
+from moesaic.report.frontier import tried as tried_of
 from moesaic.report.tables import layer_table
 
 
-def drawn_at(found):
-    """By run and kind where a point is in a picture, and whether it is on the frontier."""
-    marks = re.findall(
-        r'class="point (\w+) s\d( beaten)?" transform="translate\((\d+) (\d+)\)"([^>]*)>',
-        found.drawn,
-    )
-    run = re.compile(r"#run-(\d+)")
-    return {
-        (int(of[1]) if (of := run.search(rest)) else 0, kind): (int(x), int(y), not beaten)
-        for kind, beaten, x, y, rest in marks
-    }
+def placed(plot):
+    """By run and kind where a point is, and whether no other beats it."""
+    return {(p.run, p.kind): (p.x, p.y, p.ahead) for p in plot.points}
 
 
 def only(records):
@@ -54,15 +47,15 @@ def test_runs_of_one_original_share_it():
     assert [*found] == ["org/model"]
     told = [(p.run, p.kind) for p in found["org/model"]]
     assert told == [(0, "original"), (1, "result"), (1, "static"), (2, "result"), (2, "static")]
-    picture = only(records)
-    assert picture.said.startswith("Perplexity (less is better) over active parameters (less")
-    at = drawn_at(picture)
-    ahead = {of for of, (_, _, best) in at.items() if best}
-    assert ahead == {(0, "original"), (2, "result"), (1, "comparison")}  # 80 % and 84 % active
-    # the same active parameters, a lower perplexity: lower on the picture, at the same place
-    (x, y, _), (other_x, other_y, _) = (at[n, "result"] for n in (1, 2))
-    assert x == other_x
-    assert y < other_y
+    plot = only(records)
+    assert plot.x == "active parameters (less is better)"
+    assert plot.y == "perplexity (less is better)"
+    at = placed(plot)
+    assert {of for of, (_, _, best) in at.items() if best} == {
+        (0, "original"), (2, "result"), (1, "static"),
+    }  # fmt: skip
+    assert at[1, "result"][0] == at[2, "result"][0]
+    assert at[1, "result"][1] > at[2, "result"][1]
 
 
 def test_every_original_has_a_picture_of_its_own():
@@ -70,11 +63,11 @@ def test_every_original_has_a_picture_of_its_own():
     theirs.model = "org/other"
     theirs.measured["scores"]["original"] = score(30.0, 1.0, total=500)
     pictures = frontiers([ours, theirs])
-    assert [p.model for p in pictures] == ["org/model", "org/other"]
-    assert [{run for run, _ in drawn_at(p)} for p in pictures] == [{0, 1}, {0, 2}]
+    assert [p.title.split(":")[0] for p in pictures] == ["org/model", "org/other"]
+    assert [{run for run, _ in placed(p)} for p in pictures] == [{0, 1}, {0, 2}]
     svg = ET.fromstring(report.frontier_picture([ours, theirs]))
     texts = [t.text for t in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"org/model", "org/other"} < {*texts}
+    assert {p.title for p in pictures} < {*texts}
 
 
 def test_runs_on_different_texts_are_not_compared():
@@ -86,7 +79,7 @@ def test_runs_on_different_texts_are_not_compared():
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), None])
 def test_a_figure_that_is_no_number_is_not_drawn(value):
     record = make(result=value)
-    at = drawn_at(only([record, make()]))
+    at = placed(only([record, make()]))
     assert (1, "result") not in at
     assert at[2, "result"]
 
@@ -98,19 +91,39 @@ def test_two_models_are_no_frontier():
     assert "What is lost, and what is saved" not in report.html([record])
 
 
+def test_every_point_has_its_name_beside_it_and_no_name_lies_on_another():
+    record = make()
+    for n, name in enumerate(("random", "naive", "backbone")):
+        record.measured["scores"][name] = score(13.0 + 2 * n, 0.8 - n / 20)
+    plot = only([record])
+    found = re.compile(r'<text x="(\S+)" y="(\S+)" class="label.*?>(.*?)<')
+    for width in (680, 340):
+        names = {name for _, _, name in found.findall("".join(drawn(plot, width)[0]))}
+        assert names == {p.label for p in plot.points}
+    many = replace(plot, points=tuple(replace(plot.points[0], label=str(n)) for n in range(12)))
+    assert 1 <= len(found.findall("".join(drawn(many, 680)[0]))) <= 8  # there is no room for more
+
+
+def test_the_quantised_original_of_several_runs_is_one_point():
+    records = [make(), make(result=15.0)]
+    for record in records:
+        record.measured["scores"]["q4_0"] = score(13.0, 1.0)
+    assert [p.kind for p in points(records)["org/model"]].count("q4_0") == 1
+
+
 def test_a_plane_puts_points_where_they_belong():
-    plane = Plane([(0.0, 1.0), (10.0, 100.0)], BOX)
-    left, top, right, bottom = BOX
+    left, top, right, bottom = box = (58.0, 30.0, 664.0, 348.0)
+    plane = Plane([(0.0, 1.0), (10.0, 100.0)], box)
     assert plane.log
     assert plane.at(0, 1)[0] == left
     assert plane.at(10, 1)[0] == right
     assert plane.at(5, 10)[0] == (left + right) / 2
     assert plane.at(5, 10)[1] == pytest.approx((top + bottom) / 2)  # the middle of a log scale
-    flat = Plane([(0.0, 0.0), (10.0, 100.0)], BOX)
+    flat = Plane([(0.0, 0.0), (10.0, 100.0)], box)
     assert not flat.log
     assert flat.at(0, 0)[1] == bottom  # nothing lies below 0
     assert plane.levels() == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
-    tiny = Plane([(0.0, 2e-6), (1.0, 3e-5)], BOX)
+    tiny = Plane([(0.0, 2e-6), (1.0, 3e-5)], box)
     assert tiny.levels() == pytest.approx([2e-6, 5e-6, 1e-5, 2e-5])
 
 
@@ -127,18 +140,17 @@ def test_what_a_search_tried_is_drawn():
     record.measured |= {"tried": tried, "chosen": tried[1]}
     page = report.html([record])
     assert "4 candidates" in Page(page).text
-    drawing = page[page.index("Candidates by the memory") :]
-    drawing = drawing[: drawing.index("</svg>")]
-    assert drawing.count("point result") == 1
-    assert drawing.count("point comparison") == 3
-    assert "slim: 1.05\N{NO-BREAK SPACE}MB, KL 0.200<" in drawing
-    assert "front" not in drawing  # the chosen one is smaller and loses less than the other
+    plot = tried_of(record)
+    assert [p.kind for p in plot.points].count("candidate") == 3
+    assert plot.points[1].kind == "result"
+    assert plot.points[1].tip == "slim: 1.05\N{NO-BREAK SPACE}MB, KL 0.200"
+    assert plot.front == (1,)  # smaller than the others, and loses less
 
 
 def test_a_picture_of_several_runs_is_a_file_of_its_own():
-    drawn = ET.fromstring(report.frontier_picture([make(decode=1.5), make(result=30.0)]))
+    drawn = ET.fromstring(report.frontier_picture([make(), make(result=30.0)]))
     told = [t.text for t in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert any(t and t.startswith("active") for t in told)
+    assert "active parameters (less is better)" in told
     assert any(t and t.startswith("2. org/model, carved with MoRE") for t in told)
     record = make()
     del record.measured["scores"]["static"]
@@ -152,14 +164,15 @@ def test_many_cells_are_drawn_together():
         of = Heat(section="", title="", rows=(row,), columns=columns)
         return "".join(maps(of)[0])
 
-    head, *paths, cross, _ = re.split(r"(?=<path)|(?=</g>)", drawn(FEW + 1))
-    assert head == "<g><title>layer 2: dropped 1</title>"
+    many = drawn(FEW + 1)
+    assert "<title>layer 2: removed 1</title>" in many
+    paths = re.findall(r'<path class="(?:heat|gone)"[^>]*>', many)
     assert sum(path.count("z") for path in paths) == FEW + 1
     assert len(paths) == 4  # three shades, and one that is gone
-    assert cross.count("M") == 1
     alone = drawn(FEW)
     assert alone.count("<rect") == FEW
-    assert alone.count("<polyline") == 1
+    for each in (many, alone):
+        assert each.count("cross") == 1
 
 
 def test_every_layer_has_a_row():
@@ -174,11 +187,11 @@ def test_every_layer_has_a_row():
     assert [cells[-1].text for _, cells in table.rows] == ["–", "0.25", "–"]
 
 
-def test_a_page_of_many_large_runs_stays_small_and_says_what_it_left_out():
+def test_pages_of_large_runs_stay_small():
     record = make(petals=128, layers=range(24))
     one, many = report.html([record]), report.html([record] * 20)
-    assert len(one.encode()) < LARGEST
-    assert "Left out here" not in one
-    assert len(many.encode()) < LARGEST
-    assert "Left out here, to keep this page small: drawings of layers" in Page(many).text
-    assert len(Page(many).all("details", "run")) == 20
+    assert len(one.encode()) < 1_000_000
+    assert "Where tokens went" in one
+    assert len(many.encode()) < 1_000_000
+    assert "Plots and tables of layers are on each run’s own page" in many
+    assert len(Page(many).all("details")) == 20

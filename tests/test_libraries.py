@@ -9,6 +9,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from packaging.requirements import Requirement
 from rich.segment import Segment
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "src/moesaic").rglob("*.py"))
-TREES = {file.relative_to(ROOT / "src/moesaic"): ast.parse(file.read_text()) for file in FILES}
 YOUNG = (
     "transformers",
     "huggingface_hub",
@@ -31,6 +30,13 @@ YOUNG = (
     "pydantic",
 )
 """Libraries of which a next release may do without what an earlier one had."""
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The sources, by their paths in the package."""
+    source = ROOT / "src/moesaic"
+    return {f.relative_to(source): ast.parse(f.read_text()) for f in sorted(source.rglob("*.py"))}
 
 
 def walked(node: ast.AST) -> Iterator[ast.AST]:
@@ -44,7 +50,7 @@ def walked(node: ast.AST) -> Iterator[ast.AST]:
 def imported() -> dict[str, dict[str, list[str]]]:
     """By module of another library the names that we take from it, and the files that do."""
     found: dict[str, dict[str, list[str]]] = {}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in walked(tree):
             library = getattr(node, "module", None) or ""
             if isinstance(node, ast.ImportFrom) and library.partition(".")[0] in YOUNG:
@@ -53,20 +59,16 @@ def imported() -> dict[str, dict[str, list[str]]]:
     return found
 
 
-IMPORTED = imported()
-
-
-@pytest.mark.parametrize("module", sorted(IMPORTED))
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_imported_is_there(module: str) -> None:
+def test_what_is_imported_is_there() -> None:
     gone = {}
-    for name, files in IMPORTED[module].items():
-        try:
-            exec(f"from {module} import {name}", {})
-        except ImportError:
-            gone[name] = files
-    library = module.partition(".")[0]
-    assert not gone, f"{module} of {library} {version(library)} lacks {gone}"
+    for module, names in imported().items():
+        for name, files in names.items():
+            try:
+                exec(f"from {module} import {name}", {})
+            except ImportError:
+                gone[f"{name} of {module} {version(module.partition('.')[0])}"] = files
+    assert not gone
 
 
 def private() -> dict[str, Any]:
@@ -105,7 +107,7 @@ def test_private_attributes_are_there() -> None:
 def test_no_private_attribute_is_used_that_is_not_listed_here() -> None:
     used: dict[str, set[str]] = {}
     ours: set[str] = set()
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 ours.add(node.name)

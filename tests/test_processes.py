@@ -31,8 +31,15 @@ with explained():
 """
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("end", "which"),
+    [
+        ("refuses", 1),
+        ("is killed", 0),
+        pytest.param("refuses", 0, marks=pytest.mark.nightly),
+        pytest.param("is killed", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_other_process_says_the_true_reason(end: str, which: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

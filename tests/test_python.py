@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import moesaic
 from moesaic import MoesaicError, SlimConfig, api
 from moesaic.config import RunArgs
+from moesaic.io.source import resolve
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import load_recipe
 
@@ -28,20 +29,25 @@ FEW = {"samples": 8, "length": 64, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def slimmed():
+def name(moe_folder):
+    return str(moe_folder)
+
+
+@pytest.fixture(scope="module")
+def slimmed(name):
     """The result of the first call that a reader makes, of little text."""
-    return moesaic.slim("tiny-moe", keep=0.5, **FEW)
+    return moesaic.slim(name, keep=0.5, **FEW)
 
 
 # --- calls ---------------------------------------------------------------------------------------
 
 
-def test_options_are_given_by_name(slimmed):
+def test_options_are_given_by_name(slimmed, name):
     assert slimmed.method.config.keep == 0.5
     assert slimmed.job.args.calibration.samples == 8
-    by_config = moesaic.slim("tiny-moe", SlimConfig(keep=0.5), **FEW)
+    by_config = moesaic.slim(name, SlimConfig(keep=0.5), **FEW)
     assert by_config.plan.fingerprint == slimmed.plan.fingerprint
-    other = moesaic.slim("tiny-moe", SlimConfig(score="energy"), keep=0.75, refit=False, **FEW)
+    other = moesaic.slim(name, SlimConfig(score="energy"), keep=0.75, refit=False, **FEW)
     config = other.method.config
     assert (config.keep, config.score, config.refit) == (0.75, "energy", False)
 
@@ -122,14 +128,10 @@ def test_types_are_checked(tmp_path):
     assert [line.split(":")[1] for line in lines] == ["3", "4"], found
 
 
-def test_defaults_are_those_of_the_command():
-    assert not hasattr(moesaic.config.About, "required")
-
-
-def test_progress_is_shown_unless_not_wanted(capsys):
-    moesaic.slim("tiny-moe", keep=0.5, samples=4, length=32)
+def test_progress_is_shown_unless_not_wanted(capsys, name):
+    moesaic.slim(name, keep=0.5, samples=4, length=32)
     assert "Slimming layers" in capsys.readouterr().err
-    moesaic.slim("tiny-moe", keep=0.5, samples=4, length=32, progress=False)
+    moesaic.slim(name, keep=0.5, samples=4, length=32, progress=False)
     assert "Slimming layers" not in capsys.readouterr().err
     labels = []
 
@@ -137,9 +139,9 @@ def test_progress_is_shown_unless_not_wanted(capsys):
         labels.append(label)
         return items
 
-    moesaic.slim("tiny-moe", keep=0.5, samples=4, length=32, progress=shown)
+    moesaic.slim(name, keep=0.5, samples=4, length=32, progress=shown)
     assert labels
-    assert RunArgs.of("tiny-moe").track is not RunArgs.of("tiny-moe", progress=False).track
+    assert RunArgs.of(name).track is not RunArgs.of(name, progress=False).track
 
 
 def test_revision_and_token_reach_the_hub(monkeypatch):
@@ -170,11 +172,9 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
 # --- results -------------------------------------------------------------------------------------
 
 
-def test_saved_as_the_command_saves(slimmed, tmp_path, command):
+def test_saved_as_the_command_saves(slimmed, tmp_path, command, name):
     folder = slimmed.save_pretrained(tmp_path / "python")
-    command(
-        "slim", "tiny-moe", tmp_path / "command", "--samples", "8", "--length", "64", "--no-eval"
-    )
+    command("slim", name, tmp_path / "command", "--samples", "8", "--length", "64", "--no-eval")
     names = [
         {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
         for out in (folder, tmp_path / "command")
@@ -186,7 +186,7 @@ def test_saved_as_the_command_saves(slimmed, tmp_path, command):
     settled, asked = python.steps[0], command.steps[0]
     assert replace(settled, score=asked.score, refit=asked.refit) == asked
     record = json.loads((folder / "moesaic/result.json").read_text())
-    assert record["model"] == "tiny-moe"
+    assert record["model"] == name
     assert slimmed.tokenizer("The")["input_ids"]
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(*(model(torch.arange(9)[None]).logits for model in (again, slimmed.model)))
@@ -202,7 +202,7 @@ def test_what_no_recipe_repeats_says_so(tmp_path, tokens):
     assert "text was given in Python" in recipe
 
 
-def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch):
+def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch, name):
     quick = {"progress": False}
     text = {"max_tokens": 512, **quick}
     score = moesaic.evaluate(slimmed, **text)
@@ -211,24 +211,24 @@ def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch):
     assert moesaic.generate(slimmed, "The", new_tokens=4) == slimmed.generate("The", new_tokens=4)
     assert moesaic.inspect(slimmed) == moesaic.inspect(slimmed.model)
     assert moesaic.export(slimmed, tmp_path / "native", **quick)["exact"]
-    assert slimmed.export(tmp_path / "again", **quick)["exact"]
     stats = moesaic.observe(slimmed, tmp_path / "stats", gram_mb=1, **FEW)
     assert stats.is_file()
     pruned = moesaic.prune(slimmed, keep=4, **FEW)
-    assert pruned.model.config.num_local_experts == 4
-    speed = moesaic.bench(slimmed, "tiny-moe", length=8, new_tokens=2, rounds=1, **quick)
+    assert pruned.model.config.num_experts == 4
+    monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
+    speed = moesaic.bench(slimmed, name, length=8, new_tokens=2, rounds=1, **quick)
     assert {"model", "against", "ratio"} <= speed.keys()
     out = pruned.save_pretrained(tmp_path / "pruned")
     assert [s["verb"] for s in json.loads((out / "moesaic/result.json").read_text())["steps"]] == [
         "slim",
         "prune",
     ]
-    moesaic.apply("tiny-moe", pruned, tmp_path / "rebuilt")
+    moesaic.apply(name, pruned, tmp_path / "rebuilt")
     again = (loaded(folder) for folder in (out, tmp_path / "rebuilt"))
     assert torch.equal(*(model(torch.arange(9)[None]).logits for model in again))
 
 
-def test_a_loaded_model_is_one_too(tmp_path):
+def test_a_loaded_model_is_one_too(tmp_path, monkeypatch):
     model, tokenizer = tiny_moe("mixtral"), tiny_tokenizer()
     model.save_pretrained(tmp_path / "saved")
     before = copy.deepcopy(model.config)
@@ -237,6 +237,7 @@ def test_a_loaded_model_is_one_too(tmp_path):
     assert moesaic.generate(model, "The", tokenizer=tokenizer, new_tokens=2)
     with pytest.raises(MoesaicError, match="tokenizer="):
         moesaic.generate(model, "The")
+    monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
     speed = moesaic.bench(
         model, tokenizer=tokenizer, length=8, new_tokens=2, rounds=1, progress=False
     )
@@ -271,25 +272,26 @@ def test_pushed_as_it_is_saved(slimmed, monkeypatch):
     assert "you/name" in sent["card"]
 
 
-def test_shown_in_one_line_and_never_as_an_empty_box():
-    result = moesaic.slim("tiny-moe", keep=0.5, **FEW)
+def test_shown_in_one_line_and_never_as_an_empty_box(name):
+    result = moesaic.slim(name, keep=0.5, **FEW)
     page = result._repr_html_()
-    assert "svg" not in page
     assert "parameters" in page
     assert "layer 0" in page
     result.evaluation = moesaic.Tokens(torch.randint(1, 300, (2, 32)))
     assert result.scores["result"].kl > 0
-    assert "<svg" in result._repr_html_()
+    assert "perplexity" in result._repr_html_()
     for value in (result, result.plan, result.scores, result.scores["result"]):
         assert "\n" not in repr(value)
         assert len(repr(value)) < 400
     assert "kl" in repr(result.scores).lower()
 
 
-def test_a_search_returns_a_result(tmp_path):
+@pytest.mark.nightly
+def test_a_search_returns_a_result(tmp_path, name):
     text = {"samples": 8, "length": 32, "progress": False}
-    result = moesaic.fit("tiny-moe", memory="10MB", windows=4, confirm=1, **text)
-    assert sum(p.nbytes for p in result.model.parameters()) <= 10e6
+    memory = 3 * resolve(name).checkpoint.nbytes() // 4
+    result = moesaic.fit(name, memory=memory, windows=4, confirm=1, **text)
+    assert sum(p.nbytes for p in result.model.parameters()) <= memory
     assert result.save_pretrained(tmp_path / "out").is_dir()
 
 

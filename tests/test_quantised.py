@@ -240,7 +240,7 @@ def test_compressed_tensors_by_its_own_package(layout):
     for axis, order in ((0, [*range(16, 32), *range(16)]), (1, [*range(32, 64)])):
         some = carried.index_select(axis, torch.tensor(order))
         assert torch.equal(form.values(some.parts), some.as_subclass(torch.Tensor)), axis
-    check_taken(form, mine)
+    check_chosen(form, mine)
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,13 @@ def test_scales_stay_powers_of_two_where_the_config_says_so():
     assert torch.equal(scales.log2(), scales.log2().round())
 
 
-def check_taken(form, parts):
+def check_chosen(form, parts):
     """Rows and columns across blocks are those of the values, twice and in no order."""
     values = form.values(parts)
     for axis in range(-values.dim(), 0):
         order = torch.tensor([3, 0, values.shape[axis] - 1, 3])[: values.shape[axis] + 1]
         order = order.clamp(max=values.shape[axis] - 1)
         wanted = values.index_select(axis, order)
-        assert torch.equal(form.taken(parts, axis, order), wanted), axis
         assert torch.equal(Packed.of(form, parts).index_select(axis, order) + 0, wanted), axis
 
 
@@ -303,7 +302,7 @@ def test_what_a_format_holds_it_gives_back(form):
     step = 2**-4 if eight else 0.25
     assert ((once - values).abs() <= step * values.abs().amax() + 1e-6).all()
     assert (once - values).norm() / values.norm() < (0.04 if eight else 0.15)
-    check_taken(form, form.parts(values, like))
+    check_chosen(form, form.parts(values, like))
     again = form.values(form.parts(once, like))
     torch.testing.assert_close(again, once, rtol=1e-6 if eight else 0, atol=0)
 
@@ -579,67 +578,40 @@ def damaged(folder, out, change):
     return out
 
 
-def test_bad_input_is_named(fp8, mxfp4, int4, tmp_path, command):
-    scale = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
+UP = "model.layers.2.mlp.experts.3.up_proj.weight"
+DOWN = "model.layers.1.mlp.experts.down_proj"
+GONE = None
+BAD = [
+    ("fp8", f"{UP}_scale_inv", GONE, f"no tensor '{UP}_scale_inv'"),
+    ("fp8", f"{UP}_scale_inv", lambda t: t[:1], "need scales of 2 x 2, and they are of 1 x 2"),
+    ("mxfp4", f"{DOWN}_scales", GONE, "down_proj_scales"),
+    ("mxfp4", f"{DOWN}_blocks", lambda t: t.short(), "as I16, which is not read; U8 is"),
+    ("int4", f"{UP}_scale", lambda t: t[:, :1], "are not for groups of 16"),
+    ("int4", f"{UP}_scale", lambda _: torch.ones(32, 3), "scales of 32 x 3 do not divide"),
+    ("int4", f"{UP}_scale", GONE, f"no tensor '{UP}_sc"),
+    ("int4", f"{UP}_packed", lambda t: t.float(), "stored as F32, which is not read"),
+    ("int4", f"{UP}_packed", GONE, f"'{UP}_packed'"),
+    ("int4", f"{UP}_g_idx", lambda _: torch.arange(32), "by activation order"),
+    ("int4", UP, lambda _: torch.zeros(32, 32), f"has {UP} twice"),
+    (
+        "int4",
+        f"{UP}_shape",
+        lambda _: torch.tensor([32, 30]),
+        "said to be 32 x 30, and its codes are 32 x 32",
+    ),
+]
 
-    def without(tensors):
-        del tensors[scale]
 
-    def odd(tensors):
-        tensors[scale] = tensors[scale][:1].clone()
+@pytest.mark.parametrize(("base", "name", "change", "words"), BAD)
+def test_bad_input_is_named(base, name, change, words, request, tmp_path):
+    def changed(tensors):
+        old = tensors.pop(name, None)
+        if change is not GONE:
+            tensors[name] = change(old).clone()
 
-    def missing(tensors):
-        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
-
-    int4_name = "model.layers.2.mlp.experts.3.up_proj.weight"
-
-    def unscaled(tensors):
-        del tensors[f"{int4_name}_scale"]
-
-    def uneven(tensors):
-        tensors[f"{int4_name}_scale"] = torch.ones(32, 3)
-
-    def unpacked_codes(tensors):
-        del tensors[f"{int4_name}_packed"]
-
-    def ordered(tensors):
-        tensors[f"{int4_name}_g_idx"] = torch.arange(32, dtype=torch.int32)
-
-    def misshapen(tensors):
-        tensors[f"{int4_name}_shape"] = torch.tensor([32, 30])
-
-    def halved(tensors):
-        tensors[f"{int4_name}_scale"] = tensors[f"{int4_name}_scale"][:, :1].clone()
-
-    def both(tensors):
-        tensors[int4_name] = torch.zeros(32, 32, dtype=torch.bfloat16)
-
-    def floats(tensors):
-        tensors[f"{int4_name}_packed"] = tensors[f"{int4_name}_packed"].float()
-
-    def wide(tensors):
-        name = "model.layers.1.mlp.experts.down_proj_blocks"
-        tensors[name] = tensors[name].short()
-
-    said = {
-        "halved": (damaged(int4, tmp_path / "halved", halved), "are not for groups of 16"),
-        "both": (damaged(int4, tmp_path / "both", both), f"has {int4_name} twice"),
-        "floats": (damaged(int4, tmp_path / "floats", floats), "stored as F32, which is not read"),
-        "wide": (damaged(mxfp4, tmp_path / "wide", wide), "as I16, which is not read; U8 is"),
-        "unscaled": (damaged(int4, tmp_path / "unscaled", unscaled), f"no tensor '{int4_name}_sc"),
-        "uneven": (damaged(int4, tmp_path / "uneven", uneven), "scales of 32 x 3 do not divide"),
-        "codes": (damaged(int4, tmp_path / "codes", unpacked_codes), f"'{int4_name}_packed'"),
-        "ordered": (damaged(int4, tmp_path / "ordered", ordered), "by activation order"),
-        "without": (damaged(fp8, tmp_path / "without", without), f"no tensor '{scale}'"),
-        "odd": (damaged(fp8, tmp_path / "odd", odd), "need scales of 2 x 2, and they are of 1 x 2"),
-        "missing": (damaged(mxfp4, tmp_path / "missing", missing), "down_proj_scales"),
-    }
-    for folder, words in said.values():
-        code, _, errors = command("prune", folder, tmp_path / "out", "--keep", "6", "--no-eval")
-        assert code == 2
-        assert words in errors, errors
-    with pytest.raises(MoesaicError, match="said to be 32 x 30, and its codes are 32 x 32"):
-        Source("misshapen", damaged(int4, tmp_path / "misshapen", misshapen)).load()
+    folder = damaged(request.getfixturevalue(base), tmp_path / "bad", changed)
+    with pytest.raises(MoesaicError, match=re.escape(words)):
+        Source("bad", folder).load()
 
 
 def test_other_formats_are_refused(fp8):

@@ -33,6 +33,11 @@ def test_sizes_may_have_units():
     assert step_config("condense", {"memory": "1.5GB"}).memory == 1_500_000_000
 
 
+def test_numbers_may_be_listed_with_commas():
+    assert step_config("condense", {"candidates": "1,2"}).candidates == (1, 2)
+    assert step_config("skip", {"betas": "0.5"}).betas == (0.5,)
+
+
 def test_values_arrive():
     recipe = parse_recipe(TEXT)
     assert recipe.steps[0].active == 0.7
@@ -70,7 +75,7 @@ def test_a_named_recipe_says_the_method_that_has_it():
         step_config("carve", {"recipe": "paper"})
     with pytest.raises(MoesaicError, match="for more, not for tomoe"):
         step_config("carve", {"method": "tomoe", "recipe": "fast"})
-    with pytest.raises(MoesaicError, match=r"carve\.tau is not an option of more"):
+    with pytest.raises(MoesaicError, match="^tau is not an option of carve, method more"):
         step_config("carve", {"recipe": "best", "tau": 0.4})
     with pytest.raises(MoesaicError, match="known: best, fast, paper"):
         step_config("carve", {"recipe": "worst"})
@@ -107,16 +112,19 @@ def test_overrides():
             TEXT + "calibration: {sample: 3}",
             r"calibration\.sample is not an option|calibration\.sample",
         ),
-        (TEXT + "calibration: {samples: many}", r"calibration\.samples: .*integer.*'many'"),
+        (
+            TEXT + "calibration: {samples: many}",
+            r"calibration\.samples 'many' is not a whole number",
+        ),
         (TEXT.replace("carve", "curve"), r"steps\.0\.curve: unknown step 'curve'; known: carve"),
         (
             TEXT.replace("active", "activ"),
-            r"steps\.0\.carve\.activ is not an option of more; known: active",
+            r"steps\.0\.carve\.activ is not an option of carve, method more; known: active",
         ),
-        (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active: .*number"),
+        (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active 'much' is not a number"),
         (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),
         (TEXT.replace("active: 0.7", "recipe: [best]"), "unknown recipe"),
-        (TEXT.replace("active: 0.7", "variant: best"), r"variant: .*'full', 'backbone'.*'best'"),
+        (TEXT.replace("active: 0.7", "variant: best"), r"variant 'best' is none of full, backbone"),
     ],
 )
 def test_mistakes_are_named_with_their_place(text, message):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import inside, loaded
-from released import NEMOTRON_H, PUBLISHED, QWEN3_MOE, rebuilt
+from released import PUBLISHED, rebuilt
 from torch import Tensor
 
 from moesaic.api import evaluate, inspect
@@ -58,7 +58,11 @@ def config_of(folder: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else said
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+BY_DAY = {"gpt-oss-20b", "Granite-4.0-H-Tiny", "LFM2-1.2B"}
+NAMES = [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.nightly) for n in PUBLISHED]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> None:
     """Half of the experts and of the neurons, with no logit changed; written as it was told."""
     base = tmp_path / "base"
@@ -122,10 +126,13 @@ def test_a_number_changes_under_each_of_its_names(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "latent experts": (
-        {**NEMOTRON_H, "moe_latent_size": 1024},
+        {**PUBLISHED["Nemotron-3-Nano"], "moe_latent_size": 1024},
         "experts work on fewer dimensions than the model",
     ),
-    "NVFP4": ({**QWEN3_MOE, "quantization_config": {"quant_algo": "NVFP4"}}, "'modelopt'"),
+    "NVFP4": (
+        {**PUBLISHED["Qwen3-30B-A3B-FP8"], "quantization_config": {"quant_algo": "NVFP4"}},
+        "'modelopt'",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,56 +32,41 @@ def whole(schema: Any) -> dict[str, Any]:
     return {name: {**WHOLE, **answer}[name] for name in schema.needs}
 
 
-def lacking() -> list[Any]:
-    rows = [
-        pytest.param(whole(schema), {**whole(schema), name: value}, id=f"{name}-of-{n}-{kind}")
-        for n, schema in enumerate(SCHEMAS)
-        for name in schema.needs
-        for kind, value in EMPTY.items()
-        if name not in ("choices", "answer") or "choices" not in schema.needs
-    ]
+def lacking() -> Iterator[tuple[Any, Any]]:
+    """A row, and the same row without text in one of its columns."""
+    for schema in SCHEMAS:
+        row = whole(schema)
+        for name in schema.needs:
+            if name not in ("choices", "answer") or "choices" not in schema.needs:
+                yield from ((row, {**row, name: value}) for value in EMPTY.values())
     mmlu = {"question": "Which one?", "choices": ["this", "that"], "answer": 1}
     wrong = [{"answer": v} for v in (None, True, 2, -1, 1.0, "C", "", ["B"])]
     wrong += [{"choices": v} for v in (None, "ab", 3, ["a", None], {"text": "a", "label": "b"})]
-    rows += [pytest.param(mmlu, {**mmlu, **w}, id=f"mmlu-{w}") for w in wrong]
-    rows += [
-        pytest.param({"text": "Words. " * 200}, {"text": value}, id=f"text-{kind}")
-        for kind, value in EMPTY.items()
-        if not isinstance(value, str)
-    ]
+    yield from ((mmlu, {**mmlu, **changed}) for changed in wrong)
+    blanks = [value for value in EMPTY.values() if not isinstance(value, str)]
+    yield from (({"text": "Words. " * 200}, {"text": value}) for value in [*blanks, HALF])
+    first = whole(SCHEMAS[0])
+    yield first, {**first, SCHEMAS[0].needs[0]: HALF}
     talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
     spoilt: list[Any] = [None, [], "Hi.", 3, [None], ["Hi."], [*talk, {"role": "assistant"}]]
-    spoilt += [[talk[0], {**talk[1], "content": value}] for value in (None, 3, {"a": "b"})]
-    spoilt += [
-        [talk[0], {"role": None, "content": "Yes?"}],
-        [talk[0], {**talk[1], "content": HALF}],
-    ]
-    rows += [
-        pytest.param({"text": "Words. " * 200}, {"text": HALF}, id="text-half"),
-        pytest.param(
-            whole(SCHEMAS[0]), {**whole(SCHEMAS[0]), SCHEMAS[0].needs[0]: HALF}, id="half"
-        ),
-    ]
-    rows += [
-        pytest.param({"messages": talk}, {"messages": value}, id=f"messages-{n}")
-        for n, value in enumerate(spoilt)
-    ]
-    return rows
+    spoilt += [[talk[0], {**talk[1], "content": value}] for value in (None, 3, {"a": "b"}, HALF)]
+    spoilt += [[talk[0], {"role": None, "content": "Yes?"}]]
+    yield from (({"messages": talk}, {"messages": value}) for value in spoilt)
 
 
-@pytest.mark.parametrize(("right", "wrong"), lacking())
 def test_a_row_without_text_is_left_out_and_counted(
-    right: Any, wrong: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for answers in (True, False):
-        caplog.clear()
-        length = 300 if answers else 8  # of an example, or of a window
-        found = training_text([right, wrong, right, wrong], tokenizer, length, answers=answers)
-        clean = training_text([right, right], tokenizer, length, answers=answers)
-        assert list(found) == list(clean)
-        assert "2 of 4 rows are left out" in caplog.text
-        with pytest.raises(MoesaicError, match="none of 1 rows can be used"):
-            training_text([wrong], tokenizer, length, answers=answers)
+    for right, wrong in lacking():
+        for answers in (True, False):
+            caplog.clear()
+            length = 300 if answers else 8  # of an example, or of a window
+            found = training_text([right, wrong, right, wrong], tokenizer, length, answers=answers)
+            clean = training_text([right, right], tokenizer, length, answers=answers)
+            assert list(found) == list(clean), wrong
+            assert "2 of 4 rows are left out" in caplog.text, wrong
+            with pytest.raises(MoesaicError, match="none of 1 rows can be used"):
+                training_text([wrong], tokenizer, length, answers=answers)
 
 
 def test_every_use_leaves_them_out(

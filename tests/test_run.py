@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import pages, tiny_model
+from builders import equal, pages, tiny_model, weights
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,32 +38,17 @@ from moesaic import (
 from moesaic.arch.lookup import base_arch
 from moesaic.carving.more.method import MoRE
 from moesaic.data.reader import shipped_texts
-from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
-from moesaic.io.outputs import marked
-from moesaic.io.source import Source, resolve
+from moesaic.data.text import calibration_tokens, evaluation_tokens
+from moesaic.io.source import Source
 from moesaic.log import Log
 from moesaic.metrics import measurement as measuring
-from moesaic.metrics.rounding import rounded
-from moesaic.metrics.routing_counts import routers
-from moesaic.metrics.score import score
 from moesaic.plan import Plan
-from moesaic.plans.base import same
 from moesaic.recipe import step_config
-from moesaic.report import frontier, words
 from moesaic.surgery import apply_plan
 
 CONFIG = MoREConfig(active=0.8, layers="all")
 MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
 QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
-
-
-def weights(folder):
-    checkpoint = Source("x", folder).checkpoint
-    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def recipe(folder, out, **changes):
@@ -77,27 +62,6 @@ def recipe(folder, out, **changes):
         ),
     }
     return Recipe(**{**settings, **changes})
-
-
-def test_from_disk_is_from_memory_bitwise(llama_folder, tokenizer, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    live = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
-    disk = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
-    assert all(same(live.plan.layers[i], disk.plan.layers[i]) for i in range(4))
-    live.save(tmp_path / "live")
-    disk.save(tmp_path / "disk")
-    assert equal(weights(tmp_path / "live"), weights(tmp_path / "disk"))
-    assert equal(weights(tmp_path / "disk"), dict(disk.model.state_dict()))
-
-
-def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
-    assert result.model is not model
-    assert not routers(model)
-    result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, inplace=True, **QUICK)
-    assert result.model is model
-    assert len(routers(model)) == 4
 
 
 def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
@@ -115,17 +79,12 @@ def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
         moesaic.carve(model, CONFIG, calibration=["some text"])
 
 
-def test_a_result_shows_itself(llama_folder, tmp_path):
+def test_a_result_shows_itself(llama_folder):
     result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
     assert repr(result) == "<Result: llama, carved with MoRE to 80\N{NO-BREAK SPACE}% active>"
     result.evaluation = evaluation_tokens(pages("evaluation"), result.job.tokenizer, 64, 256)
-    svg = result.plot(tmp_path / "result.svg")
     perplexity = f"{result.scores['result'].perplexity:.4g}"
     assert f"result {perplexity}, original " in repr(result)
-    assert (tmp_path / "result.svg").read_text("utf-8") == marked(svg)
-    assert result._repr_html_().endswith(svg)
-    assert svg.startswith("<svg")
-    assert "Tokens by layer" in svg
     shown = Console(width=120, file=io.StringIO())
     shown.print(result)
     assert "carved with MoRE" in shown.file.getvalue()
@@ -189,6 +148,7 @@ def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
 
         monkeypatch.setattr(place, name, watched)
 
+    monkeypatch.setattr(measuring, "peak_memory", lambda *_: 1)  # a process of its own otherwise
     for name in ("generate", "peak_memory"):
         watch(measuring, name)
     watch(Source, "load")
@@ -197,7 +157,8 @@ def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
     assert not silence
 
 
-def test_recipe_run_leaves_everything(llama_folder, tmp_path):
+def test_recipe_run_leaves_everything(llama_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "peak_memory", lambda *_: 1)  # a process of its own otherwise
     measured = Evaluation(**MEASURED, rounds=1, compare=("static",))
     asked = recipe(llama_folder, tmp_path / "out", evaluation=measured)
     record = run_recipe(asked)
@@ -225,7 +186,6 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
     result, static = (record.measured["scores"][name] for name in ("result", "static"))
     assert result["nominal_active_ratio"] == pytest.approx(0.8, abs=0.02)
     assert static["active_ratio"] == pytest.approx(result["nominal_active_ratio"])
-    assert record.measured["speed"]["result"]["peak_memory_bytes"] > 50e6
     places = {"original": llama_folder, "result": tmp_path / "out"}
     files = {
         name: sum(file.stat().st_size for file in at.glob("*.safetensors"))
@@ -306,13 +266,6 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
         wanted += 3 * 32 * width
     attention = 4 * (2 * 32 * 32 + 2 * 32 * 16)
     assert found.active_ratio == pytest.approx((attention + wanted) / (attention + 4 * 3 * 32 * 64))
-
-
-def test_scores_beside_the_original(llama_folder):
-    result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
-    result.evaluation = evaluation_tokens("", result.job.tokenizer, 32, 320)
-    assert set(result.scores) == {"result", "original"}
-    assert result.scores["original"].active_ratio == 1.0
 
 
 def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path, monkeypatch):
@@ -419,29 +372,6 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     assert record.calibration["length"] == 32
 
 
-def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
-    """The original, its matrices rounded, scored as any other model; bytes are a file's."""
-    measured = Evaluation(**MEASURED, rounds=0, baselines=("q8_0", "q4_0"))
-    steps = (PruneConfig(keep=5, refit=False),)
-    changes = {"steps": steps, "evaluation": measured}
-    asked = recipe(moe_folder, tmp_path / "out", **changes)
-    record = run_recipe(asked)
-    scores = record.measured["scores"]
-    assert [*scores] == ["original", "result", "q8_0", "q4_0"]
-    assert 0 < scores["q8_0"]["kl"] < scores["q4_0"]["kl"]
-    model = resolve(str(moe_folder)).load()
-    size = rounded(model, "q4_0")
-    tokenizer = resolve(str(moe_folder)).tokenizer
-    tokens = evaluation_tokens(measured.data, tokenizer, measured.length, measured.max_tokens)
-    again = score(model, tokens)
-    assert scores["q4_0"]["perplexity"] == again.perplexity
-    assert record.measured["files"]["q4_0"] == scores["q4_0"]["total_bytes"] == size
-    said = " ".join(sentence.text for sentence in words.summary(record))
-    assert "The original quantised to q8_0, " in said
-    names = [point.kind for point in frontier.points([record])[str(moe_folder.name)]]
-    assert {"q8_0", "q4_0"} <= set(names)
-
-
 def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
     with pytest.raises(MoesaicError, match="skip compares nothing"):
         moesaic.skip(str(moe_folder), compare=("top2",))
@@ -497,14 +427,7 @@ def test_python_is_answered_in_words_as_the_command_line_is(
         moesaic.prune(moe_folder if model == "" else model, PruneConfig(**config), **options)
 
 
-def test_a_mask_of_whole_numbers_calibrates_as_the_same_mask(llama_folder, padded):
-    model = AutoModelForCausalLM.from_pretrained(llama_folder)
-    whole = Tokens(padded.input_ids, padded.attention_mask.long())
-    plans = [moesaic.carve(model, CONFIG, calibration=t).plan for t in (padded, whole)]
-    assert all(same(layer, plans[1].layers[i]) for i, layer in plans[0].layers.items())
-
-
-@pytest.mark.parametrize("verb", ["carve", "slim", "tune"])
+@pytest.mark.parametrize("verb", ["carve", "tune"])
 def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_path):
     """From a run's calibration to its figures: nothing is asked for that is not used."""
     bare, file = tmp_path / "bare", tmp_path / "ids.safetensors"
@@ -513,7 +436,6 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     save_file({"input_ids": tokens.input_ids}, file)
     save_file({"input_ids": tokens.input_ids.flip(0)}, other)
     options = {"tune": {"what": "all", "steps": 2}}.get(verb, {"active": 0.8})
-    options = {"keep": 0.5} if verb == "slim" else options
     data = {"train": str(file)} if verb == "tune" else {}
     asked = Recipe(
         str(bare),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from builders import equal, inside, weights
+from click.testing import CliRunner
 from huggingface_hub import constants
-from typer.testing import CliRunner
 
 import moesaic
 from moesaic.cli import app

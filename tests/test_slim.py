@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import copy
-import json
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from builders import (
-    DENSE,
     MOE,
     equal,
     loaded,
     logits,
-    pages,
     same_model,
     saved,
     tiny_model,
     tiny_moe,
-    weights,
 )
 from cases import many_tokens
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig, Tokens
-from moesaic.arch.lookup import base_arch, moe_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
@@ -58,11 +54,6 @@ def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
     return site
 
 
-@pytest.fixture(params=sorted({*DENSE, *MOE}))
-def any_type(request):
-    return request.param
-
-
 def any_model(model_type, **changes):
     build = tiny_moe if model_type in MOE else tiny_model
     return build(model_type, **changes)
@@ -72,14 +63,14 @@ def any_model(model_type, **changes):
 
 
 def test_result_is_native_and_what_it_computes_is_the_original_without_neurons(
-    any_type, tokens, tmp_path
+    model_type, tokens, tmp_path
 ):
     """Saved, loaded by transformers alone, and compared with masked neurons."""
-    model = any_model(any_type)
+    model = any_model(model_type)
     result = slimmed(model, tokens, keep=0.5)
     result.save(tmp_path / "out")
     again = loaded(tmp_path / "out")
-    assert again.config.model_type == any_type
+    assert again.config.model_type == model_type
     assert equal(dict(again.state_dict()), dict(result.model.state_dict()))
     masked = copy.deepcopy(model)
     silence(masked, result.plan)
@@ -102,31 +93,11 @@ def silence(model, plan):
             down_DM[:, gone] = 0
 
 
-def test_from_disk_is_from_memory(any_type, tokens, tmp_path):
-    model = any_model(any_type)
-    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
-    (tmp_path / "live").mkdir()
-    slimmed(model, tokens, keep=0.5, refit=True).write(tmp_path / "live")
-    slimmed(str(tmp_path / "base"), tokens, keep=0.5, refit=True).save(tmp_path / "disk")
-    assert equal(weights(tmp_path / "disk"), weights(tmp_path / "live"))
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("disk", "live")
-    ]
-    assert configs[0] == configs[1]
-    moesaic.apply(str(tmp_path / "base"), tmp_path / "disk", tmp_path / "applied")
-    assert equal(weights(tmp_path / "applied"), weights(tmp_path / "disk"))
-
-
-def test_keeping_all_neurons_is_the_identity(any_type, tokens):
-    model = any_model(any_type)
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "llama"])
+def test_keeping_all_neurons_is_the_identity(model_type, tokens):
+    model = any_model(model_type)
     result = slimmed(model, tokens, keep=1.0)
     assert equal(dict(result.model.state_dict()), dict(model.state_dict()))
-
-
-def test_table_knows_how_experts_lie(moe):
-    arch = moe_arch(moe.config)
-    experts = arch.mixture(arch.layers(moe)[arch.moe_layers(moe)[0]]).experts
-    assert arch.transposed == experts.is_transposed == (not experts.is_concatenated)
 
 
 # --- formulas ------------------------------------------------------------------------------------
@@ -154,9 +125,10 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
 
 
 @torch.no_grad()
-def test_watching_tokens_pass_is_looking_at_them_afterwards(any_type, padded):
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "llama"])
+def test_watching_tokens_pass_is_looking_at_them_afterwards(model_type, padded):
     """The same sums, padding left out, and the tokens come out as they would."""
-    model = any_model(any_type)
+    model = any_model(model_type)
     site = site_of(model, padded)
     wanted = observe_neurons(site)
     arch = base_arch(model.config)
@@ -264,7 +236,7 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
 def test_every_score_decides(score, tokens):
-    """For a mixture with a shared path, and a dense model; the same with its neurons."""
+    """For a mixture with a shared path, and a dense model."""
     model = tiny_moe("qwen2_moe")
     result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
     for layer in result.plan.layers.values():
@@ -272,9 +244,6 @@ def test_every_score_decides(score, tokens):
         assert layer.shared_S.shape == (8,)
     assert result.model.config.moe_intermediate_size == 8
     assert result.model.config.shared_expert_intermediate_size == 8
-    again = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
-    for i, layer in result.plan.layers.items():
-        assert same(layer, again.plan.layers[i])
     assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 
@@ -389,8 +358,9 @@ OUTCOMES = {
 
 
 @pytest.mark.usefixtures("short_text")
-@pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(
+    ("outcome", "experts"), [*((name, False) for name in OUTCOMES), ("more", True)]
+)
 def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outcome, monkeypatch):
     """On windows that decided nothing; what is kept is what the result says that it is."""
     draw = torch.Generator().manual_seed(1)
@@ -422,7 +392,7 @@ def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outco
         assert result.model.config.model_type == ("mixtral" if better else "moesaic_mixtral")
 
 
-def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
+def test_where_equal_widths_are_kept_the_result_is_theirs(moe_folder, monkeypatch):
     """Text has windows to compare on beside those that were asked for, which all decide."""
     seen = []
 
@@ -433,8 +403,8 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
     monkeypatch.setattr("moesaic.methods.layered.divergences", found)
     options = {"keep": 0.5, "score": "energy"}
     text = {"samples": 16, "length": 32}
-    plain = moesaic.slim("tiny-moe", SlimConfig(**options), **text)
-    kept = moesaic.slim("tiny-moe", SlimConfig(**options, allocate="layers"), **text)
+    plain = moesaic.slim(moe_folder, SlimConfig(**options), **text)
+    kept = moesaic.slim(moe_folder, SlimConfig(**options, allocate="layers"), **text)
     for i, layer in plain.plan.layers.items():
         theirs = kept.plan.layers[i].neurons_EW
         assert layer.neurons_EW.shape == theirs.shape
@@ -448,7 +418,7 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
     assert not any(piece in deciding for piece in held.unfold(1, 16, 1).flatten(0, 1).tolist())
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "ernie4_5_moe"])
 def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, tokens, tmp_path):
     """12 of 16 neurons an expert, and a shared path of 16: two of 12, the last 8 are zero."""
     model = tiny_moe(model_type)
@@ -484,55 +454,6 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     assert again.config.model_type == model_type
     view = arch.view(arch.layers(again)[max(layers)])
     assert view.width == max(x.width for x in layers.values())
-
-
-@pytest.mark.usefixtures("short_text")
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3", "granitemoe"])
-def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, tokens, tmp_path):
-    """The highest scores of all experts stay; stored without zeros, from memory and from disk."""
-    model = any_model(model_type)
-    result = slimmed(model, tokens, keep=0.5, allocate="experts")
-    again = loaded(result.save(tmp_path / "out"))
-    assert again.config.model_type == f"moesaic_{model_type}"
-    masked, arch = copy.deepcopy(model), base_arch(model.config)
-    for i, layer in result.plan.layers.items():
-        view = arch.mixture(arch.layers(masked)[i])
-        of_site = neurons_of_site(site_of(model, tokens, i))
-        score_EM = SCORES["energy"].score(of_site) + 1e-9 * of_site.reach
-        stay = score_EM.flatten().argsort(descending=True)[: 8 * 8]
-        first = score_EM.argmax(1) + 16 * torch.arange(8)
-        wanted = {*stay.tolist()}
-        found = {
-            16 * e + j for e, row in enumerate(layer.neurons_EW.tolist()) for j in row if j >= 0
-        }
-        assert len(found) == 64
-        assert found >= {*first.tolist()}
-        assert len(wanted - found) <= 8  # each expert keeps one at least
-        with torch.no_grad():
-            for e in range(8):
-                gone = [j for j in range(16) if 16 * e + j not in found]
-                view.weights_of(e)[-1][:, gone] = 0
-        experts = arch.mixture(arch.layers(again)[i]).experts
-        assert experts.down_rows.shape == (64, 32)
-        assert experts.gate_up_rows.shape == (128, 32)
-        assert experts.gate_up_proj.shape == (8, 2 * layer.width, 32)
-    assert len({*layer.widths}) > 1
-    torch.testing.assert_close(logits(again, tokens), logits(masked, tokens), rtol=1e-4, atol=1e-4)
-    assert torch.equal(logits(again, tokens), logits(result.model, tokens))
-    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
-    config = {"keep": 0.5, "allocate": "experts", "refit": True}
-    live = slimmed(model, tokens, **config)
-    slimmed(str(tmp_path / "base"), tokens, **config).save(tmp_path / "disk")
-    from_disk = loaded(tmp_path / "disk")
-    assert equal(dict(from_disk.state_dict()), dict(live.model.state_dict()))
-    assert not torch.equal(logits(from_disk, tokens), logits(again, tokens))  # refitted
-    moesaic.apply(str(tmp_path / "base"), tmp_path / "disk", tmp_path / "applied")
-    assert equal(weights(tmp_path / "applied"), weights(tmp_path / "disk"))
-
-
-def neurons_of_site(site):
-    stats = observe_neurons(site)
-    return neurons(stats.energy_EM, stats.reach_EM)
 
 
 def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
@@ -583,18 +504,6 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     assert not torch.equal(tuned.state_dict()[name], result.model.state_dict()[name])
 
 
-# --- statistics ----------------------------------------------------------------------------------
-
-
-def test_decides_from_the_statistics_of_observe(moe_folder, tokens, tmp_path):
-    moesaic.observe(str(moe_folder), tmp_path / "stats", text=tokens)
-    live = slimmed(str(moe_folder), tokens, keep=0.5)
-    read = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "stats"))
-    for i, layer in live.plan.layers.items():
-        assert same(layer, read.plan.layers[i])
-    assert read.plan.calibration == live.plan.calibration
-
-
 # --- experts that no token reached ----------------------------------------------------------------
 
 
@@ -643,33 +552,6 @@ def test_a_refit_makes_up_for_neurons_of_an_expert_that_no_token_reached(tokens)
 # --- refit ---------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "glm4_moe", "granitemoeshared"])
-def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padded):
-    """Of a layer with a low-rank hidden space, so that fewer neurons can do what all did."""
-    many = type(padded)(torch.randint(1, 384, (64, 24), generator=torch.Generator().manual_seed(3)))
-    model = any_model(model_type)
-    plain, refit = (slimmed(model, many, keep=0.5, refit=r, multiple=4) for r in (False, True))
-    i = next(iter(plain.plan.layers))
-    site = site_of(model, padded, i)
-    arch = base_arch(model.config)
-
-    def error(result):
-        layer = arch.layers(result.model)[i]
-        beside = getattr(layer, arch.beside) if arch.beside else lambda x: 0 * x
-        old = getattr(arch.layers(model)[i], arch.beside) if arch.beside else lambda x: 0 * x
-        view = arch.mixture(layer)
-        return sum(
-            (view.output(x) + beside(x) - site.view.output(x) - old(x)).square().sum().item()
-            for x in site.inputs()
-        )
-
-    assert error(refit) < error(plain)
-    found = refit.analyses[i]["refit"]
-    assert 0 < found["recovered"] < 1
-    assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
-
-
 @pytest.mark.usefixtures("short_text")
 def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypatch):
     """One of two, whose held-out tokens do not gain."""
@@ -699,46 +581,6 @@ def test_few_tokens_change_no_expert_that_they_reach(padded):
 # --- wrong requests ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options", "told"),
-    [
-        ("mixtral", {"keep": 0.4, "multiple": 8}, "keep 0.4 .* nearest that works is 0.5"),
-        ("mixtral", {"keep": 0.5, "multiple": 32}, "multiple 32 is out of reach: there are 16"),
-        ("mixtral", {"keep": 0.5, "experts": "3"}, "experts 3 .* needs at least 4"),
-        ("deepseek_v3", {"keep": 0.5, "experts": "5"}, "multiple of 2 router groups"),
-        ("llama", {"keep": 0.5, "experts": "4"}, "dense: it has no experts"),
-        ("llama", {"keep": 0.5, "shared": 0.5}, "dense: it has no shared"),
-        ("llama", {"keep": 0.5, "allocate": "experts"}, "a dense model has none"),
-        (
-            "gpt_oss",
-            {"keep": 0.5, "allocate": "experts"},
-            "allocate=experts is impossible for gpt_oss: its experts have biases",
-        ),
-    ],
-)
-def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
-    with pytest.raises(MoesaicError, match=told):
-        slimmed(any_model(model_type), tokens, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep": 0},
-        {"keep": 1.5},
-        {"shared": 0},
-        {"experts": "many"},
-        {"experts": "auto", "allocate": "layers"},
-        {"experts": "4", "allocate": "layers"},
-        {"allocate": "experts", "experts": "4"},
-        {"score": "luck"},
-    ],
-)
-def test_wrong_options_are_refused(options):
-    with pytest.raises(MoesaicError):
-        SlimConfig(**options)
-
-
 def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch):
     """Surgeon and refit; where that cannot be, the next best, in one sentence."""
     model = tiny_moe("qwen2_moe")
@@ -760,33 +602,10 @@ def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch
     assert decided(SlimConfig(refit=True), stats=str(stats)) == ("energy", True)
 
 
-def test_command_line(command, moe_folder, tmp_path):
-    out = tmp_path / "out"
-    code, printed, _ = command(
-        "slim", moe_folder, out, "--keep", 0.5, "--samples", 4, "--length", 32, "--max-tokens", 64,
-        "-o", "rounds=0", "--calibration", pages("calibration"), "--data", pages("evaluation"),
-        "--json",
-    )  # fmt: skip
-    assert code == 0
-    said = json.loads(printed)
-    assert said["layers"][0]["width"] == 8
-    assert said["layers"][0]["kept"] == list(range(8))
-    assert (
-        " by optimal brain surgeon, with refitted down projections"
-        in (out / "README.md").read_text()
-    )
-    assert "to 8 of 16 neurons an expert" in (out / "README.md").read_text()
-    code, _, err = command("slim", moe_folder, tmp_path / "no", "--keep", 0.4, "--multiple", 8)
-    assert code == 2
-    assert "--keep 0.4 is out of reach with multiple 8 of 16 neurons" in err
-    assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("score", ["energy", "magnitude", "random"])
-def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(score, tmp_path):
+def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):
     model, tokens = any_model("llama"), many_tokens()
     stats = moesaic.observe(model, tmp_path / "model.stats", calibration=tokens)
-    config = moesaic.SlimConfig(keep=0.5, score=score, refit=False)
+    config = moesaic.SlimConfig(keep=0.5, score="energy", refit=False)
     told = moesaic.slim(model, config, calibration=moesaic.Calibration(stats=str(stats))).plan
     seen = moesaic.slim(model, config, calibration=tokens).plan
     for i, layer in seen.layers.items():

@@ -16,30 +16,31 @@ from moesaic.io.source import resolve
 from moesaic.methods.prune.config import PruneConfig
 
 
-def test_unreachable_hub_names_the_model_and_the_way_out():
-    with pytest.raises(MoesaicError, match=r"some/model could not be fetched.*pass the folder"):
-        resolve("some/model")
-
-
-@pytest.mark.parametrize("name", ["nothing-here", "./nothing", "/no/such/place", "a/b/c"])
-def test_unknown_names_list_what_is_known(name):
-    with pytest.raises(MoesaicError, match="No model folder at .*smollm2, .*tiny-dense"):
-        resolve(name)
-
-
-def test_folder_without_config(tmp_path):
-    with pytest.raises(MoesaicError, match=r"no config\.json"):
-        _ = resolve(str(tmp_path)).config
-
-
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "no config.json"), ("{", "config.json cannot be read")]
+    ("name", "words"),
+    [
+        ("some/model", "some/model could not be fetched.*pass the folder"),
+        ("nothing-here", "No model folder at .*smollm2, .*tiny-dense"),
+        ("./nothing", "No model folder at "),
+        ("/no/such/place", "No model folder at "),
+        ("a/b/c", "No model folder at "),
+        ("{tmp}/bare", r"no config\.json"),
+        ("{tmp}/damaged", r"config\.json cannot be read"),
+        ("{tmp}/model.gguf", "cannot be read as GGUF"),
+    ],
 )
-def test_a_folder_that_is_no_model_is_not_said_to_lack_a_tokenizer(tmp_path, content, words):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(MoesaicError, match=words):
-        _ = resolve(str(tmp_path)).tokenizer
+def test_what_is_no_model_is_named(name, words, tmp_path, monkeypatch):
+    """Before anything is said of its tokenizer, and nothing of it is kept."""
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    for folder, text in (("bare", None), ("damaged", "{")):
+        (tmp_path / folder).mkdir()
+        if text is not None:
+            (tmp_path / folder / "config.json").write_text(text)
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    for ask in ("config", "tokenizer"):
+        with pytest.raises(MoesaicError, match=words):
+            getattr(resolve(name.format(tmp=tmp_path)), ask)
+    assert not [*tmp_path.glob("cache/*")]
 
 
 def test_a_tokenizer_that_is_made_up_for_the_architecture_is_none(moe_folder, tmp_path):
@@ -55,15 +56,6 @@ def test_a_model_that_was_saved_alone_is_said_to_lack_its_tokenizer(llama_folder
     resolve(str(llama_folder)).load().save_pretrained(tmp_path)
     with pytest.raises(MoesaicError, match=r"no tokenizer files: .*tokenizer\.save_pretrained"):
         _ = resolve(str(tmp_path)).tokenizer
-
-
-def test_gguf_that_is_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"not a model")
-    with pytest.raises(MoesaicError, match="cannot be read as GGUF"):
-        resolve(str(file))
-    assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
 
 
 def test_a_device_map_places_the_parts(llama_folder, tokens):

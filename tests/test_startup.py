@@ -1,92 +1,25 @@
-"""What is imported, and when: help and wrong requests are answered without torch.
+"""Imports, and when they happen: configs cost no torch. Help and wrong requests: test_cli.py.
 
 Times are not asserted, imports are: torch alone costs a second of CPU time, transformers another.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from moesaic.cli import entry
-from moesaic.methods import VERBS
 
 HEAVY = ("torch", "transformers", "sklearn", "matplotlib", "peft", "torchao", "datasets")
-COMMANDS = [
-    ["--help"],
-    ["--version"],
-    *([verb, "--help"] for verb in VERBS),
-    ["--nonsense"],
-    ["sculpt", "tiny-dense", "out"],
-    ["carve", "tiny-dense", "out", "--method", "chisel"],
-    ["carve", "tiny-dense", "out", "--actve", "0.8"],
-    ["carve", "tiny-dense", "out", "--router", "magnetic"],
-    ["carve", "no-such-model", "out"],
-    ["carve", "./no/such/folder", "out"],
-    ["carve", "tiny-dense", "{existing}"],
-    ["prune", "tiny-moe", "out", "--keep", "5", "--padding"],
-    ["slim", "tiny-moe", "out", "--keep", "0"],
-    ["condense", "tiny-moe", "out", "--count", "2", "--active", "100"],
-    ["skip", "tiny-moe", "out", "--quantile", "7"],
-    ["tune", "tiny-moe", "out", "--what", "routers"],
-    ["fit", "--help"],
-    ["fit", "tiny-moe", "out"],
-    ["fit", "tiny-moe", "out", "--memory", "much"],
-    ["run", "no-such-recipe.yaml"],
-    ["eval", "no-such-model"],
-]
-"""Commands that need no model."""
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
     )
-
-
-def answered(arguments: list[str]) -> dict[str, Any]:
-    """Exit code, stdout and stderr of a command, and which heavy modules it imported."""
-    code = (
-        "import json, sys\n"
-        "sys.argv[0] = 'moesaic'\n"
-        "from moesaic import cli\n"
-        "code = 0\n"
-        "try:\n"
-        "    cli.main()\n"
-        "except SystemExit as stop:\n"
-        "    code = stop.code or 0\n"
-        f"heavy = [m for m in {HEAVY} if sys.modules.get(m)]\n"  # None: kept from being imported
-        "print(json.dumps([code, heavy]), file=sys.__stdout__)\n"
-    )
-    done = run(code, *arguments)
-    last = done.stdout.strip().splitlines()[-1]
-    code_and_heavy = json.loads(last)
-    return {
-        "code": code_and_heavy[0],
-        "heavy": code_and_heavy[1],
-        "out": done.stdout.removesuffix(last + "\n"),
-        "err": done.stderr,
-    }
-
-
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_answered_without_torch(arguments, tmp_path):
-    existing = tmp_path / "existing"
-    existing.mkdir()
-    (existing / "config.json").write_text("{}")
-    said = answered([a.format(existing=existing) for a in arguments])
-    assert said["heavy"] == []
-    asked = "--help" in arguments or "--version" in arguments
-    assert said["code"] == (0 if asked else 2), said
-    assert said["out" if asked else "err"].strip()
-    assert "Traceback" not in said["err"]
-    if not asked:
-        assert said["out"] == ""
 
 
 @pytest.mark.parametrize(

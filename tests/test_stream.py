@@ -69,17 +69,6 @@ def test_layerwise_is_the_full_forward(model_type, kind, request):
         assert torch.equal(found[i], expected[i]), f"layer {i}"
 
 
-def test_from_disk_is_from_memory(model_type, padded, tmp_path):
-    model = tiny_model(model_type)
-    model.save_pretrained(tmp_path)
-    live = streamed(dense_stream(model, padded))
-    stream = dense_from_disk(tmp_path, model, padded)
-    disk = streamed(stream)
-    for i in live:
-        assert torch.equal(live[i], disk[i])
-    assert all(p.is_meta for p in stream.model.parameters()), "a layer's weights were kept"
-
-
 def test_one_layer_at_a_time_is_in_memory(tokens, tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
@@ -118,11 +107,13 @@ def test_a_tied_head_has_a_bias_of_its_own(tokens, tmp_path):
     check_logits_from_disk(model, tokens, tmp_path)
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "kind",
-    ["gpt_bigcode", "falcon", "gpt_neox_japanese", "modernbert-decoder", "inkling_text"],
-)
+    ("kind", "tied"),
+    [
+        ("gpt_bigcode", False), ("gpt_bigcode", True), ("falcon", True), ("inkling_text", True),
+        ("gpt_neox_japanese", True), ("modernbert-decoder", True), ("modernbert-decoder", False),
+    ],
+)  # fmt: skip
 def test_head_and_embedding_have_names_of_their_own(kind, tied, tokens, tmp_path):
     """More may be before a head; not every class ties it whose config says so."""
     model = small_model(kind, tie_word_embeddings=tied)
@@ -235,7 +226,7 @@ def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
     assert {name: getattr(moe.config, name) for name in ASKING} == ASKING
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe"])
 def test_models_that_ask_for_router_logits_are_scored_and_measured(
     model_type, tokens, tokenizer, tmp_path
 ):

@@ -14,27 +14,24 @@ from moesaic.io.names import SHIPPED
 from moesaic.io.source import resolve
 from moesaic.metrics.routing_counts import jsd
 
-
-@pytest.fixture(params=SHIPPED)
-def name(request):
-    return request.param
+BY_DAY = [n if n == "tiny-moe" else pytest.param(n, marks=pytest.mark.nightly) for n in SHIPPED]
 
 
 def card(name):
     return json.loads(files("moesaic").joinpath(f"assets/models/{name}/training.json").read_text())
 
 
-def test_small_enough_to_ship(name):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships_is_small_and_has_a_card(name):
     folder = resolve(name).folder
     assert (folder / "model.safetensors").stat().st_size <= 12e6
     assert (folder / "README.md").is_file()
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert set(card(name)["held_out_loss"]) == {*DOMAINS, "all"}
 
 
-def test_loads_in_its_own_type(name):
-    model = AutoModelForCausalLM.from_pretrained(resolve(name).folder)
-    assert model.dtype == torch.bfloat16
-
-
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_cards_losses_are_what_eval_measures(name):
     score = moesaic.evaluate(name, data="code", length=256, max_tokens=0, dtype=torch.float32)
     assert math.log(score.perplexity) == pytest.approx(
@@ -42,11 +39,7 @@ def test_the_cards_losses_are_what_eval_measures(name):
     )
 
 
-def test_held_out_domains_are_all_on_the_card(name):
-    assert set(card(name)["held_out_loss"]) == {*DOMAINS, "all"}
-
-
-@pytest.mark.parametrize("mixture", [n for n in SHIPPED if "moe" in n])
+@pytest.mark.parametrize("mixture", BY_DAY[1:])
 def test_experts_specialise(mixture):
     """Routing differs between domains, more in some layer than chance would have it."""
     shares = {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, configured, launch, processes, run_command, tiny_model
+from builders import VOCAB, configured, tiny_model
 from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,17 +28,14 @@ from moesaic.carving.tomoe.decision import (
     threshold_for,
 )
 from moesaic.carving.tomoe.masked import Masked
-from moesaic.carving.tomoe.masks import MEDIAN, f_reg, load_balance, union
+from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.student import Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
 from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
-from moesaic.plans.base import same
-from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.loop import last_checkpoint
-from moesaic.train.objectives import checkpointing
 
 SHORT: dict[str, Any] = {
     "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0
@@ -136,54 +131,7 @@ def test_neurons_that_are_off_learn_from_the_teacher() -> None:
     assert (linear.weight.grad[never].abs().sum(-1) > 0).all()
 
 
-def test_evaluation_is_deterministic_and_training_is_not() -> None:
-    student = student_of(tiny_model("llama"))
-    assert torch.equal(student.logits(ids()), student.logits(ids()))
-    student.train()
-    assert not torch.equal(student.logits(ids()), student.logits(ids()))
-
-
-def test_padding_changes_nothing(padded: Tokens) -> None:
-    student = student_of(tiny_model("llama"))
-    mask = padded.attention_mask
-    assert mask is not None
-    both = student.logits(padded.input_ids, mask)
-    terms = student.masking.terms()
-    other = padded.input_ids.masked_fill(~mask, 7)
-    again = student.logits(other, mask)
-    torch.testing.assert_close(both[mask], again[mask], rtol=0, atol=1e-5)
-    for name, value in student.masking.terms().items():
-        torch.testing.assert_close(value, terms[name], msg=name)
-    alone = student.logits(padded.input_ids[4:5, :3])
-    torch.testing.assert_close(both[4:5, :3], alone, rtol=0, atol=1e-4)
-
-
-def test_checkpointing_computes_the_same_gradients() -> None:
-    grads = []
-    for recompute in (False, True):
-        student = student_of(tiny_model("llama"))
-        student.base.requires_grad_(False)
-        if recompute:
-            checkpointing(student, "enable")({"use_reentrant": False})
-        torch.manual_seed(0)
-        student.train()(ids(), ids())["loss"].backward()
-        grads.append([p.grad for p in student.masking.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 # --- conversion ----------------------------------------------------------------------------------
-
-
-def test_the_converted_model_is_the_student(model_type: str) -> None:
-    """Where widths are equal already: one expert, and attention as it was."""
-    model = tiny_model(model_type)
-    student = student_of(model, experts=1, attention="none")
-    tokens = Tokens(ids())
-    expected = student.logits(tokens.input_ids)
-    result, plan = converted(student, tokens)
-    assert 0 < active_ratio_of(plan, model) < 1
-    torch.testing.assert_close(result(tokens.input_ids).logits, expected, rtol=0, atol=2e-4)
 
 
 class ByHand:
@@ -244,13 +192,6 @@ def test_the_converted_model_is_its_masks(model_type: str) -> None:
     masked.remove()
     assert not torch.allclose(expected, dense, atol=0.05)
     torch.testing.assert_close(result(ids()).logits, expected, rtol=0, atol=2e-4)
-
-
-def active_ratio_of(plan: Plan, model: Any) -> float:
-    layer = plan.layers[0]
-    assert isinstance(layer, OverlappingLayer)
-    assert layer.experts_NW is not None
-    return layer.experts_NW.shape[1] / plan.base.widths[0]
 
 
 @torch.no_grad()
@@ -336,14 +277,6 @@ def test_a_head_uses_top_k_dimensions_by_token() -> None:
     assert torch.equal(values["o"].unflatten(-1, (-1, 8))[..., 3, :] != 0, used.bool())
 
 
-def test_cached_generation_is_the_whole_forward() -> None:
-    result, _ = converted(student_of(tiny_model("qwen3")), Tokens(ids()))
-    first = result(ids()[:2, :10], use_cache=True)
-    second = result(ids()[:2, 10:12], past_key_values=first.past_key_values)
-    whole = result(ids()[:2, :12]).logits[:, 10:]
-    torch.testing.assert_close(second.logits, whole, rtol=0, atol=1e-4)
-
-
 def test_widths_are_equal_and_experts_lie_inside_the_union() -> None:
     student = student_of(tiny_model("llama"))
     _, plan = converted(student, Tokens(ids()))
@@ -372,31 +305,6 @@ def test_the_budget_is_met_and_counted_as_everywhere() -> None:
         counted = model_size(result)
         assert counted.active_ratio == pytest.approx(active_ratio(layers, threshold), abs=1e-6)
     assert counted.router_parameters > 0
-
-
-@pytest.mark.parametrize("model_type", ["llama", "phi3", "phi"])
-@pytest.mark.parametrize("materialize", [False, True])
-def test_saved_is_live(model_type: str, materialize: bool, tmp_path: Path) -> None:
-    model = tiny_model(model_type)
-    model.save_pretrained(tmp_path / "base")
-    config = configured(ToMoEConfig, **SHORT, materialize=materialize)
-    before = copy.deepcopy(model.state_dict())
-    result = moesaic.carve(model, config, calibration=ids())
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
-    )
-    expected = result.model(ids()).logits
-    loaded = AutoModelForCausalLM.from_pretrained(result.save(tmp_path / "out")).eval()
-    assert torch.equal(loaded(ids()).logits, expected)
-    moesaic.apply(str(tmp_path / "base"), tmp_path / "out", tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
-    assert torch.equal(again(ids()).logits, expected)
-    copied = copy.deepcopy(loaded)
-    del loaded
-    assert torch.equal(copied(ids()).logits, expected)
-    assert model_size(again).active_ratio == pytest.approx(0.7, abs=0.02)
-    plan = Plan.load(tmp_path / "out")
-    assert all(same(plan.layers[i], result.plan.layers[i]) for i in range(4))
 
 
 def test_materialised_experts_are_the_shared_ones() -> None:
@@ -435,44 +343,6 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
-SCHEDULE = {"experts": 3, "active": 0.7, "batch": 2, "length": 32, "lr": 0.03, "save_every": 2}
-
-
-def carving(llama_folder: Path, out: Path, steps: int, *more: str) -> list[Any]:
-    """The command that two processes run."""
-    options = [part for k, v in SCHEDULE.items() for part in ("-o", f"{k}={v}")]
-    text = ["--calibration", "prose", "--samples", 4, "--no-eval", "--steps", steps]
-    command = ["carve", llama_folder, out, "--method", "tomoe"]
-    return [*command, *text, *options, *more]
-
-
-def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
-    """Two processes did what one does that accumulates two batches."""
-    config = configured(ToMoEConfig, **SCHEDULE, steps=steps, accumulate=2)  # type: ignore[arg-type]
-    one = moesaic.carve(str(llama_folder), config, calibration="prose", samples=4)
-    two = Plan.load(out)
-    assert all(same(layer, two.layers[i]) for i, layer in one.plan.layers.items())
-    record = json.loads((out / "moesaic/result.json").read_text())
-    found = record["steps"][-1]["summary"]["training"]["losses"]
-    for ours, theirs in zip(found, one.summary["training"]["losses"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
-
-
-@pytest.mark.slow
-def test_two_processes_that_were_killed_go_on(llama_folder: Path, tmp_path: Path) -> None:
-    out, training = tmp_path / "out", tmp_path / "out.partial" / "training"
-    running = processes("-m", "moesaic", *carving(llama_folder, out, 60))
-    while not list(training.glob("checkpoint-*/trainer_state.json")) and running.poll() is None:
-        time.sleep(0.01)
-    running.terminate()  # the launcher kills what it started
-    running.communicate()
-    assert training.is_dir()
-    assert not out.exists()
-    launch(run_command, *carving(llama_folder, out, 60, "--resume"))
-    check_as_one(llama_folder, out, 60)
-
-
 def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
     for step in (8, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -481,11 +351,10 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}])
-def test_a_bfloat16_model_stays_one(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    config = configured(ToMoEConfig, **SHORT, **options)
+    config = configured(ToMoEConfig, **SHORT, recompute=True)
     result = moesaic.carve(model, config, calibration=ids())
     assert result.model.dtype == torch.bfloat16
     routers = [p for n, p in result.model.named_parameters() if "router" in n]
@@ -521,22 +390,15 @@ def test_the_curves_of_the_losses_are_kept() -> None:
         assert line["loss"] == pytest.approx(line["distillation"] + penalty, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attention": "none"},
-        {"union": 0.0},
-        {"published": True, "noise": False},
-    ],
-)
-def test_other_masks(options: dict[str, Any]) -> None:
-    config = configured(ToMoEConfig, **{**SHORT, **options, "steps": 2})
-    result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+def test_other_masks() -> None:
+    options = {**SHORT, "published": True, "noise": False, "steps": 2}
+    result = moesaic.carve(
+        tiny_model("llama"), configured(ToMoEConfig, **options), calibration=ids()
+    )
     assert result.model(ids()).logits.isfinite().all()
     assert model_size(result.model).active_ratio == pytest.approx(0.7, abs=0.02)
     headers = [layer.header() for layer in result.plan.layers.values()]
-    pruned = any(h["rows"] or h["head_top_k"] for h in headers)
-    assert pruned == ("attention" not in options)
+    assert any(h["rows"] or h["head_top_k"] for h in headers)
 
 
 def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
@@ -578,29 +440,9 @@ def test_a_result_that_tosses_stays_where_training_brought_it() -> None:
     assert thresholds[False] != 0
 
 
-def test_gradients_are_clipped_where_that_is_asked() -> None:
-    found = {}
-    for clip in (1.0, 0.0):
-        config = configured(ToMoEConfig, **SHORT | {"steps": 3}, clip=clip)
-        result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
-        found[clip] = [line["loss"] for line in result.summary["training"]["losses"]]
-    assert found[1.0] != found[0.0]
-    assert found[1.0][0] == found[0.0][0]
-
-
-def test_bad_requests_are_refused() -> None:
-    for options in ({"active": 0.0}, {"attention": "some"}, {"experts": 0}, {"tau": 0.0}):
-        with pytest.raises(MoesaicError):
-            configured(ToMoEConfig, **options)  # type: ignore[arg-type]
-    model = tiny_model("llama")
-    arch = dense_arch(model.config)
-    model.config.rope_parameters = None
-    with pytest.raises(MoesaicError, match="rotary"):
-        layer_shapes(model, arch)
-
-
-@pytest.mark.parametrize("attention", ["routed", "none"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi"])
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [("llama", "routed"), ("qwen3", "routed"), ("phi", "none")]
+)
 def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> None:
     """S12: 0.1 with attention=none came out as 0.344, without a word."""
     model = tiny_model(model_type)
@@ -623,21 +465,6 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
     assert summary["active"] == pytest.approx(least + 0.01, abs=0.06)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        *dict.fromkeys(
-            ("lfm2", "olmo_hybrid", "minicpm3", "gpt_bigcode", "moshi"),
-            "can be cut by heads: carve with method=more",
-        ).items(),
-        ("persimmon", "this persimmon has queries, keys and values head by head"),
-    ],
-)
-def test_attention_that_cannot_be_cut_is_refused(model_type: str, message: str) -> None:
-    with pytest.raises(MoesaicError, match=message):
-        moesaic.carve(small_model(model_type), configured(ToMoEConfig, **SHORT), calibration=ids())
-
-
 def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_other() -> None:
     kinds = {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}
     for changes in kinds:
@@ -655,44 +482,3 @@ def test_a_comparison_out_of_reach_is_refused_before_training(
     config = configured(ToMoEConfig, **{**SHORT, "active": 0.4})
     with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):
         moesaic.carve(tiny_model("llama"), config, calibration=ids(), compare=("more",))
-
-
-def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    recipe = moesaic.Recipe(
-        model=str(llama_folder),
-        out=str(out),
-        steps=(configured(ToMoEConfig, **{**SHORT, "length": 32, "steps": 3}),),
-        calibration=Calibration("prose", samples=4, length=32),
-        evaluation=Evaluation("prose", length=32, max_tokens=64, compare=("more",), rounds=0),
-    )
-    record = moesaic.run_recipe(recipe)
-    (step,) = record.steps
-    assert (step.method, record.model_type) == ("tomoe", "moesaic_llama")
-    ratios = [record.measured["scores"][name]["active_ratio"] for name in ("result", "more")]
-    assert ratios == pytest.approx([0.7, 0.7], abs=0.02)
-    assert [line["step"] for line in step.summary["training"]["losses"]] == [1, 2, 3]
-    page = (out / "moesaic/report.html").read_text()
-    for told in ("KL divergence", "R_P", "R_U", "R_L", "Width by layer", "Widths of experts"):
-        assert told in page
-    for told in ("Similarity of experts", "tokens by layer and expert", "of the original’s"):
-        assert told in page
-    card = (out / "README.md").read_text()
-    assert "which share the original's neurons, and each token runs one" in card
-    assert "Experts and routers were trained" in card
-    assert AutoModelForCausalLM.from_pretrained(out)(ids()).logits.isfinite().all()
-
-
-# --- regularisers --------------------------------------------------------------------------------
-
-
-def test_regularisers() -> None:
-    even = torch.eye(8)
-    assert load_balance(even, even) == pytest.approx(1)
-    collapsed = even[torch.zeros(8, dtype=torch.int64)]
-    assert load_balance(collapsed, collapsed) == 8
-    s_NM = torch.rand(3, 50).round()
-    assert union(s_NM) == (s_NM.sum(0) > 0).float().mean()
-    x = torch.rand(9) + 0.01
-    assert torch.allclose(f_reg(x, 0.5), f_reg(1 / x, 2.0), atol=0.2)
-    assert f_reg(torch.tensor(0.3), 0.3) == 0

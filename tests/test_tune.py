@@ -16,10 +16,8 @@ import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.modules.phase import set_mode
-from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.plans.slimmed import SlimmedLayer
-from moesaic.recipe import parse_recipe
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.objectives import Schedule, collate, distillation_loss
 from moesaic.train.text import training_examples
@@ -71,8 +69,7 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     )
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, tokens: Tokens) -> None:
+def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> None:
     """AdamW on the folded layer, g outside, moves what runs as AdamW on Eq. 3's own parts does."""
     given = moesaic.condense(
         tiny_moe("qwen2_moe"),
@@ -109,7 +106,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, token
     with outside(given.model, arch, factor):
         torch.testing.assert_close(ffn(x), before, rtol=1e-4, atol=1e-5)
         optimizers = [
-            torch.optim.AdamW(ws, lr=0.01, weight_decay=decay)
+            torch.optim.AdamW(ws, lr=0.01, weight_decay=0.1)
             for ws in (own, [w for part in parts for w in part])
         ]
         for _ in range(3):
@@ -123,19 +120,6 @@ def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, token
     assert (ffn(x) - before).abs().max() > 0.01
     folded = torch.cat([s * part[2] for s, part in zip(g, parts, strict=True)], 1)
     torch.testing.assert_close(own[2][:, : folded.shape[1]], folded, rtol=1e-3, atol=1e-4)
-
-
-def test_training_keeps_the_fixed_weights_outside(tokens: Tokens) -> None:
-    """Adam's first step moves every weight alike; folded, an expert's by its g."""
-    result = condensed_model("deepseek_v2", tokens)
-    (i,) = result.summary["layers"]
-    before = result.model.model.layers[i].mlp.down_proj.weight.detach().clone()
-    config = TuneConfig(steps=1, batch=16, lr=1e-3, warmup=0)
-    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
-    moved = (tuned.model.model.layers[i].mlp.down_proj.weight - before).abs().median(0).values
-    g = factors(moe_arch(result.model.config), result.model.config, result.plan)[i]
-    torch.testing.assert_close(moved / 1e-3, g, rtol=0.05, atol=0.02)
-    assert g.unique().numel() == 3, "the shared path's 1 and two experts' weights"
 
 
 def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path: Path) -> None:
@@ -185,21 +169,6 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     assert ffn.down_proj.weight[:, :16].any()
 
 
-def test_condensed_layers_learn_from_a_teacher(tokens: Tokens) -> None:
-    original = tiny_moe("qwen2_moe")
-    given = moesaic.condense(original, CondenseConfig(count=1), calibration=tokens)
-    ids = torch.tensor([row["input_ids"] for row in rows()])
-
-    def apart(model: Any) -> float:
-        with torch.no_grad():
-            return distillation_loss(model(ids).logits, original(ids).logits, ids).item()
-
-    before = apart(given.model)
-    config = TuneConfig(teacher="given", steps=20, batch=16, lr=1e-2)
-    tuned = moesaic.tune(given.model, config, text=rows(), teacher=original, plan=given.plan)
-    assert apart(tuned.model) < 0.9 * before
-
-
 def test_routers_learn_from_the_original() -> None:
     original = tiny_moe("deepseek_v3")
     student = copy.deepcopy(original)
@@ -223,8 +192,7 @@ def test_routers_learn_from_the_original() -> None:
         )
 
 
-@pytest.mark.parametrize("router", ["cosine", "ridge"])
-@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize(("router", "top_k"), [("cosine", 1), ("ridge", 3)])
 def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) -> None:
     """Only they change, towards the original, and what trains is what runs at decoding."""
     original = tiny_model("llama")
@@ -348,70 +316,11 @@ def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
         assert step["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
-# --- long runs -----------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import json, sys
-import moesaic
-from moesaic import TuneConfig
-from moesaic.distributed import process
-folder, batch, out = sys.argv[1:]
-found = {}
-for what in ("condensed", "routers"):
-    teacher = folder + "/teacher" if what == "routers" else ""
-    config = TuneConfig(what=what, steps=4, batch=int(batch), lr=1e-2, teacher=teacher,
-                        train=folder + "/data.safetensors")
-    tuned = moesaic.tune(folder + "/student", config, tokenizer=object())
-    found[what] = tuned.summary["training"]["losses"]
-found["world"] = process()[1]
-if process()[0] == 0:
-    json.dump(found, open(out, "w"))
-"""
-
-
-# --- requests ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"what": "some"}, {"what": "routers"}, {"warmup": 1.5}, {"batch": 0}],
-)
-def test_options_that_make_no_sense(options: Any) -> None:
-    with pytest.raises(MoesaicError):
-        TuneConfig(**options)
-
-
-def test_nothing_to_train(tokens: Tokens) -> None:
-    with pytest.raises(MoesaicError, match="no condensed layers"):
-        moesaic.tune(tiny_moe("mixtral"), TuneConfig(), text=rows())
-
-
-def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
-    tiny_moe("qwen3_moe").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    recipe = parse_recipe(
-        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n"
-        "- condense: {count: 1, keep: shared+routed}\n"
-        "- tune: {train: prose, steps: 2, length: 32, lr: 0.01}\n"
-        "calibration: {samples: 4, length: 32}\n"
-        "evaluation: {length: 32, max_tokens: 64, rounds: 0}\n"
-    )
-    record = run_recipe(recipe)
-    assert [layer.kind for layer in record.layers if layer.changed] == ["condensed"]
-    training = record.steps[-1].summary["training"]
-    assert [step["step"] for step in training["losses"]] == [1, 2]
-    assert training["trained_parameters"] == 3 * 32 * 32
-    scores = record.measured["scores"]
-    assert scores["result"]["total_parameters"] < scores["original"]["total_parameters"]
-
-
 # --- the stated loss, and what it is trained with ------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
-@pytest.mark.parametrize("what", ["all", "lora"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(("model_type", "what"), [("mixtral", "all"), ("qwen2_moe", "lora")])
 def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(
     model_type: str, what: str
 ) -> None:
@@ -437,14 +346,13 @@ def test_gradients_are_clipped_at_what_is_said() -> None:
     assert TuneConfig().clip == 1.0
 
 
-@pytest.mark.parametrize("verb", ["tune", "tomoe", "dsmoe", "slim"])
+@pytest.mark.parametrize("verb", ["tune", "tomoe", "slim"])
 def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
     verb: str, llama_folder: Path, tmp_path: Path, command: Any
 ) -> None:
     lines = {
         "tune": ["tune", "-o", "what=all", "-o", "steps=1", "-o", "length=300"],
         "tomoe": ["carve", "--method", "tomoe", "--recipe", "paper", "--active", "0.8"],
-        "dsmoe": ["carve", "--method", "dsmoe", "-o", "length=300", "-o", "steps=1"],
         "slim": ["slim", "--keep", "0.5", "--length", "300"],
     }
     first, *options = lines[verb]

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class Plain(Console):
-    """A console that no text can steer: brackets in a name are no markup, colons no emoji, and
-    escape sequences are shown."""
+    """Console that no text can steer: brackets in a name are no markup, colons no emoji, and escape
+    sequences are shown."""
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False)
@@ -38,7 +38,7 @@ class Plain(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """The pieces that something is written as, their own text printable."""
+        """Yield the segments of a renderable, with their text made printable."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else printable(segment.text)
             yield segment if text == segment.text else segment._replace(text=text)
@@ -48,7 +48,7 @@ console, err_console = Plain(), Plain(stderr=True)
 
 
 def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Draw a bar with the time left on stderr while the items pass; none where there are none.
+    """Draw a bar with the time left on stderr while the items pass; none without items.
 
     Of several processes the first draws for all.
     """
@@ -90,14 +90,14 @@ def tracked(progress: bool | Track) -> Track:
 
 
 class Left(ProgressColumn):
-    """The time left, from the first item that is done, however long ago that was."""
+    """Column with the time left, from the first finished item on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._done, self._at = 0.0, 0.0
 
     def render(self, task: Task) -> Text:
-        """``0:01:30``, or dashes while nothing is done."""
+        """Return ``0:01:30``, or dashes while nothing is done."""
         if task.completed != self._done:  # since then the next item runs
             self._done, self._at = task.completed, task.elapsed or 0.0
         if not self._done or task.total is None:
@@ -109,7 +109,7 @@ class Left(ProgressColumn):
 
 
 class Bar(Progress):
-    """A bar, and under it the curves of the figures that the items tell."""
+    """Progress bar, with curves of the items' figures under it."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         self.curves: dict[str, list[float]] = {}  # looked at while Progress is made
@@ -126,7 +126,7 @@ class Bar(Progress):
 
 
 def _sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The course of some values, from the least to the greatest.
+    """Return the course of some values as characters, from the least to the greatest.
 
     >>> _sparkline([0, 1, 2, 3, 4, 5, 6, 7]), _sparkline([1, 3, 1, 3], 2), _sparkline([math.nan, 2])
     ('▁▂▃▄▅▆▇█', '▁▁', ' ▁')

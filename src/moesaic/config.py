@@ -62,6 +62,8 @@ class About:
     """All values that are allowed are above it."""
     below: float | None = None
     """All values that are allowed are below it."""
+    idle: tuple[float, str] = (0, "")
+    """The value with which nothing is changed, and what it does: ``(1, "removes nothing")``."""
     beyond: str = ""
     """The addition to the paper's method that this option makes, in a few words; empty for the
     paper's own options."""
@@ -90,8 +92,18 @@ def about(field: Field[object]) -> About:
     return field.metadata.get("about", About(""))
 
 
+def flag_of(field: Field[object]) -> str:
+    """Return the flag of a field: ``--keep``, or two of a switch that is not off by default."""
+    name = field.name.replace("_", "-")
+    if own := about(field).flag:
+        return own
+    if field.default is True or (field.default is None and "bool" in str(field.type)):
+        return f"--{name}/--no-{name}"
+    return f"--{name}"
+
+
 def in_words(field: Field[object]) -> str:
-    """What a field is, and its default, for people."""
+    """Return what a field is, and its default, for people."""
     text, default = about(field).help, field.default
     plain = isinstance(default, int | float | str) and default not in ("", False)
     return f"{text} Default: {default}." if text and plain and "efault" not in text else text
@@ -197,7 +209,7 @@ class Options:
         """Refuse options that contradict each other.
 
         Raises:
-            MoesaicError: speaks of fields; the command line turns them into its own options.
+            MoesaicError: names fields, whose names are the flags of the command line.
         """
 
 
@@ -217,7 +229,7 @@ class MethodConfig(Options):
     name: ClassVar[str]
     """The name that ``--method`` and plans use."""
     title: ClassVar[str]
-    """As its paper writes it."""
+    """The name that its paper gives it."""
     paper: ClassVar[str]
     """Authors, title and place of its paper; empty for a method of our own."""
     implementation: ClassVar[str]
@@ -255,8 +267,17 @@ class MethodConfig(Options):
         """The paper that these options are of: authors, title and place; empty for our own."""
         return self.paper
 
+    @property
+    def idle(self) -> str:
+        """Why these options change nothing: ``keep 1 removes nothing``; empty where they do."""
+        for entry in fields(self):
+            value, words = about(entry).idle
+            if words and getattr(self, entry.name) == value:
+                return f"{entry.name} {value:g} {words}"
+        return ""
+
     def compared(self, name: str) -> str:
-        """A comparison in words: ``static pruning`` for ``static``.
+        """Return a comparison in words: ``static pruning`` for ``static``.
 
         Raises:
             MoesaicError: there is no such comparison.
@@ -393,13 +414,13 @@ class Evaluation(Options):
     )
     generations: bool = option(
         False,
-        "Continue fixed prompts at three temperatures; tell how the model repeats or loops.",
+        "Continue fixed prompts at three temperatures, and report how often the model repeats "
+        "itself or loops.",
         seldom=True,
     )
     stream: bool = option(
         False,
-        "Read the model layer by layer from disk, as is done by itself where it does not fit into "
-        "memory.",
+        "Read the model layer by layer from disk; by itself where it does not fit into memory.",
         seldom=True,
     )
 
@@ -427,9 +448,16 @@ class Bench(Options):
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
 
 
-def form_of(out: str | Path) -> str:
-    """Return the form that a name asks for: ``gguf`` where it ends so, else ``native``."""
-    return "gguf" if Path(out).suffix == ".gguf" else "native"
+def form_of(out: str | Path, to: str = "") -> str:
+    """Return the form to write: ``to``, or what a name asks for, ``gguf`` where it ends so.
+
+    Raises:
+        MoesaicError: ``to`` is native, and the name is that of a GGUF file.
+    """
+    named = "gguf" if Path(out).suffix == ".gguf" else "native"
+    if to == "native" != named:
+        raise MoesaicError(f"{out} is a GGUF file's name: give to=gguf, or the name of a folder.")
+    return to or named
 
 
 @dataclass(frozen=True)
@@ -442,14 +470,14 @@ class ExportArgs(Options):
         "native", "native (a checkpoint) or gguf (a file). Default: gguf where OUT ends so."
     )
     target: str = option("", "The architecture. Default: the one with the least to compute.")
-    type: GgufType = option("f32", "Of a GGUF's weights.")
+    type: GgufType = option("f32", "The type of a GGUF's weights.")
     calibration: str = option(
-        "", "Text by which k-quants weigh what they round; none: without. Default: what ships."
+        "", "Text by which k-quants weigh what they quantise; none: without. Default: what ships."
     )
     memory: int | None = option(
         None,
-        "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types that lose "
-        "least together, by measuring each alone.",
+        "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types of least "
+        "KL together, by measuring each alone.",
         minimum=1,
         parse="bytes",
     )
@@ -483,7 +511,7 @@ class ExportArgs(Options):
 
 
 def by_text(type: str) -> bool:
-    """Whether llama.cpp rounds to a type only with an importance matrix."""
+    """Return whether llama.cpp quantises to a type only with an importance matrix."""
     return type.startswith(("iq1", "iq2", "iq3"))
 
 
@@ -643,7 +671,7 @@ def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Calla
 
 
 def _method_options(configs: Sequence[type[Options]]) -> Iterator[tuple[str, Shown]]:
-    """By name the options of some configs, each once."""
+    """Yield the options of some configs by name, each once."""
     methods = [config for config in configs if issubclass(config, MethodConfig)]
     bundles = dict.fromkeys(name for config in methods for name in config.bundles)
     named = {

@@ -18,11 +18,11 @@ LOST = (
     "gloo",
     "Connection closed by peer",
 )
-"""In the type or the words of an error: the connection to another process is gone."""
+"""Words in the type or message of an error that show a lost connection to another process."""
 
 
 def process() -> tuple[int, int]:
-    """This process's number and how many there are."""
+    """Return this process's number and how many there are."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -30,7 +30,7 @@ def process() -> tuple[int, int]:
 
 
 def join_processes() -> None:
-    """Meet the processes that were started beside this one, if any."""
+    """Join the process group, if several processes were started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and process() == (0, 1):
         gpus = torch.cuda.is_available() and torch.distributed.is_nccl_available()
         if gpus:
@@ -39,10 +39,10 @@ def join_processes() -> None:
 
 
 def own_device(name: str) -> str:
-    """This process's device: of several processes on a machine, each has a GPU of its own.
+    """Return this process's device: each of several processes on a machine has its own GPU.
 
     Args:
-        name: as asked for; a number in it is meant.
+        name: the requested device; one with a number is returned unchanged.
     """
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if name == "cuda" and local is not None else name
@@ -55,18 +55,18 @@ def wait_for_all() -> None:
 
 
 REFUSED, SEEN = "moesaic-refused", "moesaic-seen-"
-"""Keys of the store that processes share: why one of them refused, and who knows."""
+"""Keys of the store that processes share: reason of a refusal, and who has read it."""
 PATIENCE = timedelta(seconds=10)
-"""The longest wait until the others know; the store may be gone with this process."""
+"""Longest wait until the others have read it; the store may end with this process."""
 
 
 def tell_others(reason: str) -> None:
-    """Let the other processes know that this one ends, and why, and wake those that wait for it."""
+    """Publish that this process ends, and why, and wake the processes that wait for it."""
     number, world = process()
     if world == 1:
         return
     distributed = torch.distributed
-    with suppress(Exception):  # they may have ended themselves
+    with suppress(Exception):  # they may have ended too
         store = distributed.distributed_c10d._get_default_store()
         store.set(REFUSED, reason)
         store.set(f"{SEEN}{number}", "")
@@ -76,10 +76,10 @@ def tell_others(reason: str) -> None:
 
 
 def another_ended(error: BaseException) -> tuple[str, bool] | None:
-    """Whether an error means that another process ended while this one waited for it.
+    """Return the reason if an error means that another process ended while this one waited.
 
     Returns:
-        the reason in words, and whether it is a refused request; None for any other error.
+        the reason in words, and True if it is a refused request; None for any other error.
     """
     number, world = process()
     names = [type(error).__name__, str(error)]
@@ -99,7 +99,7 @@ def another_ended(error: BaseException) -> tuple[str, bool] | None:
 
 
 def gathered(value: T) -> list[T]:
-    """What every process gives, in the order of their numbers; the same list in each."""
+    """Return the values of all processes, in the order of their numbers; the same list in each."""
     _, world = process()
     if world == 1:
         return [value]
@@ -109,11 +109,11 @@ def gathered(value: T) -> list[T]:
 
 
 def mean_over_processes(total: Tensor, count: float) -> Tensor:
-    """Sums over this process's tokens as means over the tokens of all; float64, on the CPU.
+    """Return sums over this process's tokens as means over the tokens of all; float64, on the CPU.
 
     Args:
         total: sums, of any shape.
-        count: this process's tokens.
+        count: number of this process's tokens.
     """
     sums = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
     if process()[1] > 1:

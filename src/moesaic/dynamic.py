@@ -32,7 +32,7 @@ def remade(make: C) -> C:
 
 
 def _reduced(kind: type) -> str | tuple[object, ...]:
-    """How a class is pickled: as a call, or by its name if it is a subclass that has one."""
+    """Return the pickled form of a class: a call, or its name if it is a subclass that has one."""
     return vars(kind).get("_remade", kind.__qualname__)
 
 

@@ -1,6 +1,6 @@
-"""The one exception that means: the request is wrong, and here is what would work.
+"""Exception for requests that cannot be met, and helpers for its messages.
 
-Messages name what strangers' files hold. Here they become printable, and of bounded length.
+Messages may quote strangers' files: they are made printable, and of bounded length.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from difflib import get_close_matches
 from reprlib import Repr
 
 REPOSITORY = "https://github.com/moesaic/moesaic"
-"""Where this package is: no index of packages has its name."""
+"""Home of this package: no index of packages has its name."""
 
 
 LONGEST = 950
-"""Characters of a message at most: what is put before it has room in a thousand."""
+"""Most characters of a message, so that with a prefix it is below a thousand."""
 _WHITE = "\n\t\N{NO-BREAK SPACE}"
 _PARTS = Repr()
 _PARTS.maxlevel, _PARTS.maxstring, _PARTS.maxother = 3, 60, 60
@@ -32,7 +32,7 @@ class MoesaicError(Exception):
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters other than newline and tab replaced.
+    """Return a text that cannot steer a terminal: control characters but newline and tab replaced.
 
     >>> printable("a\\x1b[31mb\\n")
     'a�[31mb\\n'
@@ -45,7 +45,7 @@ def printable(text: str) -> str:
 
 
 def bounded(message: object) -> str:
-    """A message, printable; of one that is too long the middle is left out.
+    """Return a printable message; if it is too long, its middle is left out.
 
     >>> len(bounded("x" * 10**6)), bounded("short")
     (950, 'short')
@@ -58,7 +58,7 @@ def bounded(message: object) -> str:
 
 
 def shown(value: object, most: int = 60) -> str:
-    """The beginning of a value's repr, of which no more is made.
+    """Return the beginning of a value's repr, without making the rest.
 
     >>> shown([[0] * 10**6] * 10**6, 16), shown("x")
     ('[[0, 0, 0, 0, 0,', "'x'")
@@ -70,7 +70,7 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def meant(word: object, names: Iterable[str]) -> str:
-    """What was probably meant instead of an unknown word, to end a message with; often nothing.
+    """Return a suggestion for an unknown word, to end a message with; often empty.
 
     >>> meant("recontruction", ["reconstruction", "frequency"])
     " Did you mean 'reconstruction'?"
@@ -80,7 +80,7 @@ def meant(word: object, names: Iterable[str]) -> str:
 
 
 def how_to_install(extra: str = "") -> str:
-    """The command that installs this package.
+    """Return the command that installs this package.
 
     >>> how_to_install("tasks")
     "pip install 'moesaic[tasks] @ git+https://github.com/moesaic/moesaic'"

@@ -42,7 +42,7 @@ class Estimate:
     """Sizes of a run's result, and the memory that the run needs."""
 
     output_bytes: int
-    """Of the result's weight files."""
+    """Bytes of the result's weight files."""
     output_parameters: int
     active_parameters: int
     """Under uniform routing, embeddings and head included."""
@@ -53,9 +53,9 @@ class Estimate:
     native: bool
     """The result is of its base's own architecture."""
     peak_memory_bytes: int
-    """Of this process, and of the device where that is the CPU; see :func:`peak_memory`."""
+    """Memory of this process, and of the device where that is the CPU; see :func:`peak_memory`."""
     input_bytes: int
-    """Of the original's weight files."""
+    """Bytes of the original's weight files."""
 
     def as_json(self) -> JSON:
         """Return the fields by name."""
@@ -206,7 +206,7 @@ class Built:
 
     @property
     def bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of its weights."""
         return sum(sizes_in(self.model))
 
     def held(self, device: str) -> int:

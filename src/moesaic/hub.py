@@ -69,10 +69,10 @@ SAME = (
 """Names that published configs have for one number. A class knows one of them; other programs may
 read another."""
 KEPT = ("base", PLAIN)
-"""What a header says of the model that the first of several plans was made for."""
+"""Keys of a header that describe the model that the first of several plans was made for."""
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 UNSAID = {"deepseek_v3": SIGMOID, "dots1": SIGMOID}
-"""What classes take for granted and engines look for, by architecture."""
+"""Keys that classes take for granted and engines look for, by architecture."""
 
 MODELS = (AutoModelForCausalLM, AutoModel)
 """transformers' ways to a model: with its head, and without."""
@@ -86,7 +86,7 @@ def _keep_source_out(cls: type, auto_class: str = "") -> None:
 
 
 OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
-"""What all our classes have."""
+"""Attributes of all our classes."""
 
 
 def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
@@ -102,7 +102,7 @@ def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
     def from_pretrained(
         cls: type[Model], /, name: str, *args: object, **options: object
     ) -> Model | tuple[Model, JSON]:
-        """As the base's own, but nothing is random: every weight is found, and none is left."""
+        """Load as the base's class does, and refuse weights that are missing or left over."""
         with_info = options.pop("output_loading_info", False)
         load = model.from_pretrained.__func__
         loaded, info = load(cls, name, *args, output_loading_info=True, **options)
@@ -269,7 +269,7 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 
 def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
-    """Whether a base's own class makes the tensors of a plan's result, if its config is changed."""
+    """True if a base's own class makes the tensors of a plan's result, with a changed config."""
     base, layers = arch.layers(shape_of(config)), _layers(config, arch, changes)
     plans = (plan.layers.get(i) for i in range(len(base)))
     return layers is not None and all(
@@ -400,7 +400,7 @@ def _tell_others(config: Config, before: JSON) -> None:
 
 def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
     """Make a live model whose layers were converted an instance of its result's class."""
-    leave_out(model.config)  # transformers does not load layers that predict further tokens
+    leave_out(model.config)  # transformers does not load MTP layers
     native = convert_config(model.config, arch, plan)
     if native is None:
         model.__class__ = CLASSES[arch.model_type][1][0]
@@ -508,7 +508,7 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
 
 
 def _alike(value: object) -> list[object]:
-    """What a list says of every layer, if it is the same of all."""
+    """Return the one number of a list that has the same for every layer; else nothing."""
     return value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
 
 
@@ -544,7 +544,7 @@ def save_live(
         model: to be written.
         tokenizer: beside it; None for none.
         folder: an existing one.
-        predicting: tensors of layers that predict further tokens, by their names on disk.
+        predicting: tensors of MTP layers, by their names on disk.
     """
     if not predicting:
         leave_out(model.config)

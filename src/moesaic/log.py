@@ -1,4 +1,4 @@
-"""A run's log: its stages with their times, and the warnings that were given on the way."""
+"""Log of a run: its stages with their times, and its warnings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_SPEED = ("moesaic.modules", "moesaic.io.dtypes", "moesaic.metrics.speed")
 
 
 class Log(logging.Handler):
-    """Takes notes of what a run goes through.
+    """Log handler that records the stages and warnings of a run.
 
     Args:
         track: shows progress; :meth:`track` does so too, and times it.
@@ -26,19 +26,19 @@ class Log(logging.Handler):
     def __init__(self, track: Track = silent) -> None:
         super().__init__(logging.WARNING)
         self.stages: list[JSON] = []
-        """In the order in which they began: ``stage``, ``seconds`` by the clock, ``cpu_seconds``
-        of this process, and ``within``, the stage that it is a part of."""
+        """Stages in order of their start: ``stage``, ``seconds`` by the clock, ``cpu_seconds`` of
+        this process, and ``within``, the stage that it is a part of."""
         self.warnings: list[str] = []
-        """Each once."""
+        """Warnings, each once."""
         self.of_speed: list[str] = []
-        """Those that explain how fast models were."""
+        """Warnings that explain how fast models were."""
         self._shown = track
         self._open: list[str] = []
         self._alone = False
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what happens inside."""
+        """Time what happens while the context lasts."""
         entry: JSON = {"stage": name}
         if self._open:
             entry["within"] = self._open[-1]
@@ -53,13 +53,13 @@ class Log(logging.Handler):
             entry["cpu_seconds"] = round(time.process_time() - cpu, 3)
 
     def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-        """Pass the items on, and show and time that."""
+        """Yield the items with a progress bar, timed as a stage."""
         with self.stage(label):
             yield from self._shown(items, label, total)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, warnings are noted; they are shown as before."""
+        """Record warnings while the context lasts; they are shown as before."""
         ours, show = logging.getLogger("moesaic"), warnings.showwarning
 
         def noted(message: Warning | str, *more: Any, **named: Any) -> None:
@@ -76,19 +76,20 @@ class Log(logging.Handler):
             warnings.showwarning = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a warning of ours; Python shows what has no handler, and this is one."""
+        """Record a warning of ours, and show it if there is no other handler, as Python does."""
         self.note(record.getMessage(), record.name.startswith(OF_SPEED))
         if self._alone and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
     def note(self, message: str, of_speed: bool = False) -> None:
-        """Keep a warning, unless it is there."""
+        """Record a warning, unless it was recorded before."""
         for notes in (self.warnings, self.of_speed) if of_speed else (self.warnings,):
             if message not in notes:
                 notes.append(message)
 
     def as_json(self) -> JSON:
-        """``stages`` that are over, ``warnings``, and those of them that are ``of_speed``."""
+        """Return ``stages`` that are over, ``warnings``, and those of them that are
+        ``of_speed``."""
         over = [entry for entry in self.stages if "seconds" in entry]
         return {
             "stages": over,

@@ -1,4 +1,4 @@
-"""What differs from layer to layer, said in a config in the words of others.
+"""Sizes that differ from layer to layer, in the config schemas of transformers and vLLM.
 
 A result may have layers of its base's own modules, each of its own width or with its own number of
 experts a token. transformers' word for that is ``per_layer_config``; vLLM's Transformers backend
@@ -76,7 +76,7 @@ def _modules(layer: nn.Module) -> list[type]:
 
 
 def _numbers(plain: Config, arch: Arch, layers: nn.ModuleList) -> dict[str, list[int]]:
-    """By attribute of a base's config, what each of a result's layers has of it.
+    """Return each layer's number of a result, by attribute of the base's config.
 
     Layers without experts have, of what is said of experts, what the base's config says.
     """
@@ -93,7 +93,7 @@ def _numbers(plain: Config, arch: Arch, layers: nn.ModuleList) -> dict[str, list
 
 
 def _of_layers(config: Config, name: str, count: int) -> list[int]:
-    """What a config says of each layer, by one number for all of them or by a list."""
+    """Return a config's number for each layer, given as one number for all of them or as a list."""
     value: int | list[int] | None = getattr(config, name, None)
     return list(value) if isinstance(value, list) else [value or 0] * count
 
@@ -103,7 +103,7 @@ def _first(number: int | None, otherwise: int) -> int:
 
 
 def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
-    """Whether the weights of a token's experts add up to one, however many they are."""
+    """True if the weights of a token's experts add up to one, however many they are."""
     view = next(arch.mixture(layer) for layer in layers if arch.is_moe(layer))
     routing = view.routing.of_fewer(1)
     if routing.bias_E is not None:

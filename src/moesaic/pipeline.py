@@ -1,4 +1,4 @@
-"""The story: a model goes in, steps are carried out, a checkpoint comes out, both are measured."""
+"""Pipeline: a model is converted step by step, saved as a checkpoint, and both are measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
-from moesaic.plan import Plan, Progress
+from moesaic.plan import MadeFrom, Plan, Progress
 from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def convert(config: MethodConfig, args: RunArgs) -> Result:
-    """Carry out one method on one model: the body of all verbs.
+    """Carry out one method on one model; all verbs call this.
 
     Raises:
         MoesaicError: the request cannot be met.
@@ -63,28 +63,28 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
 
 
 def verb(name: str, model: Named, config: MethodConfig | None = None, **options: Any) -> Result:
-    """Carry out a verb of :data:`moesaic.methods.VERBS` by name; other packages may add some.
+    """Carry out a verb of :data:`moesaic.methods.VERBS` by name, also one from another package.
 
     Args:
-        name: of the verb.
+        name: the verb's name.
         model: a name or folder, a loaded model, or what a verb returned.
-        config: of one of the verb's methods; None for what measures best.
-        options: fields of the method's config, ``method`` and ``recipe`` as in a recipe, and what
-            :meth:`~moesaic.config.RunArgs.of` takes.
+        config: config of one of the verb's methods; None for the one that measures best.
+        options: fields of the method's config, ``method`` and ``recipe`` as in a recipe, and
+            options of :meth:`~moesaic.config.RunArgs.of`.
 
     Raises:
         MoesaicError: there is no such verb, or the request cannot be met.
         TypeError: the config is another verb's, or an option is unknown.
     """
     if name not in VERBS:
-        step_config(name, {})  # which refuses it
+        step_config(name, {})  # raises
     if config is not None and not isinstance(config, MethodConfig):
         first = next(f.name for f in fields(next(iter(methods_of(name).values()))))
         given = config if isinstance(config, dict) else {first: config}
         shown = ", ".join(f"{key}={value!r:.60}" for key, value in given.items())
         called = repr(str(model)) if isinstance(model, str | Path) else "model"
         raise TypeError(f"Options are given by name: moesaic.{name}({called}, {shown})")
-    own, run = _told_apart(name, config, options)
+    own, run = _split_options(name, config, options)
     if config is None:
         config = step_config(name, own)
     elif own:
@@ -94,14 +94,14 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
     return convert(config, RunArgs.of(model, **run))
 
 
-def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
-    """Options of a verb's method, and those of every run.
+def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
+    """Split options into those of a verb's method and those of every run.
 
-    Some names mean both, as on the command line: a seed is that of text and method, and a length is
-    of calibration text where the verb calibrates.
+    Some names are both, as on the command line: a seed is that of text and method, and a length is
+    that of calibration text if the verb calibrates.
 
     Raises:
-        TypeError: names an option that is neither, and what may have been meant.
+        TypeError: an option is neither; names it and a similar one.
     """
     configs = [*methods_of(name).values()] if config is None else [type(config)]
     method = {f.name for each in configs for f in fields(each)}
@@ -119,7 +119,7 @@ def _told_apart(name: str, config: MethodConfig | None, options: JSON) -> tuple[
     to_method = {"seed"} & both if config is None else set()
     if not VERBS[name].calibrates:
         to_method = {*both}
-    if not isinstance(options.get("teacher"), str):  # which is then a loaded model
+    if not isinstance(options.get("teacher"), str):  # then a loaded model
         to_method.discard("teacher")
     own = {key: options[key] for key in options if key in method - both or key in to_method}
     to_run = (every | text) - (to_method - {"seed"})
@@ -137,16 +137,17 @@ def apply(
 ) -> Path:
     """Rebuild a result from its base and its plan, bit for bit; return its folder.
 
-    A plan holds those that made its base, too: it is rebuilt of the first base, or of one between.
+    A plan holds those that made its base, too: the result is rebuilt from the first base, or from
+    one between.
 
     Args:
         base: the model that the plan was made for: a name or folder, a loaded model, or what a verb
             returned; empty for the one that the plan names.
         plan: a result's folder, its ``plan.json``, the plan itself, or what a verb returned.
-        out: the folder to make.
+        out: the folder to write.
         overwrite: replace ``out`` if it exists.
         revision: branch, tag or commit, when ``base`` is a hub id.
-        token: of the hub.
+        token: access token of the hub.
 
     Raises:
         MoesaicError: there is no such model or plan, or they do not belong together.
@@ -171,7 +172,7 @@ def apply(
 def _rebuild(
     source: Source, decided: Plan, out: Path, overwrite: bool, read: Sequence[str | Path]
 ) -> None:
-    """Apply a plan, and those that made its base as far as the source was not made by them."""
+    """Apply a plan, after those that made its base unless the source was made by them."""
     steps = [*decided.earlier, decided]
     own, routing = source.fingerprint, ("", routing_in(source.config))
     done = [
@@ -204,32 +205,32 @@ def run_recipe(
     """Carry out a recipe: convert, save, measure, report.
 
     Args:
-        recipe: what to do.
-        overwrite: replace ``recipe.out`` if it exists, and drop an unfinished run.
+        recipe: model, steps and settings.
+        overwrite: replace ``recipe.out`` if it exists, and delete an unfinished run.
         resume: continue an unfinished run of the same recipe.
         track: shows progress.
-        findings: what led to the recipe, for the record.
-        more: writes further files into the folder before it is whole, and returns what the record
-            says of them.
-        log: one that was begun; by default a new one.
+        findings: values that led to the recipe, for the record.
+        more: function that writes further files into the folder before it is complete, and returns
+            values for the record.
+        log: a log to continue; by default a new one.
 
     Returns:
-        what is known of the run, as ``result.json`` holds it; None in all processes of a run but
-        the first, which alone writes.
+        the record of the run, as in ``result.json``; None in all processes but the first, which
+        alone writes.
 
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
     """
     check_run(recipe, overwrite=overwrite, resume=resume)
-    wait_for_all()  # all have found the place free before the first one takes it
+    wait_for_all()  # all have found the output free before the first process locks it
     log, first, work = log or Log(track), process()[0] == 0, unfinished(recipe.out)
     place = output_lock(Path(recipe.out)) if first else nullcontext()
-    with place, log.listening(), _cleared(recipe.out):
+    with place, log.listening(), _discarded_on_failure(recipe.out):
         measurement = None
-        if (settings := recipe.evaluation) is not None:  # what is wrong is said before any work
+        if (settings := recipe.evaluation) is not None:  # refuse wrong requests before any work
             check_tasks(wanted_tasks(settings.tasks, settings.shots, settings.limit))
             original = resolve(recipe.model)
-            measurement = partial(  # made in all processes, which share the text
+            measurement = partial(  # in all processes, which share the text
                 Measurement,
                 original=original,
                 settings=settings,
@@ -253,7 +254,7 @@ def run_recipe(
             sources = {"original": resolve(recipe.model), "result": Source("result", folder)}
             measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in sources.items()}}
             if measurement is not None:
-                gathered(str(folder))  # the others wait until it is whole
+                gathered(str(folder))  # the others wait until it is complete
                 with log.stage("measure"):
                     measured |= measurement(folder).figures(result.builders)
             measured |= {**(findings or {}), **(more(folder) if more is not None else {})}
@@ -265,8 +266,8 @@ def run_recipe(
 
 
 @contextmanager
-def _cleared(out: str) -> Iterator[None]:
-    """What is left of a run that fails goes, unless it could be resumed."""
+def _discarded_on_failure(out: str) -> Iterator[None]:
+    """Delete what a failed run leaves, unless it could be resumed."""
     try:
         yield
     except (MoesaicError, KeyboardInterrupt):
@@ -277,7 +278,7 @@ def _cleared(out: str) -> Iterator[None]:
 
 
 def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | None]:
-    """The result of a recipe's last step, and what is known of the steps before it."""
+    """Return the result of a recipe's last step, and the record of the steps before it."""
     settings, earlier = recipe.evaluation, None
     model, last = recipe.model, len(recipe.steps) - 1
     for i, config in enumerate(recipe.steps):
@@ -297,18 +298,18 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
             earlier = _record(recipe, result, earlier)
             model = str(work / f"step-{i}")  # on disk until the run is done
             if process()[0] == 0:
-                _keep(result, Path(model))
+                _save_step(result, Path(model))
             wait_for_all()
     return result, earlier
 
 
-def _keep(result: Result, folder: Path) -> None:
-    """Save a step's result, unless it is there already: the same, made from the same weights."""
+def _save_step(result: Result, folder: Path) -> None:
+    """Save a step's result, unless the same result of the same weights is there already."""
     note = folder.with_name(f"{folder.name}.json")
-    identity: JSON = json.loads(json.dumps(result.identity()))
+    identity = result.identity()
     if folder.exists() and note.exists():
-        noted: JSON = mapping_of(note)
-        if noted == {**identity, "saved": resolve(str(folder)).fingerprint}:
+        there = {**identity, "saved": resolve(str(folder)).fingerprint}
+        if not MadeFrom(mapping_of(note)).differs(MadeFrom(there)):
             return
     with whole_folder(folder, overwrite=True) as partial:
         result.write(partial)

@@ -1,4 +1,4 @@
-"""What was decided, layer by layer: everything needed to rebuild the result, nothing else.
+"""Plans: the decision for each layer, everything needed to rebuild a result and nothing else.
 
 A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
 header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights); in a result
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -110,7 +110,7 @@ class Plan:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """All layers' tensors, by the layer's number and their name."""
+        """Return the tensors of all layers, by the layer's number and their name."""
         return {
             f"{i}.{name}": tensor.contiguous()
             for i, layer in self.layers.items()
@@ -214,18 +214,18 @@ class Progress:
             return
         try:
             request = mapping_of(note)
-            changed = [*differing(request, self.request)]
+            changed = MadeFrom(request).differs(MadeFrom(self.request))
         except MoesaicError as error:
             raise MoesaicError(f"{error} Start anew by overwriting it.") from None
         if changed:
             raise MoesaicError(
                 f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
-                "that one's options, or start anew by overwriting it."
+                "that one's options, or start anew with --overwrite (in Python overwrite=True)."
             )
         self._checked = True
 
     def finished(self) -> dict[tuple[str, int], tuple[LayerPlan, JSON]]:
-        """By name and layer, the plans that are on disk and what was seen on the way.
+        """Return the plans of finished layers, and their measurements, by name and number.
 
         Raises:
             MoesaicError: the folder holds another run, or a layer that is damaged.
@@ -274,31 +274,66 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def differing(stored: Values, requested: Values) -> Iterator[str]:
-    """In words, what two requests do not have in common.
+MODEL = {
+    "base.routing": "its layers skip experts otherwise, or others of them were changed",
+    "weights": "its weights are others",
+    "routing": "its layers skip experts otherwise, or others of them were changed",
+    "teacher": "the teacher is another",
+    "trained": "it was trained otherwise",
+    "plan": "another plan was decided",
+    "stats": "the statistics are others",
+}
+"""Sentences for fingerprints of models, by what they are called in requests."""
+TEXT = {"calibration": "", "text": "", "text.fingerprint": "", "texts": "training "}
+"""Names of fingerprints of text, and what kind of text it is."""
+OF_TEXT = ("text.", "calibration.", "samples", "length", "bos", "tokens", "sources")
+"""Starts of the names of fields that describe a text."""
 
-    >>> [*differing({"config": {"keep": 6}, "seed": 0}, {"config": {"keep": 5}, "seed": 0})]
-    ['config.keep was 6, is 5']
+
+@dataclass(frozen=True)
+class MadeFrom:
+    """The inputs that plans, statistics, layers, prices or trained weights were made from.
+
+    Args:
+        values: the model (``base``, or ``weights`` alone), the text and the options, by name.
     """
-    before, now = _flat(stored), _flat(requested)
-    names = [before.pop("base.name", ""), now.pop("base.name", "")]
-    for flat in (before, now):
-        flat.pop("base.dtype", "")  # a run's own stands beside it
-    for key in dict.fromkeys([*before, *now]):
-        a, b = before.get(key), now.get(key)
-        if a == b:
-            continue
-        if key == "base.weights":
-            yield (
-                f"it was made from {names[0] or 'a model'} with weights {a}, "
-                f"this is {names[1] or 'a model'} with weights {b}"
-            )
-        else:
-            yield f"{key} was {shown(a)}, is {shown(b)}"
+
+    values: Values
+
+    def differs(self, other: MadeFrom) -> list[str]:
+        """Return in words how another differs from this one; an empty list if it does not.
+
+        Fingerprints are compared and not shown: fields that explain them are, if there are any.
+
+        >>> stored = MadeFrom({"config": {"keep": 6}, "text": {"samples": 64, "fingerprint": "1f"}})
+        >>> asked = MadeFrom({"config": {"keep": 5}, "text": {"samples": 128, "fingerprint": "c0"}})
+        >>> stored.differs(asked)
+        ['keep was 6, is 5', 'samples was 64, is 128']
+        """
+        before, now = (_flat(json.loads(json.dumps(made.values))) for made in (self, other))
+        names = [flat.pop("base.name", "") or "a model in memory" for flat in (before, now)]
+        for flat in (before, now):
+            flat.pop("base.dtype", "")  # a run's own stands beside it
+        keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+        texts, words = [key for key in keys if key in TEXT], []
+        said = [key for key in keys if key not in texts and key.startswith(OF_TEXT)]
+        for key in keys:
+            if key == "base.weights" and names[0] != names[1]:
+                words.append(f"it was made from {names[0]}, this is {names[1]}")
+            elif key == "base.weights":
+                words.append(f"the weights of {names[0]} have changed")
+            elif key in MODEL:
+                words.append(MODEL[key])
+            elif key in texts:
+                words += [] if said else [f"the {TEXT[key]}text is another"]
+            elif texts or not key.startswith("text."):
+                field = key.removeprefix("config.").removeprefix("text.")
+                words.append(f"{field} was {shown(before.get(key))}, is {shown(now.get(key))}")
+        return words
 
 
 def _flat(plain: Values, start: str = "") -> dict[str, object]:
-    """Mappings within mappings as one, by dotted keys."""
+    """Return mappings within mappings as one, by dotted keys."""
     flat: dict[str, object] = {}
     for key, value in plain.items():
         within = isinstance(value, Mapping)

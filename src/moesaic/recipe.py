@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -24,14 +27,17 @@ from moesaic.config import (
     MethodConfig,
     about,
     check_device,
+    choices,
+    flag_of,
     option,
     parse_bytes,
+    types_of,
 )
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text_source import read_by, spelled
 from moesaic.errors import MoesaicError, meant, shown
-from moesaic.io.headers import DIGITS
+from moesaic.io.headers import DIGITS, mapping_of
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -69,7 +75,7 @@ class _OneValueEach(yaml.SafeLoader):
 
 
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Values in a node and below it; infinitely many where it holds itself."""
+    """Return the number of values in a node and below it; infinity where it holds itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -105,7 +111,7 @@ class Recipe:
     )
 
     def to_yaml(self) -> str:
-        """The recipe as text that :func:`parse_recipe` reads back to an equal recipe."""
+        """Return the recipe as text that :func:`parse_recipe` reads back to an equal recipe."""
         steps = [{step.verb: {"method": step.name, **asdict(step)}} for step in self.steps]
         plain = json.loads(json.dumps({**asdict(self), "steps": steps}))  # lists for tuples
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
@@ -174,9 +180,46 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
-            f"{folder} holds an unfinished run: continue it with resume=True, "
-            "or start anew with overwrite=True."
+            f"{folder} holds an unfinished run{_named(folder, recipe.out)}: continue it with "
+            "resume=True (--resume), or start anew with overwrite=True (--overwrite)."
         )
+
+
+def _named(folder: Path, out: str) -> str:
+    """Return the command of an unfinished run, and how far it came; empty where that is unknown."""
+    with suppress(MoesaicError, KeyError, TypeError, StopIteration):
+        note = next(iter(sorted(folder.rglob("request.json"))))
+        request = mapping_of(note)
+        step = step_config(request["verb"], {"method": request["method"], **request["config"]})
+        names = {of.name for of in fields(Calibration)}
+        text = {name: v for name, v in request.get("text", {}).items() if name in names}
+        run = Recipe(request["base"]["name"], out, (step,), checked(Calibration, text, ""))
+        done = len([*note.parent.glob("layer-*.safetensors")])
+        return f" ({command_of(run)}{f', {done} layers finished' if done else ''})"
+    return ""
+
+
+def command_of(recipe: Recipe) -> str:
+    """Return the command that carries a recipe of one step out again."""
+    (step,) = recipe.steps
+    words = ["moesaic", step.verb, recipe.model, recipe.out]
+    words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
+    for config in (step, recipe.calibration):
+        for entry in fields(config):
+            value = getattr(config, entry.name)
+            on, _, off = flag_of(entry).partition("/")
+            if value == entry.default and entry.name != "keep":
+                continue
+            if about(entry).seldom:
+                words += ["-o", f"{entry.name}={json.dumps(value).strip(chr(34))}"]
+            elif isinstance(value, bool):
+                words.append(on if value else off)
+            else:
+                words += [on, str(value)]
+    for name in ("device", "dtype"):
+        value = getattr(recipe, name)
+        words += [f"--{name}", value] if value != getattr(Recipe, name) else []
+    return shlex.join(words)
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -206,49 +249,49 @@ def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence
 
 
 def _reads_text(config: MethodConfig) -> bool:
-    """A step that decides from statistics reads text beside them, to refit on it."""
+    """True if a step that decides from statistics reads text beside them, to refit on it."""
     return bool(getattr(config, "refit", False))
 
 
 def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
-    """The config of one step, checked. Without a method or a bundle it is what measures best.
+    """Return the config of one step, checked. Without a method or bundle it measures best.
 
     Args:
         verb: such as ``carve``.
         options: the fields of the method's config, and ``method`` and ``recipe``, the name of a
             bundle of options.
-        where: the step's place in a recipe, for messages.
+        where: the step's place in a recipe, for messages; empty where there is but one.
 
     Raises:
         MoesaicError: the verb, the method or an option is unknown or of the wrong type.
     """
-    where = where or verb
+    place = where or verb
     if verb not in VERBS:
         listed = ", ".join(VERBS)
-        raise MoesaicError(f"{where}: unknown step {verb!r}; known: {listed}.{meant(verb, VERBS)}")
+        raise MoesaicError(f"{place}: unknown step {verb!r}; known: {listed}.{meant(verb, VERBS)}")
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(
-            f"{where}: expected options such as 'method: ...', got {shown(options)}."
+            f"{place}: expected options such as 'method: ...', got {shown(options)}."
         )
     options = dict(options)
     method = method_of(verb, options)
     if method not in methods:
         listed = ", ".join(methods)
         raise MoesaicError(
-            f"{where}: unknown method {method!r}; known: {listed}.{meant(method, methods)}"
+            f"{place}: unknown method {method!r}; known: {listed}.{meant(method, methods)}"
         )
     config = methods[method]
     bundle = options.pop("recipe", None)
     if options.pop("method", None) is None and bundle is None and "best" in config.bundles:
         bundle = "best"
     if bundle is not None:
-        options = {**_bundle(verb, method, str(bundle), where), **options}
+        options = {**_bundle(verb, method, str(bundle), place), **options}
     return checked(config, options, where)
 
 
 def method_of(verb: str, options: JSON) -> str:
-    """The method that options name, or the first that has all the options they name.
+    """Return the method that options name, or the first that has all the options they name.
 
     Of several that have the bundle it is the one that alone has all the options.
 
@@ -277,7 +320,7 @@ def method_of(verb: str, options: JSON) -> str:
 
 
 def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
-    """The same options with sizes and names of text as a dataclass's fields hold them."""
+    """Return options with sizes and names of text as a dataclass's fields hold them."""
     values = dict(options)
     for entry in fields(config):
         value = options.get(entry.name)
@@ -288,11 +331,14 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
                 raise MoesaicError(f"{entry.name} {error}") from None
         if about(entry).parse == "text" and isinstance(value, dict | list):
             values[entry.name] = spelled(value)
+        hint: object = types_of(config)[entry.name]
+        if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
+            values[entry.name] = value.split(",")  # numbers, as a command line has them
     return values
 
 
 def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
-    """The options that a name stands for."""
+    """Return the options that a bundle's name stands for."""
     bundles = {other: config.bundles for other, config in methods_of(verb).items()}
     options = bundles[method].get(name)
     if options is not None:
@@ -306,7 +352,7 @@ def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
 
 
 def checked(cls: type[D], data: object, where: str) -> D:
-    """Plain data as a dataclass, every field checked.
+    """Return plain data as a dataclass, every field checked.
 
     Args:
         cls: the dataclass.
@@ -322,20 +368,37 @@ def checked(cls: type[D], data: object, where: str) -> D:
         values = plain_values(cls, data) if isinstance(data, dict) else data
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join([where, *map(str, first["loc"])]).strip(".")
-        names = [f.name for f in fields(cls)]
-        if first["type"] == "unexpected_keyword_argument":
-            owner = ""
-            if issubclass(cls, MethodConfig):
-                owner = f" of {cls.name if len(methods_of(cls.verb)) > 1 else cls.verb}"
-            raise MoesaicError(
-                f"{place} is not an option{owner}; known: {', '.join(names)}."
-                f"{meant(first['loc'][-1], names)}"
-            ) from None
-        if first["type"] == "missing":  # what is given is all the rest
-            raise MoesaicError(f"{place} is missing.") from None
-        raise MoesaicError(f"{place}: {first['msg']} (got {shown(first['input'])}).") from None
+        raise MoesaicError(_in_words(cls, error.errors()[0], where)) from None
+
+
+PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+WRONG = {"float": "not a number", "int": "not a whole number", "bool": "neither true nor false"}
+"""Words for a wrong value, by how pydantic's names of such errors begin."""
+
+
+def _in_words(cls: type[DataclassInstance], error: Any, where: str) -> str:
+    """Return pydantic's first error as a message that says what would work."""
+    kind, value = str(error["type"]), error["input"]
+    place = ".".join([where, *map(str, error["loc"])]).strip(".")
+    names = [f.name for f in fields(cls)]
+    if kind == "unexpected_keyword_argument":
+        owner = ""
+        if issubclass(cls, MethodConfig):
+            several = len(methods_of(cls.verb)) > 1
+            owner = f" of {cls.verb}{f', method {cls.name}' if several else ''}"
+        listed, word = ", ".join(names), meant(error["loc"][-1], names)
+        return f"{place} is not an option{owner}; known: {listed}.{word}"
+    if kind == "missing":  # what is given is all the rest
+        return f"{place} is missing."
+    if kind == "literal_error":
+        allowed = choices(cls, str(error["loc"][0]))
+        return f"{place} {shown(value)} is none of {', '.join(allowed)}.{meant(value, allowed)}"
+    wrong = WRONG.get(kind.partition("_")[0])
+    if wrong is None:
+        return f"{place}: {error['msg']} (got {shown(value)})."
+    share = PERCENT.fullmatch(value) if isinstance(value, str) and kind[0] == "f" else None
+    hint = f"; give {float(share[1]) / 100:g}" if share else ""
+    return f"{place} {shown(value)} is {wrong}{hint}."
 
 
 # --- files ---------------------------------------------------------------------------------------

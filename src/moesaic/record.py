@@ -1,8 +1,7 @@
-r"""A run on record: one typed structure for all verbs, written as ``result.json``.
+r"""Records of runs: one typed structure for all verbs, written as ``result.json``.
 
-Card, page and terminal are made from it alone. Everything that they say of what was done
-is said here, by the method and by the layer kinds, and what they draw of it are :class:`Figure`\ s,
-plain data; the report adds nothing of its own about it.
+Card, page and terminal are made from it alone: methods and layer kinds describe here what was
+done, in sentences and as :class:`Figure`\ s, which are plain data.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ constants at most), solved for in closed form, means over several experts, train
 class Figure:
     """A drawing as data: :class:`Lines`, :class:`Bars` or :class:`Heat`.
 
-    How numbers are written is said by format specifications of Python: ``.1%``, ``,.4g``. What is
-    not known is None; numbers are finite.
+    Numbers are written by format specifications of Python: ``.1%``, ``,.4g``. They are finite, and
+    None where they are not known.
     """
 
     section: str
@@ -58,7 +57,7 @@ class Lines(Figure):
 
     series: tuple[Series, ...]
     x: str = "layer"
-    """What the horizontal axis shows."""
+    """Name of the horizontal axis."""
     y: str
     form: str = ",.4g"
     """How values are written."""
@@ -86,7 +85,7 @@ class Bars(Figure):
     rows: tuple[str, ...]
     columns: tuple[Column, ...]
     row: str = "layer"
-    """What a row is."""
+    """Name of what a row stands for."""
     kind: str = "bars"
 
 
@@ -96,11 +95,11 @@ class Row:
 
     label: str
     values: tuple[float | None, ...]
-    """Of what is not known no cell is drawn, unless it is said to be gone or outlined."""
+    """A cell that is None is not drawn, unless it is crossed out or outlined."""
     darkest: float = 0.0
     """The value that is drawn darkest; 0 for the greatest of its panel."""
     gone: tuple[int, ...] | None = None
-    """Columns that are crossed out; None where nothing was to go."""
+    """Columns that are crossed out; None where nothing was to be removed."""
     outlined: tuple[int, ...] = ()
     """Columns that are outlined."""
     bar: float | None = None
@@ -118,11 +117,11 @@ class Heat(Figure):
     rows: tuple[Row, ...]
     columns: tuple[str, ...]
     row: str = "layer"
-    """What a row is."""
+    """Name of what a row stands for."""
     column: str = "expert"
-    """What a column is."""
+    """Name of what a column stands for."""
     side: str = ""
-    """What the bars or notes at the right are."""
+    """Name of the bars or notes at the right."""
     form: str = ".1%"
     """How values are written."""
     of: str = ""
@@ -151,18 +150,15 @@ class LayerRecord:
     width: int = 0
     """Neurons stored: of a dense layer's FFN, of one expert where the layer routes."""
     width_before: int = 0
-    """The same of the layer before the first step that changed it; 0 where not known."""
+    """The number before the first step that changed the layer; 0 where not known."""
     active_width: float = 0.0
     """Neurons a token runs, shared ones included, under uniform routing."""
     experts: int = 0
     """Routed experts; 0 where nothing routes."""
     experts_before: int = 0
-    """The same of the layer before the first step that changed it; 0 where not known."""
+    """The number before the first step that changed the layer; 0 where not known."""
     top_k: int = 0
     """Routed experts that a token runs."""
-    parts: tuple[int, ...] = ()
-    """Of a dense layer that was cut into pieces its neurons in stored order: those that every
-    token runs, then each expert's."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has: kept experts, beta."""
     analysis: Values = field(default_factory=dict)
@@ -196,7 +192,7 @@ class Step:
     unit: str = "expert"
     """The word for the parts that its result's routers choose."""
     ratio: str = ""
-    """What says most of its result: the share of the dense ``projections`` that a token runs, of
+    """Which ratio to show first: the share of the dense ``projections`` that a token runs, of
     the original's ``active`` parameters, or of those that are ``stored``; empty where it changed
     values alone."""
     figures: tuple[Figure, ...] = ()
@@ -214,7 +210,7 @@ class Record:
     """The original, by the name that was asked for."""
     out: str
     model_type: str
-    """Of the result."""
+    """The result's model type."""
     native: bool
     """The result is of its base's own architecture: transformers alone loads it."""
     steps: list[Step]
@@ -236,14 +232,14 @@ class Record:
     ``speed_ratio``; none of them without ``--eval``."""
 
     def as_json(self) -> JSON:
-        """As ``result.json`` holds it: ``measured`` laid open beside the other keys."""
+        """Return what ``result.json`` holds: the parts of ``measured`` beside the other keys."""
         plain = asdict(self)
         measured = plain.pop("measured")
         return {**plain, **measured}
 
     @classmethod
     def from_json(cls, plain: Values) -> Record:
-        """The record that ``result.json`` holds; the inverse of :meth:`as_json`.
+        """Return the record that ``result.json`` holds; the inverse of :meth:`as_json`.
 
         Keys that are unknown are left out.
 
@@ -281,7 +277,7 @@ class Record:
                 raise ValueError(f"{count:,} {name} are more than any run has.")
 
     def output(self) -> JSON:
-        """As ``--json`` prints it: layers laid open, no figures, and the last step's own keys."""
+        """Return what ``--json`` prints: flat layers, no figures, and the last step's own keys."""
         plain = self.as_json()
         for step in plain["steps"]:
             del step["figures"]
@@ -292,13 +288,13 @@ class Record:
 
 
 def _from_json(cls: type[T], plain: Values) -> T:
-    """A dataclass of its fields in plain JSON."""
+    """Return a dataclass of its fields in plain JSON."""
     hints = get_type_hints(cls)
     return cls(**{name: _typed(plain[name], hints[name], name) for name in hints if name in plain})
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-    """A field's value of plain JSON, where mappings stand for dataclasses and lists for tuples.
+    """Return a field's value of plain JSON, with dataclasses for mappings, tuples for lists.
 
     Raises:
         TypeError: it is none of this type.
@@ -316,7 +312,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
 
 
 def strongest(weights: Sequence[str]) -> str:
-    """The greatest change among several.
+    """Return the greatest change among several.
 
     >>> strongest(["own", "refitted", "own"]), strongest([])
     ('refitted', 'own')

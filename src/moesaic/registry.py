@@ -1,7 +1,7 @@
-"""Tables of what can be named: methods, layer kinds, criteria, architectures, export targets.
+"""Tables of names: methods, layer kinds, criteria, architectures, export targets.
 
-An entry is ``"package.module:Name"`` and is imported when it is asked for, so that a table costs
-nothing to read. Other packages add entries by Python's own means, an entry point in the group
+An entry is ``"package.module:Name"`` and is imported when it is used, so that reading a table is
+cheap. Other packages add entries by Python's own means, an entry point in the group
 ``moesaic.<table>`` of their metadata.
 """
 
@@ -53,7 +53,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 class InWords(Mapping[str, str]):
-    """What a table's entries are in words; each is looked up when it is asked for.
+    """Mapping from a table's names to words about its entries, each looked up when it is used.
 
     Args:
         table: the entries by name.

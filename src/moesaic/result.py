@@ -1,4 +1,4 @@
-"""A converted model: what was decided, and from it the model, its files, its scores, its record."""
+"""A converted model: its plan, and made from that the model, its files, scores and record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import CARD, PAGE, RECIPE, RECORD, our_folder
 from moesaic.io.mtp import NEXT, is_mtp, leave_out
 from moesaic.io.naming import language
-from moesaic.io.outputs import check_drawing, marked, whole_folder, write_drawing
+from moesaic.io.outputs import marked, whole_folder
 from moesaic.io.quantised import describe_format
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
@@ -66,7 +66,7 @@ ALONE = "The result is the language model alone; other parts, such as one that s
 
 @dataclass
 class Result(Made):
-    """What a method made of a model; of methods that train, too.
+    """The result of a method, applied to a model; also of methods that train.
 
     Every verb and function takes it as a model.
     """
@@ -79,12 +79,12 @@ class Result(Made):
 
     @property
     def plan(self) -> Plan | None:
-        """What was decided; None where a converted model was only trained further."""
+        """The plan; None if a converted model was only trained further."""
         return self.decision.plan
 
     @property
     def analyses(self) -> Mapping[int, Values]:
-        """What the method saw of each layer, as plain JSON, by layer."""
+        """The figures that the method saw of each layer, as plain JSON, by layer."""
         return self.decision.analyses
 
     @property
@@ -94,7 +94,7 @@ class Result(Made):
 
     @property
     def summary(self) -> Values:
-        """What the method found of the whole model, as plain JSON; curves under ``training``."""
+        """Findings about the whole model, as plain JSON; curves under ``training``."""
         return self.decision.summary
 
     @property
@@ -122,7 +122,7 @@ class Result(Made):
     # --- the model -------------------------------------------------------------------------------
 
     def build(self, plan: Plan, dtype: torch.dtype | None = None) -> Model:
-        """The original with a plan applied, live; the caller's own model where that was asked.
+        """Return the live original with a plan applied; the caller's own model if asked for.
 
         Args:
             plan: what was decided.
@@ -139,7 +139,7 @@ class Result(Made):
 
     @property
     def builders(self) -> dict[str, Callable[[], Model]]:
-        """By the name of each comparison, a function that returns its live model."""
+        """Functions that return the live model of each comparison, by its name."""
         plans, trained = self.decision.comparisons, self.decision.retrained
         dtype = self.job.working_type
         built = {name: partial(self.build, plan, dtype) for name, plan in plans.items()}
@@ -260,8 +260,7 @@ class Result(Made):
 
     @property
     def _carried(self) -> Mapping[str, Tensor]:
-        """Layers that predict further tokens, as the original has them, of a model that was only
-        trained."""
+        """The original's MTP layers, for a model that was only trained."""
         if self.plan is not None or not self.job.on_disk or not self.job.mtp_layers:
             return {}
         checkpoint, type_of = self.job.original.checkpoint, narrowed(self.model)
@@ -274,7 +273,7 @@ class Result(Made):
 
     @property
     def _inputs(self) -> list[str | Path]:
-        """What the result was made of: names of models, files and text."""
+        """Names of the models, files and text that the result was made from."""
         args = self.job.args
         return [self._place, *read_by(self.method.config), *read_by(args.calibration)]
 
@@ -371,7 +370,7 @@ class Result(Made):
         )
 
     def _calibration(self, settings: Values, earlier: Record | None) -> Values:
-        """The text that decided, or that of the steps before where this one read none."""
+        """Return the text that decided, or that of earlier steps if this one read none."""
         fingerprint = self.plan.calibration if self.plan is not None else ""
         if not fingerprint:
             return {} if earlier is None else dict(earlier.calibration)
@@ -395,7 +394,7 @@ class Result(Made):
 
     @property
     def current_record(self) -> Record:
-        """What is known of the result now, with :attr:`scores` if they were asked for."""
+        """The record of the result so far, with :attr:`scores` if they were asked for."""
         scores = vars(self).get("scores", {})
         measured = {"scores": {name: s.as_json() for name, s in scores.items()}}
         if "result" in scores:
@@ -421,7 +420,7 @@ class Result(Made):
         return str(original.config._name_or_path) or f"a {original.config.model_type} in memory"
 
     def _recipe(self, out: Path) -> str:
-        """The recipe that repeats the run, as YAML, with a word where it alone cannot."""
+        """Return the recipe that repeats the run, as YAML, with notes where it alone cannot."""
         results: list[Result] = [self]
         while (before := results[0]._before_it) is not None:
             results.insert(0, before)
@@ -455,7 +454,7 @@ class Result(Made):
         return Group(report.terminal(record), *self._words(record))
 
     def _words(self, record: Record) -> list[Text]:
-        """What is not in a record's own words before anything is measured: sizes and layers."""
+        """Return sizes and layers, which a record without measurements does not show."""
         if record.measured:
             return []
         size = model_size(self.shape)
@@ -467,38 +466,14 @@ class Result(Made):
         return [Text(printable(line)) for line in lines]
 
     def _repr_html_(self) -> str:
-        """Sentences and tables, in a notebook; and the drawing once :attr:`scores` are known."""
+        """Return sentences and tables, for a notebook."""
         record = self.current_record
         console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
         console.print(report.terminal(record), *self._words(record), sep="\n")
-        shown = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-        return shown + (report.picture(record) if "scores" in vars(self) else "")
-
-    def plot(self, file: str | Path | None = None) -> str:
-        """A drawing of perplexity beside the original's, and of where tokens go.
-
-        Measures :attr:`scores` if that was not done.
-
-        Args:
-            file: an .svg file to write it to.
-
-        Returns:
-            SVG.
-
-        Raises:
-            MoesaicError: the file exists and is no drawing of ours.
-        """
-        if file is not None:
-            file = Path(file).expanduser()
-            check_drawing(file, ".svg")
-        _ = self.scores
-        svg = report.picture(self.current_record)
-        if file is not None:
-            write_drawing(file, svg)
-        return svg
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:
-        """This step in words."""
+        """Return this step in words."""
         config, decision, plan = self.method.config, self.decision, self.plan
         effective = self.method.effective(plan)
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
@@ -507,7 +482,7 @@ class Result(Made):
         if self.job.mtp_layers:
             fate, fate_words = self._predicting
             summary[fate] = {NEXT: self.job.mtp_layers}
-            text += f" Layers that predict further tokens, for speculative decoding, {fate_words}."
+            text += f" MTP layers, for speculative decoding, {fate_words}."
         changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
         return Step(
             verb=config.verb,
@@ -528,7 +503,7 @@ class Result(Made):
 
     @property
     def _predicting(self) -> tuple[str, str]:
-        """What becomes of layers that predict further tokens: a key of records, and words."""
+        """A key of records and words for what becomes of the MTP layers."""
         job, plan = self.job, self.plan
         if self._carried:
             return "kept", "stay as they are"
@@ -542,7 +517,7 @@ class Result(Made):
         return "kept", "stay as they are"
 
     def _layer(self, index: int, use: LayerUse) -> LayerRecord:
-        """One layer in words, as this step made it."""
+        """Return one layer in words, as this step made it."""
         plan, base = self.plan, self.job.base
         routed = base.experts[index] if base.experts else 0
         one = routed and use.experts
@@ -565,7 +540,6 @@ class Result(Made):
                 told=description.text,
                 weights=planned.weights,
                 shape=description.shape,
-                parts=description.parts,
                 width_before=base.widths[index],
                 experts_before=routed,
             )
@@ -575,7 +549,7 @@ class Result(Made):
         return layer
 
     def _after(self, layer: LayerRecord, before: LayerRecord | None) -> LayerRecord:
-        """A layer with what earlier steps said of it, which still holds while it routes."""
+        """Return a layer with the findings of earlier steps, which hold while it routes."""
         if before is None:
             return layer
         planned = self.plan is not None and layer.index in self.plan.layers
@@ -589,7 +563,6 @@ class Result(Made):
             weights=weights,
             width_before=before.width_before,
             experts_before=before.experts_before or layer.experts_before,
-            parts=layer.parts or before.parts,
             shape={**before.shape, **layer.shape},
             analysis={**before.analysis, **layer.analysis},
         )
@@ -613,7 +586,7 @@ def _check_weights(plan: Plan, source: Source) -> None:
     A plan that was made from a live model is compared with the source loaded in its type.
 
     Raises:
-        MoesaicError: names both models and their fingerprints.
+        MoesaicError: names both models.
     """
     expected, actual = plan.base.weights, source.fingerprint
     if expected.startswith(IN_MEMORY):
@@ -630,8 +603,8 @@ def _check_weights(plan: Plan, source: Source) -> None:
         )
     else:
         raise MoesaicError(
-            f"The plan was made from {plan.base.name or 'a model in memory'} with weights "
-            f"{expected}; {source.name} has weights {actual}."
+            f"The plan was made from {plan.base.name or 'a model in memory'}, and "
+            f"{source.name} has other weights."
         )
 
 

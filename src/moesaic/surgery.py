@@ -20,7 +20,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.checkpoint import Writer, cast
+from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.headers import reading
 from moesaic.io.mtp import is_mtp
 from moesaic.io.naming import Naming, language
@@ -100,7 +100,7 @@ def _described(base: BaseShape) -> str:
 
 
 def headers_of(config: Config) -> dict[int, list[Header]]:
-    """By decoder layer, the headers of what was made of it, in the order in which it was made.
+    """Return the headers of each converted decoder layer, in the order of the conversions.
 
     Layers that are as the base has them are left out.
 
@@ -236,7 +236,7 @@ def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
-    """What becomes of the routed layers that predict further tokens: the last layer's decision.
+    """Return the plans for routed MTP layers: copies of the last decoder layer's plan.
 
     Returns:
         by the start of a layer's names in memory. Layers that nothing is decided about are left
@@ -251,7 +251,7 @@ def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
 
 
 def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
-    """The decoder layers among the tensors that predict further tokens.
+    """Return the decoder layers among the tensors of MTP layers.
 
     Returns:
         by the start of their names in memory their routed experts, 0 for a dense one.
@@ -269,7 +269,7 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
 
 
 def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
-    """Whether layers that predict further tokens would not be as a result's config says.
+    """True if the MTP layers would not be as a result's config says, and so must be removed.
 
     Args:
         naming: of the checkpoint that the plan is for.
@@ -296,8 +296,8 @@ def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
 
     Args:
         model: a skeleton of the language model.
-        along: layers that predict further tokens stay.
-        beside: so do parts beside the language model.
+        along: MTP layers are kept.
+        beside: so are parts beside the language model.
     """
     names, count = {*model.state_dict()}, model.config.num_hidden_layers
 
@@ -313,8 +313,8 @@ class LanguageAlone:
 
     writer: Writer
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        self.writer.add(language(name), tensor)
+    def add(self, name: str, value: Value) -> None:
+        self.writer.add(language(name), value)
 
     def close(self) -> None:
         self.writer.close()
@@ -335,8 +335,8 @@ def rewrite(
         arch: its architecture.
         plan: the decision.
         writer: takes the tensors.
-        keep: whether a tensor outside of the plan's layers stays, by its name in memory; of layers
-            that predict further tokens and stay, :func:`followers` tells what becomes.
+        keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
+            layers that are kept are converted by :func:`mtp_plans`.
         dtype: the floating-point type by name in memory, None for the checkpoint's own.
     """
     checkpoint = naming.checkpoint
@@ -369,8 +369,8 @@ def rewrite(
                 writer.add(full, tensor)
                 continue
             origin = state.stored_prefix + layer.origin(name)
-            for stored in checkpoint.written(full, tensor, origin):
-                writer.add(*stored)
+            for written in checkpoint.written(full, tensor, origin):
+                writer.add(*written)
     writer.close()
 
 

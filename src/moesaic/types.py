@@ -85,6 +85,16 @@ def logits_alone(config: Config) -> JSON:
     return {name: False for name in more if getattr(config, name, False)}
 
 
+CACHES = ("cache", "past_key_values")
+"""What transformers calls a model's cache: from 5.24 on, and before."""
+
+
+def cache_of(values: Values) -> Values:
+    """Return the cache among a model's arguments or outputs, by its name there; {} if none."""
+    name = next((name for name in CACHES if name in values), None)
+    return {} if name is None else {name: values[name]}
+
+
 def suits(value: object, hint: object) -> bool:
     """Whether a value is what a field's type says; a number must be finite, too."""
     origin, kinds = get_origin(hint), get_args(hint)

@@ -437,12 +437,13 @@ def prepare(place: Path) -> None:
     import torch
     from builders import tiny_tokenizer
     from gguf import GGUFWriter
-    from released import INT4_GROUPS, QWEN3_MOE, rebuilt
+    from released import PUBLISHED, rebuilt
     from safetensors.torch import save_file
 
     from moesaic import plan
 
-    rebuilt({**QWEN3_MOE, "quantization_config": INT4_GROUPS}, place / "int4")
+    groups = {"quantization_config": PUBLISHED["Kimi-K2.5"]["quantization_config"]}
+    rebuilt({**PUBLISHED["Qwen3-30B-A3B-FP8"], **groups}, place / "int4")
     tiny_tokenizer().save_pretrained(place / "int4")
     save_file({"input_ids": torch.randint(1, 60, (8, 16))}, place / "tokens.safetensors")
     for name in ("text.json", "text.parquet", "questions.jsonl"):

@@ -21,10 +21,12 @@ import pytest
 import torch
 from builders import equal, launch, loaded, logits, weights
 from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, request_of, result_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import moesaic
+from moesaic.api import verb
 from moesaic.config import MethodConfig, about
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import estimate, weight_bytes
 from moesaic.methods import METHODS, VERBS, implementation
@@ -36,6 +38,8 @@ from moesaic.plans.base import same
 from moesaic.recipe import Recipe, step_config
 
 MODES = ("memory", "disk")
+KILLED = ("prune.naee", "tune.sft")
+"""One that decides layer by layer and one that trains; ``make test-all`` tries the others."""
 SHARED = [
     *((key, {}) for key in KEYS),
     ("prune.naee", {"progressive": True}),  # tokens that earlier layers changed
@@ -48,7 +52,7 @@ TEXT_DECIDES = ("carve.tomoe",)
 
 @cache
 def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) -> Path:
-    """A result that was made in this process in one go, written to a folder."""
+    """A result that was made in this process in one go, written to a folder with its logits."""
     out = folder / f"{key}-{mode}-{accumulate}-{'-'.join(options)}"
     config = config_of(key, **options)
     if accumulate > 1 and learns(key):
@@ -57,6 +61,7 @@ def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) ->
     out.mkdir()
     result.write(out)
     (out / "summary.json").write_text(json.dumps(dict(result.summary)))
+    save_file({"logits": logits(result.model, many_tokens().rows(slice(2)))}, out / "logits")
     return out
 
 
@@ -162,6 +167,46 @@ def test_from_disk_is_from_memory(key, place):
     check_same(whole(key, "disk", place, 1), whole(key, "memory", place, 1))
 
 
+DECIDING = {
+    "prune.naee": {"refit": False},
+    "skip.naee": {},
+    "slim.neurons": {"score": "energy", "refit": False},
+}
+"""Methods that decide from statistics, and settings by which nothing else is needed."""
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "skip.top-k"])  # sees no text
+def test_statistics_decide_as_the_model_does(key, place, tmp_path):
+    """Other methods say that they take none."""
+    start, config = start_of(key, place), config_of(key, **DECIDING.get(key, {}))
+    stats = tmp_path / "stats"
+    if key not in DECIDING:
+        with pytest.raises(MoesaicError, match="takes no statistics"):
+            verb(config.verb, str(start), config, stats=str(stats))
+        return
+    moesaic.observe(str(start), stats, gram_mb=8, calibration=many_tokens())
+    found = verb(config.verb, str(start), config, stats=str(stats)).plan.layers
+    wanted = result_of(key, str(start), config).plan.layers
+    assert found.keys() == wanted.keys()
+    assert all(same(layer, wanted[i]) for i, layer in found.items())
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_stands_in_padding_changes_nothing(key, place):
+    ids, made = many_tokens().input_ids[:16], []
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[::3, 40:], mask[1, 5:] = False, False
+    for token in (0, 7):
+        text = Tokens(ids.masked_fill(~mask, token), mask)
+        options, config = model_of(start_of(key, place), live=True), config_of(key)
+        made.append(
+            verb(config.verb, config=config, calibration=text, **options).model.state_dict()
+        )
+    assert made[0].keys() == made[1].keys()
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(tensor, made[1][name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_its_outline_weighs_what_it_makes(key, place):
     """To the byte, before a weight is read; nearly, where text decides."""
@@ -178,23 +223,17 @@ def test_its_outline_weighs_what_it_makes(key, place):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", KEYS)
-def test_saved_is_live_bitwise(key, mode, place, tokens):
-    start = start_of(key, place)
-    result = made(key, mode, place)
-    saved = loaded(result.save(place / f"{key}-{mode}-saved"))
-    assert torch.equal(logits(saved, tokens), logits(result.model, tokens))
-    assert not torch.equal(logits(saved, tokens), logits(loaded(start), tokens))
+def test_saved_is_live_bitwise(key, mode, place):
+    out, tokens = whole(key, mode, place, 1), many_tokens().rows(slice(2))
+    saved, live = logits(loaded(out), tokens), load_file(out / "logits")["logits"]
+    assert torch.equal(saved, live)
+    assert not torch.equal(saved, logits(loaded(start_of(key, place)), tokens))
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_callers_model_is_left_alone_unless_asked(key, place):
+def test_the_callers_model_is_changed_where_that_is_asked(key, place):
     options = model_of(start_of(key, place), live=True)
-    model = options["model"]
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert result_of(key, **options).model is not model
-    assert equal(before, dict(model.state_dict()))
-    result = result_of(key, inplace=True, **options)
-    assert result.model is model
+    assert result_of(key, inplace=True, **options).model is options["model"]
 
 
 def hooked(model: Any) -> Any:
@@ -208,7 +247,7 @@ def hooked(model: Any) -> Any:
 
 
 def surroundings(model: Any) -> dict[str, Any]:
-    """All that a verb finds and must leave: the model beside its weights, and the process."""
+    """All that a verb finds and must leave: the model, its weights aside, and the process."""
     loggers = [logging.root, *map(logging.getLogger, KNOWN_LOGGERS)]
     return {
         "modes": {name: m.training for name, m in model.named_modules()},
@@ -259,9 +298,10 @@ def test_the_caller_finds_all_as_it_was(key, place):
     """After a run, after one that fails, and after one that is interrupted."""
     options = model_of(start_of(key, place), live=True)
     options["config"] = config_of(key)
-    result_of(key, **options)  # what libraries do when they are first imported is theirs
+    whole(key, "memory", place, 1)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
     before = surroundings(model)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert not result_of(key, **options).model.training
     assert surroundings(model) == before
     for error in (MoesaicError, KeyboardInterrupt):
@@ -270,10 +310,21 @@ def test_the_caller_finds_all_as_it_was(key, place):
         assert surroundings(model) == before
     moesaic.evaluate(model, data=many_tokens().rows(slice(2)))
     assert surroundings(model) == before
+    assert equal(kept, dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_killed_and_resumed_is_whole(mode, place, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [
+        ("disk", KILLED),
+        pytest.param(
+            "disk", tuple(key for key in KEYS if key not in KILLED), marks=pytest.mark.nightly
+        ),
+        pytest.param("memory", KEYS, marks=pytest.mark.nightly),
+    ],
+    ids=["disk", "others", "memory"],
+)
+def test_killed_and_resumed_is_whole(mode, keys, place, tmp_path):
     """Every method, killed when it begins to keep its second layer or checkpoint, and again."""
     requests = [
         {
@@ -285,7 +336,7 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
             "progress": str(tmp_path / key / "progress"),
             "kill": True,
         }
-        for key in KEYS
+        for key in keys
     ]
     file = tmp_path / "requests.json"
     file.write_text(json.dumps(requests))
@@ -306,8 +357,16 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
         check_same(out, whole(key, mode, place, 1))
 
 
-@pytest.mark.parametrize(("mode", "count"), [("memory", 2), ("disk", 3)])
-def test_several_processes_are_one(mode, count, place, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "count", "shared"),
+    [
+        ("disk", 2, [(key, {}) for key in KILLED] + SHARED[-1:]),
+        pytest.param("memory", 2, SHARED, marks=pytest.mark.nightly),
+        pytest.param("disk", 3, SHARED, marks=pytest.mark.nightly),
+    ],
+    ids=["two", "in memory", "three"],
+)
+def test_several_processes_are_one(mode, count, shared, place, tmp_path):
     """Every method, and observe; one that trains does what one process does that accumulates."""
     requests = [
         {
@@ -317,13 +376,13 @@ def test_several_processes_are_one(mode, count, place, tmp_path):
             "live": mode == "memory",
             "out": str(tmp_path / f"{key}{n}"),
         }
-        for n, (key, options) in enumerate(SHARED)
+        for n, (key, options) in enumerate(shared)
     ]
     mixture, file = start_of("prune.naee", place), tmp_path / "requests.json"
     observing = {"key": "observe", "model": str(mixture), "live": mode == "memory"}
     file.write_text(json.dumps([*requests, {**observing, "out": str(tmp_path / "observed")}]))
     launch(carry_out.main, file, count=count)
-    for n, (key, options) in enumerate(SHARED):
+    for n, (key, options) in enumerate(shared):
         found, trained = tmp_path / f"{key}{n}", learns(key)
         check_same(found, whole(key, mode, place, count if trained else 1, **options), not trained)
     model = model_of(mixture, mode == "memory")["model"]

@@ -2,7 +2,7 @@
 
 A tiny random model of each architecture. What a plan should compute is worked out on the original
 itself: neurons are set to zero, routers go without the experts that left, blocks give the sums of
-Eq. 3, layers pass on what they are given. ``-m slow`` tries all architectures.
+Eq. 3, layers pass on what they are given. ``-m nightly`` tries more, ``-m slow`` all architectures.
 """
 
 from __future__ import annotations
@@ -63,7 +63,19 @@ SOME = (
 OTHERS = sorted({*tried()["moe"]} - {*SOME})
 WHOLE = {"dots3_note", "gemma4", "llama4", "qwen3_5_moe", "qwen4_exp"}
 """They have parts beside text; their language models are others of the list."""
-TYPES = [*SOME, *(pytest.param(t, marks=pytest.mark.slow) for t in OTHERS if t not in WHOLE)]
+
+
+def types(*by_day: str) -> list[Any]:
+    """All architectures, marked by when they are tried."""
+    rest = (name for name in SOME if name not in by_day)
+    others = (name for name in OTHERS if name not in WHOLE)
+    return [
+        *by_day,
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in rest),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in others),
+    ]
+
+
 TEXT = Tokens(torch.randint(1, 384, (8, 16), generator=torch.Generator().manual_seed(1)))
 
 BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss", "llama4_text"}, {"nemotron_h"}
@@ -247,7 +259,7 @@ def _skipping(view: Any, plan: SkippingLayer) -> None:
     view.router.register_forward_hook(hook)
 
 
-@pytest.fixture(params=TYPES, scope="module")
+@pytest.fixture(params=types("deepseek_v3", "gpt_oss", "llama4_text", "qwen2_moe"), scope="module")
 def seen(request):
     return Tried(request.param)
 
@@ -304,7 +316,15 @@ def test_criteria_by_hand(seen):
 
 
 @pytest.mark.usefixtures("short_text")
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"allocate": "layers"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"progressive": True}, marks=pytest.mark.nightly),
+        pytest.param({"allocate": "layers"}, marks=pytest.mark.nightly),
+    ],
+    ids=["", "progressive", "layers"],
+)
 def test_a_refit_never_raises_the_error_of_pruning(options, seen):
     plain, refit = (
         seen.refused("prune", PruneConfig(keep=4, refit=r, **options), set()) for r in (False, True)
@@ -439,6 +459,7 @@ HALVES = {"ernie4_5_moe", "qwen2_moe"}
 """Tried in float16, too."""
 
 
+@pytest.mark.parametrize("seen", types("gpt_oss"), indirect=True)
 def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
     """From memory and from disk, results are in the model's own types and run."""
     asked: list[tuple[str, Any]] = [
@@ -486,6 +507,7 @@ def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
     ],
     ids=["prune", "slim", "attention", "nothing", "shared"],
 )
+@pytest.mark.parametrize("seen", types("deepseek_v3", "qwen2_moe"), indirect=True)
 def test_saved_told_and_exported(verb, options, seen, tmp_path):
     kind = {"prune": PruneConfig, "slim": SlimConfig, "condense": CondenseConfig}[verb]
     base, out, config = tmp_path / "base", tmp_path / "out", kind(**options)

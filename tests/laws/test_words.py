@@ -36,6 +36,15 @@ def spoken(options: dict[str, object]) -> str:
     return ", ".join(f"{k}={Path(str(v)).name}" for k, v in options.items()) or "default"
 
 
+BY_DAY = {
+    "carve.more": ("variant=static", "refit=True"),
+    "prune.naee": ("score=random", "allocate=layers"),
+    "condense.cd-moe": ("keep=shared+routed, refit=True", "keep=nothing, refit=False"),
+    "tune.sft": ("what=lora", "what=routers, teacher=teacher"),
+}
+"""Variants beside each method's default; the others are tried by ``make test-all``."""
+
+
 def cases():
     for key in KEYS:
         default = next(iter(variants(key)))
@@ -45,7 +54,9 @@ def cases():
                 for of in fields(config)
                 if getattr(config, of.name) != getattr(default, of.name)
             }
-            yield pytest.param(key, config, id=f"{key}: {spoken(changed)}")
+            name = spoken(changed)
+            marks = () if not changed or name in BY_DAY.get(key, ()) else pytest.mark.nightly
+            yield pytest.param(key, config, id=f"{key}: {name}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +180,16 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
         assert not re.search(r"\bNone\b|\bnan\b|\{\w*\}|<function|object at 0x", text), name
 
 
-@pytest.mark.parametrize(
-    ("key", "compare"),
-    [(k, name) for k in KEYS for name in METHODS[k].variants if k != "prune.naee"]
-    + [("prune.naee", "random"), ("condense.cd-moe", "1")],
-)
+COMPARED = [("prune.naee", "random"), ("condense.cd-moe", "1"), ("carve.more", "static")]
+COMPARED += [
+    pytest.param(key, name, marks=pytest.mark.nightly)
+    for key in KEYS
+    for name in METHODS[key].variants
+    if key != "prune.naee" and (key, name) not in COMPARED
+]
+
+
+@pytest.mark.parametrize(("key", "compare"), COMPARED)
 def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     """Never by the name of the method that they are compared with."""
     config = next(iter(variants(key)))

@@ -1,1 +1,1 @@
-"""Architectures: where each keeps its parts, and how its routers decide."""
+"""Architectures: the paths of their parts, and the decisions of their routers."""

@@ -1,9 +1,9 @@
 """DeepSeekMoE (Dai et al., 2024), ``model_type`` deepseek: DeepSeekMoE-16B, CD-MoE's main model.
 
-transformers does not have it. Its checkpoints bring modelling code of their own, for a transformers
-of long ago: today's cannot import it. Here the model is put together from transformers' own parts
+transformers does not have it. Its checkpoints bring modelling code of their own, for an old
+transformers: current ones cannot import it. Here the model is built from transformers' own parts
 (Llama's attention, Qwen2-MoE's experts and router, shared experts without a gate), under the same
-names of tensors, so that no code of a checkpoint is run and nobody has to trust it.
+names of tensors, so that no code of a checkpoint is run or needs to be trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import (
 
 @strict
 class DeepseekConfig(LlamaConfig):
-    """The keys of DeepSeekMoE's ``config.json``, with their defaults there."""
+    """Config with the keys of DeepSeekMoE's ``config.json``, and their defaults there."""
 
     model_type = "deepseek"
     attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012
@@ -44,19 +44,19 @@ class DeepseekConfig(LlamaConfig):
     seq_aux: bool = True
 
     def validate_architecture(self) -> None:
-        """Refuse scores that the model's own code does not know either."""
+        """Refuse scores that the model's own code does not support either."""
         super().validate_architecture()
         if self.scoring_func != "softmax":
             raise ValueError(f"scoring_func {self.scoring_func!r} is not softmax")
 
     def routes(self, layer: int) -> bool:
-        """Whether a decoder layer routes."""
+        """Return True if a decoder layer routes."""
         late = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
         return self.n_routed_experts is not None and late
 
 
 class DeepseekMoE(nn.Module):
-    """Routed experts, and shared ones that every token runs."""
+    """Block of routed experts, and shared ones that every token runs."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class DeepseekMoE(nn.Module):
         self.shared_experts = Qwen2MoeMLP(config, shared) if shared else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The block's output, of the shape of its input (B, L, D)."""
+        """Return the block's output, of the shape of its input (B, L, D)."""
         x_TD = hidden_states.flatten(0, -2)
         _, weights_TK, chosen_TK = self.gate(x_TD)
         y_TD: Tensor = self.experts(x_TD, chosen_TK, weights_TK)
@@ -76,7 +76,7 @@ class DeepseekMoE(nn.Module):
 
 
 class DeepseekDecoderLayer(LlamaDecoderLayer):
-    """Llama's, with a mixture in the place of its MLP where the config says so."""
+    """Llama's decoder layer, with a mixture instead of its MLP in the layers that route."""
 
     def __init__(self, config: DeepseekConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -85,13 +85,13 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
 
 
 class _Deepseek(PreTrainedModel):
-    """What model and head have in common."""
+    """Common part of the model with and without head."""
 
     config_class = DeepseekConfig
     _no_split_modules = ("DeepseekDecoderLayer",)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Random values, also for what transformers' own initialisation does not know."""
+        """Set random values, also in modules that transformers' initialisation does not cover."""
         super()._init_weights(module)
         std = self.config.initializer_range
         if isinstance(module, Qwen2MoeExperts):
@@ -106,7 +106,7 @@ class _Deepseek(PreTrainedModel):
 
 
 class DeepseekModel(_Deepseek, LlamaModel):
-    """Everything but the head."""
+    """DeepSeekMoE without its head."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         PreTrainedModel.__init__(self, config)

@@ -1,4 +1,4 @@
-"""Dense architectures: an :class:`Arch` says where each keeps its parts.
+"""Dense architectures: an :class:`Arch` holds the paths of their parts.
 
 Methods never name an architecture. They see a *view*, :class:`DenseFFN`, whose tensors are the
 module's own (no copies).
@@ -43,7 +43,7 @@ class FFNNames:
     gate: str | None = "gate_proj"
     act: str = "act_fn"
     custom_act: bool = False
-    """What goes into the down projection is not act(gate) * up: the module's own code is asked."""
+    """True if h is not act(gate) * up, but computed by the module's own code."""
 
     @property
     def fused(self) -> bool:
@@ -51,12 +51,12 @@ class FFNNames:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The linear submodules, each once."""
+        """Names of the linear submodules, each once."""
         return tuple(dict.fromkeys(n for n in (self.gate, self.up, self.down) if n))
 
     @property
     def apart(self) -> tuple[str, str, str]:
-        """Gate, up and down; the usual names where these are not three."""
+        """Names of gate, up and down; the usual ones if these are not three."""
         if self.gate is None or self.fused:
             return "gate_proj", "up_proj", "down_proj"
         return self.gate, self.up, self.down
@@ -72,7 +72,7 @@ class AttentionNames:
     o: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
-    """Norms of queries and keys, behind their projections; not every attention has them."""
+    """Norms of queries and keys, after their projections; not every attention has them."""
 
     @property
     def fused(self) -> bool:
@@ -80,13 +80,13 @@ class AttentionNames:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The linear submodules, each once."""
+        """Names of the linear submodules, each once."""
         return tuple(dict.fromkeys((self.q, self.k, self.v, self.o)))
 
 
 @dataclass(frozen=True)
 class Arch:
-    """One architecture: where its decoder layers, attention and FFN live."""
+    """Paths and names of one architecture's decoder layers, attention and FFN."""
 
     model_type: str
     ffn: FFNNames = FFNNames()
@@ -95,40 +95,40 @@ class Arch:
     attention: AttentionNames = AttentionNames()
     attention_path: str = "self_attn"
     width: str = "intermediate_size"
-    """The config attribute that says how wide an FFN is."""
+    """Config attribute that holds the width of an FFN."""
     times: int = 1
-    """As many times the width is what that attribute says."""
+    """Factor between that attribute's value and the width."""
     adjusted: str | None = None
-    """The config attribute by which the width is worked out from what ``width`` says; it is the
-    width itself where that one is false."""
+    """Config attribute that, if true, makes the model compute the width from ``width``; if false,
+    ``width`` is the width itself."""
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The decoder layers of a causal language model."""
+        """Return the decoder layers of a causal language model."""
         return attrgetter(self.layers_path)(model)
 
     def ffn_of(self, layer: nn.Module) -> nn.Module:
-        """The feed-forward module of one decoder layer."""
+        """Return the feed-forward module of one decoder layer."""
         return layer.get_submodule(self.ffn_path)
 
     @property
     def inside(self) -> str:
-        """The start of the names of the FFN's tensors in their layer."""
+        """Prefix of the names of the FFN's tensors in their layer."""
         return f"{self.ffn_path}."
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The starts of the names, in their layer, of all tensors that are the FFN's own."""
+        """Prefixes of the names, in their layer, of all tensors of the FFN."""
         return (self.inside,)
 
     def attention_of(self, layer: nn.Module) -> nn.Module:
-        """The attention module of one decoder layer."""
+        """Return the attention module of one decoder layer."""
         return layer.get_submodule(self.attention_path)
 
     def heads(self, layer: nn.Module, config: Config) -> Heads:
-        """How a dense model's attention is divided.
+        """Return how a dense model's attention is divided into heads.
 
         Raises:
-            MoesaicError: it is no attention of plain heads, or its positions are not rotary.
+            MoesaicError: the attention has no plain heads, or its positions are not rotary.
         """
         names, kind = self.attention, config.model_type
         try:
@@ -156,64 +156,65 @@ class Arch:
         return Heads(count, keys, size, rotary, span)
 
     def attention_size(self, layer: nn.Module) -> int:
-        """Weights of linear projections that mix tokens: all but the FFN's, biases left out."""
+        """Return the number of weights in linear projections outside the FFN, biases left out."""
         parts = (attrgetter(path)(layer) for path in self.replaced_paths)
         return linear_size(layer) - sum(linear_size(part) for part in parts if part is not None)
 
     def dense(self, layer: nn.Module) -> DenseFFN:
-        """The feed-forward part of a dense decoder layer, as methods see it."""
+        """Return the view of a dense decoder layer's FFN."""
         return dense_ffn(self.ffn_of(layer), self.ffn)
 
     def view(self, layer: nn.Module) -> FFN:
-        """The feed-forward part of any decoder layer, as methods see it."""
+        """Return the view of any decoder layer's FFN."""
         return self.dense(layer)
 
     def experts_in(self, layer: nn.Module) -> int:
-        """Routed experts of a decoder layer; 0 where it does not route."""
+        """Return the number of a decoder layer's routed experts; 0 if it does not route."""
         return 0
 
     def width_of(self, layer: nn.Module) -> int:
-        """Intermediate size of a decoder layer; of one expert, where it routes."""
+        """Return the intermediate size of a decoder layer, or of one expert if it routes."""
         return weight_of(self.ffn_of(layer), self.ffn.down).shape[1]
 
     def use(self, layer: nn.Module) -> LayerUse:
-        """Parameters of a decoder layer as the base has it, and what a token uses of them."""
+        """Return the parameters of an unconverted decoder layer, and those that a token uses."""
         ffn = self.ffn_of(layer)
         width = self.width_of(layer)
         stored = sum(weight_of(ffn, name).numel() for name in self.ffn.projections)
         return LayerUse("dense", width, width, self.attention_size(layer), stored)
 
     def routed(self, layer: nn.Module) -> RoutedModule | None:
-        """The router of a decoder layer and its experts' sizes; None where it does not route."""
+        """Return a decoder layer's router and its experts' sizes; None if it does not route."""
         return None
 
     def act_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The activation function of a decoder layer's FFN."""
+        """Return the activation function of a decoder layer's FFN."""
         return act_of(self.ffn_of(layer), self.ffn)
 
     def nothing_written(self, layer: nn.Module) -> Tensor:
-        """What a decoder layer's FFN makes of no tokens (0, D), on its device and of its type."""
+        """Return an empty output of a decoder layer's FFN (0, D), of its device and dtype."""
         down = weight_of(self.ffn_of(layer), self.ffn.down)
         return down.new_empty(0, down.shape[0])
 
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
-        """Show what enters an FFN (..., D) whenever it runs."""
+        """Call ``show`` with the input of an FFN (..., D) whenever it runs."""
         return ffn.register_forward_pre_hook(lambda _, args: show(args[0]))
 
     def handing(
         self, ffn: nn.Module, arguments: JSON, tokens: Callable[[Tensor], Tensor]
     ) -> AbstractContextManager[None]:
-        """Inside, an FFN is handed what a batch has for its router beside hidden states.
+        """Return a context in which an FFN is given a batch's arguments for its router.
 
         Args:
-            ffn: of a decoder layer.
-            arguments: the layer's own, beside hidden states.
-            tokens: makes (T,) of what stands there of each token (B, L).
+            ffn: the FFN of a decoder layer.
+            arguments: the layer's arguments besides hidden states.
+            tokens: function from a value per token (B, L) to those of real tokens (T,).
         """
         return nullcontext()
 
     def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
-        """Show what an FFN's parts add up to (..., D) whenever it runs, before any norm of it."""
+        """Call ``show`` with the sum of an FFN's parts (..., D), before any norm, whenever it
+        runs."""
 
         def hook(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
             show(out[0] if isinstance(out, tuple) else out)
@@ -221,67 +222,67 @@ class Arch:
         return ffn.register_forward_hook(hook)
 
     def with_experts(self, count: int) -> JSON:
-        """The config attributes by which every routed layer has so many experts."""
+        """Return the config attributes with which every routed layer has this many experts."""
         return {}
 
     @property
     def ties_widths(self) -> bool:
-        """Experts and dense layers have their width from one config attribute."""
+        """True if experts and dense layers have their width from one config attribute."""
         return False
 
     def with_width(self, width: int) -> JSON:
-        """The config attributes by which every layer's FFN, or every routed expert, is so wide."""
+        """Return the config attributes that give every FFN, or routed expert, this width."""
         plainly = {} if self.adjusted is None else {self.adjusted: False}
         return {self.width: self.times * width, **plainly}
 
     def with_shared(self, shared: int, width: int) -> JSON | None:
-        """The config attributes by which a shared path has a width; None if none hold it."""
+        """Return the config attributes that give a shared path a width; None without any."""
         return None
 
     def dense_at(self, config: Config, layers: Collection[int]) -> JSON | None:
-        """The config attributes by which exactly these layers are dense; None if it has none."""
+        """Return the config attributes that make exactly these layers dense; None without any."""
         return None
 
     @property
     def replaced_paths(self) -> tuple[str, ...]:
-        """Modules of a decoder layer that together are its FFN, by their paths in the layer."""
+        """Paths of the modules of a decoder layer that together are its FFN."""
         return (self.ffn_path,)
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """Weights with a column for each hidden dimension, of which an FFN has one at least."""
+        """Names of weights with a column per hidden dimension; an FFN has at least one."""
         return (f"{self.inside}{self.ffn.up}.weight",)
 
     def layer_prefix(self, index: int) -> str:
-        """The start of the names of layer ``index``'s tensors on disk."""
+        """Return the prefix of the names of layer ``index``'s tensors on disk."""
         return f"{self.layers_path}.{index}."
 
     def ffn_prefix(self, index: int) -> str:
-        """The start of the names of layer ``index``'s FFN tensors on disk."""
+        """Return the prefix of the names of layer ``index``'s FFN tensors on disk."""
         return f"{self.layer_prefix(index)}{self.inside}"
 
 
 def linear_size(module: nn.Module) -> int:
-    """Weights of all linear modules inside a module, biases left out."""
+    """Return the number of weights in all linear modules inside a module, biases left out."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor:
-    """The weight of a linear submodule."""
+    """Return the weight of a linear submodule."""
     return getattr(module, name).weight
 
 
 def act_of(module: nn.Module, names: FFNNames) -> Callable[..., Tensor]:
-    """The activation function of a feed-forward module; where it is its own, of gates and ups."""
+    """Return the activation function of a feed-forward module; a custom one takes gates and ups."""
     act: Callable[..., Tensor] | None = getattr(module, names.act, None)
     return CustomAct(module, names) if names.custom_act or act is None else act
 
 
 class CustomAct:
-    """What a gated feed-forward module makes of gates and ups: its code without its projections.
+    """Function from gates and ups to h: the code of a gated FFN without its projections.
 
     Args:
-        module: keeps its weights to itself.
+        module: the FFN; its weights are not used.
         names: its projections.
     """
 
@@ -290,7 +291,7 @@ class CustomAct:
         self._twin._modules |= dict.fromkeys(names.projections, nn.Identity())
 
     def __call__(self, gate_TM: Tensor, up_TM: Tensor | None = None) -> Tensor:
-        """h (T, M).
+        """Return h (T, M).
 
         Args:
             gate_TM: gates.
@@ -307,14 +308,14 @@ class CustomAct:
 
 
 def put(layer: nn.Module, path: str, module: nn.Module | None) -> None:
-    """Put a module at a path of a decoder layer, in place of the one that is there."""
+    """Replace the module at a path of a decoder layer."""
     owner, _, leaf = path.rpartition(".")
     setattr(attrgetter(owner)(layer) if owner else layer, leaf, module)
 
 
 @cache
 def hands_on(forward: Callable[..., object]) -> bool:
-    """Whether a module returns more than hidden states, as a layer which the next one is given."""
+    """Return True if a module returns a tuple: more than hidden states."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -324,34 +325,35 @@ def hands_on(forward: Callable[..., object]) -> bool:
 
 
 PREFIX = "moesaic_"
-"""A converted checkpoint's model_type is this and the base's."""
+"""Prefix of a converted checkpoint's model_type; the base's follows."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How attention is divided: query heads, key and value heads, and their size."""
+    """Division of attention into query heads and key and value heads, and their size."""
 
     queries: int
     keys: int
     size: int
     rotary: int
-    """Leading dimensions of a head that RoPE turns, the first half paired with the second."""
+    """Leading dimensions of a head to which RoPE applies, the first half paired with the second."""
     norm: int = 0
-    """Dimensions of queries that are normalised together: of a head, or of all; 0 without a norm.
-    Its mean needs them all."""
+    """Dimensions of queries that are normalised together, and so are all needed: of a head, or of
+    all; 0 without a norm."""
 
     @property
     def free(self) -> int:
-        """Dimensions of queries and keys that can be chosen: RoPE pairs, and those it leaves.
+        """Number of dimensions of queries and keys that can be chosen: RoPE pairs, and those
+        without RoPE.
 
-        None of those that a norm needs.
+        0 if a norm needs all.
         """
         return 0 if self.norm else self.rotary // 2 + self.size - self.rotary
 
     def paired(self, chosen: Tensor) -> Tensor:
-        """A choice among free dimensions (..., free), laid out for all of a head (..., size).
+        """Expand a choice among free dimensions (..., free) to all of a head (..., size).
 
-        Dimensions that cannot be chosen are all there.
+        Dimensions that cannot be chosen are all on.
 
         >>> Heads(1, 1, 6, 4).paired(torch.tensor([1, 2, 3, 4]))
         tensor([1, 2, 1, 2, 3, 4])
@@ -363,11 +365,11 @@ class Heads:
 
 
 class FFN(Protocol):
-    """A feed-forward part as experts that tokens run: a mixture's, or one that is a dense block."""
+    """FFN as experts that tokens run: a mixture's, or a dense block as one expert."""
 
     @property
     def count(self) -> int:
-        """Experts."""
+        """Number of experts."""
 
     @property
     def top_k(self) -> int:
@@ -379,34 +381,34 @@ class FFN(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
 
     @property
     def shared_ffn(self) -> DenseFFN | None:
-        """The shared path's MLP; None without one."""
+        """MLP of the shared path; None without one."""
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
-        """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
+        """Return gate (M, D) if any, up (M, D) and down (D, M) of expert ``i``, as views."""
 
     def weighted(
         self, x_TD: Tensor, allowed_E: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The experts that run; see :meth:`moesaic.arch.mixture.MoEFFN.weighted`."""
+        """Yield the experts that run; see :meth:`moesaic.arch.mixture.MoEFFN.weighted`."""
 
     def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
-        """What the router weighs beside the experts' neurons (T, D); 0 where it is nothing."""
+        """Return the weighted output that is not of the experts' neurons (T, D), or 0."""
 
     def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
-        """The input of the shared path's down projection times the path's own weight (T, M)."""
+        """Return the input of the shared down projection times the path's own weight (T, M)."""
 
     @property
     def shared_count(self) -> int:
-        """The experts that the shared path is made of, which are of one width."""
+        """Number of experts in the shared path, all of one width."""
 
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """A feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
+    """Feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
 
     ``gate_MD`` is None for a block that is not gated: ``y = act(x Wu^T) Wd^T``.
     Row ``j`` of gate and up, and column ``j`` of down, are neuron ``j``.
@@ -420,7 +422,7 @@ class DenseFFN:
     gate_bias_M: Tensor | None = None
     down_bias_D: Tensor | None = None
     custom_act: bool = False
-    """``act`` is given gates and ups, and makes h of both."""
+    """True if ``act`` takes gates and ups, and returns h."""
 
     @property
     def width(self) -> int:
@@ -435,7 +437,7 @@ class DenseFFN:
         return self.gate_bias_M, self.up_bias_M, self.down_bias_D
 
     def hidden(self, x_TD: Tensor) -> Tensor:
-        """The input of the down projection, h (T, M)."""
+        """Return the input of the down projection, h (T, M)."""
         up_TM = F.linear(x_TD, self.up_MD, self.up_bias_M)
         if self.gate_MD is None:
             return self.act(up_TM)
@@ -444,38 +446,38 @@ class DenseFFN:
 
     count: ClassVar[int] = 1
     top_k: ClassVar[int] = 1
-    """The whole block, seen as one expert that every token runs."""
+    """Numbers of a block seen as one expert that every token runs."""
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
-        """gate (M, D) if there is one, up (M, D) and down (D, M), views."""
+        """Return gate (M, D) if there is one, up (M, D) and down (D, M), as views."""
         gate = () if self.gate_MD is None else (self.gate_MD,)
         return (*gate, self.up_MD, self.down_DM)
 
     def weighted(
         self, x_TD: Tensor, allowed_E: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """As of a mixture: 0, all tokens' rows (T,) and h (T, M), float32."""
+        """Yield the single expert: 0, all tokens' rows (T,) and h (T, M), float32."""
         yield 0, torch.arange(len(x_TD), device=x_TD.device), self.hidden(x_TD).float()
 
     def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> float:
-        """As of a mixture whose experts have no output biases; the block's own is a constant."""
+        """Return 0: a dense block has no weighted output biases; its own bias is constant."""
         return 0.0
 
     @property
     def shared_ffn(self) -> None:
-        """As of a mixture without a shared path."""
+        """None: a dense block has no shared path."""
 
     def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> None:
-        """As of a mixture without a shared path."""
+        """Return None: a dense block has no shared path."""
 
     shared_count: ClassVar[int] = 1
 
     def output(self, h_TM: Tensor) -> Tensor:
-        """The block's output (T, D) for hidden activations h."""
+        """Return the block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
     def neurons(self, start: int, stop: int) -> DenseFFN:
-        """Neurons ``start`` to ``stop`` as a block of their own: views, and no output bias."""
+        """Return neurons ``start`` to ``stop`` as a block: views, and no output bias."""
         rows = slice(start, stop)
         return DenseFFN(
             up_MD=self.up_MD[rows],
@@ -487,7 +489,7 @@ class DenseFFN:
         )
 
     def split(self, sizes: Sequence[int]) -> list[DenseFFN]:
-        """All neurons in blocks of so many: as :meth:`neurons`, in a fraction of the time."""
+        """Split all neurons into blocks of these sizes, faster than by :meth:`neurons`."""
 
         def rows(tensor: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * len(sizes) if tensor is None else tensor.split(sizes)
@@ -498,7 +500,7 @@ class DenseFFN:
         return [DenseFFN(u, d, g, self.act, ub, gb) for u, d, g, ub, gb in parts]
 
     def chosen(self, neurons: Tensor) -> DenseFFN:
-        """Some neurons as a block of their own: copies, and no output bias."""
+        """Return some neurons as a block of their own: copies, and no output bias."""
 
         def rows(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.index_select(0, neurons)
@@ -514,7 +516,7 @@ class DenseFFN:
 
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
-    """The view of a feed-forward module; its tensors share the module's storage."""
+    """Return the view of a feed-forward module; its tensors share the module's storage."""
     projections = {name: getattr(module, name) for name in names.projections}
     return assembled(
         names,
@@ -530,7 +532,7 @@ def assembled(
     biases: Mapping[str, Tensor | None],
     act: Callable[..., Tensor],
 ) -> DenseFFN:
-    """A block from its projections' tensors by name."""
+    """Return a block made of its projections' tensors by name."""
     up_MD, up_bias = weights[names.up], biases.get(names.up)
     if names.gate is None:
         gate_MD, gate_bias = None, None

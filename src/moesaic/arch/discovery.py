@@ -1,4 +1,5 @@
-"""Architectures by rule: where a model keeps its parts, read off its modules and its config.
+"""Discovery of architectures by rule: the paths of a model's parts, from its modules and its
+config.
 
 transformers gives routed experts one interface and most models the same few names, so that a table
 of architectures would only repeat them. The rules are tried on every causal language model of the
@@ -28,7 +29,7 @@ from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 GATES = ("gate", "w1", "wi_0", "c_fc_0")
-"""Parts of the names of the projection whose output goes through the activation function."""
+"""Words in the name of the projection whose output goes through the activation function."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "W_pack", "Wqkv")
 OUTPUTS = ("o_proj", "dense", "out_proj", "o")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
@@ -42,17 +43,17 @@ DENSE_LAYERS = (
 )
 GROUPS = ("n_group", "num_expert_group")
 WIDTHS = (("intermediate_size",), ("ffn",), ("ff", "dim"), ("inner",))
-"""Words in the names of config attributes that say how wide FFNs are, the likeliest first."""
+"""Words in the names of config attributes that hold the width of FFNs, the likeliest first."""
 UNSET_WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner")
-"""Such attributes that may be None, which means a multiple of the hidden size."""
+"""Width attributes that may be None, which means a multiple of the hidden size."""
 CHOSEN = ("per_tok", "topk", "top_k", "moe_k")
-"""Parts of the names of the config attribute that counts the experts a token runs."""
+"""Words in the name of the config attribute that holds the top-k."""
 PROBES = 64
-"""Tokens that a router is tried with."""
+"""Number of tokens on which a router is tried."""
 FAR = 40.0
-"""A difference of logits by which one expert has all the weight of a softmax."""
+"""Difference of logits at which one expert has all the weight of a softmax."""
 MOST = 256
-"""Configs whose architecture is kept in mind."""
+"""Most configs whose architecture is cached."""
 
 
 class Norms(NamedTuple):
@@ -70,22 +71,22 @@ IN_LAYER = {
         entry="pre_feedforward_layernorm",
     )
 }
-"""Of experts that stand in the decoder layer itself, beside others: no rule can tell which."""
+"""Norms by ``model_type``, for experts in the decoder layer itself: no rule finds them."""
 INWARD = ("llama4_text",)
-"""Of routers whose scores multiply what experts are given, which do not follow transformers'
-interface and are (inputs, outputs): no rule can tell."""
+"""Types whose router's scores multiply the experts' inputs, and whose experts do not follow
+transformers' interface and are stored as (inputs, outputs): no rule finds them."""
 _CACHE: dict[str, Arch] = {}
 
 
 class Unknown(MoesaicError):
-    """An architecture whose parts no rule finds."""
+    """Error for an architecture whose parts no rule finds."""
 
 
 def discovered(config: Config) -> Arch:
-    """Where the model of a config keeps its parts.
+    """Return the architecture of a config's model.
 
     Raises:
-        MoesaicError: says what was found and what was not.
+        MoesaicError: names the parts that were not found.
     """
     text = config.get_text_config()
     if text is not config:
@@ -97,20 +98,20 @@ def discovered(config: Config) -> Arch:
     if key not in _CACHE:
         if len(_CACHE) > MOST:
             _CACHE.clear()
-        with torch.device("cpu"):  # a converted model asks while it is made on the meta device
+        with torch.device("cpu"):  # a converted model calls this on the meta device
             _CACHE[key] = of_model(shape_of(config), config)
     return _CACHE[key]
 
 
 def of_model(model: Model, config: Config) -> Arch:
-    """Where a model keeps its parts.
+    """Return the architecture of a model.
 
     Args:
         model: on any device; a skeleton will do.
-        config: its own.
+        config: its config.
 
     Raises:
-        MoesaicError: says what was found and what was not.
+        MoesaicError: names the parts that were not found.
     """
     name = config.model_type
     path = _layers_path(model, config)
@@ -133,7 +134,7 @@ def _layers_path(model: nn.Module, config: Config) -> str | None:
 
 
 def _mlp_names(module: nn.Module) -> FFNNames | None:
-    """The projections of a feed-forward module; None where it is no plain MLP."""
+    """Return the projections of a feed-forward module; None if it is no plain MLP."""
     linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
     act = next((n for n in ACTIVATIONS if callable(getattr(module, n, None))), None)
     rest = [m for n, m in module.named_children() if n not in linears]
@@ -148,14 +149,15 @@ def _mlp_names(module: nn.Module) -> FFNNames | None:
 
 
 def _acting(module: nn.Module, names: FFNNames, has_act: bool) -> FFNNames | None:
-    """Whether a gated MLP makes act(gate) * up, or something else, neuron by neuron.
+    """Return the names of a gated MLP, with ``custom_act`` unless h = act(gate) * up; None if
+    neurons mix.
 
-    Asked of usual gates and ups, and of some so large that what bounds them shows.
+    Found by running it on usual gates and ups, and on some large enough to show clamping.
 
     Args:
         module: the MLP.
         names: its projections.
-        has_act: it has an activation function.
+        has_act: True if it has an activation function.
     """
     drawn = torch.Generator("cpu").manual_seed(0)
     both = torch.randn(2, PROBES, 8, generator=drawn, dtype=torch.float32, device="cpu")
@@ -167,13 +169,13 @@ def _acting(module: nn.Module, names: FFNNames, has_act: bool) -> FFNNames | Non
         if torch.allclose(act(gate) * up, h, rtol=1e-4, atol=1e-4):
             return names
         alone = torch.allclose(custom(gate[:, few], up[:, few]), h[:, few])
-    except (RuntimeError, TypeError, AttributeError, ValueError):  # it asks for more than x
+    except (RuntimeError, TypeError, AttributeError, ValueError):  # it needs more than x
         return names if has_act else None
     return replace(names, custom_act=True) if alone else None
 
 
 def _projections(linears: dict[str, nn.Linear], act: str) -> FFNNames | None:
-    """Which of two or three linear modules is which, by their shapes; None where none fits."""
+    """Return which of two or three linear modules is which, by their shapes; None if none fits."""
     down = _down(linears)
     if down is None:
         return None
@@ -194,7 +196,7 @@ def _projections(linears: dict[str, nn.Linear], act: str) -> FFNNames | None:
 
 
 def _down(linears: dict[str, nn.Linear]) -> str | None:
-    """The projection that maps back: its input is the others' output, and theirs its output."""
+    """Return the down projection: its input is the others' output, and its output their input."""
     for name in reversed(linears):
         others = [m for n, m in linears.items() if n != name]
         if all(m.in_features == linears[name].out_features for m in others):
@@ -205,7 +207,7 @@ def _down(linears: dict[str, nn.Linear]) -> str | None:
 
 
 def _mlps(layer: nn.Module) -> dict[str, FFNNames]:
-    """The plain MLPs among a module's own parts, by their names."""
+    """Return the plain MLPs among a module's own parts, by their names."""
     mlps = ((path, _mlp_names(module)) for path, module in layer.named_children())
     return {path: names for path, names in mlps if names is not None}
 
@@ -239,10 +241,10 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
 
 
 def _sizing(settings: JSON, width: int) -> tuple[str, int, str | None]:
-    """What says how wide a dense model's FFNs are: fields of :class:`Arch`.
+    """Return how a dense model's config holds the width of FFNs: fields of :class:`Arch`.
 
     Returns:
-        a config attribute, what it says over the width, and one that has the width worked out.
+        the config attribute, its value over the width, and the one by which the width is computed.
     """
     adjusted = next((k for k in settings if "auto_adjust" in k and settings[k] is True), None)
     never = ("shared", "moe", "expert", "multiple")
@@ -257,7 +259,7 @@ def _sizing(settings: JSON, width: int) -> tuple[str, int, str | None]:
 
 
 def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
-    """The path of a decoder layer's attention, and its projections; the usual ones if odd."""
+    """Return the path of a layer's attention, and its projections; the usual ones if none fit."""
     for path, module in layer.named_modules():
         linears = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
         output = next((n for n in OUTPUTS if n in linears), None)
@@ -274,13 +276,13 @@ def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
 
 
 def _experts_paths(name: str, layer: nn.Module) -> list[str]:
-    """The modules of a decoder layer that follow transformers' interface of experts."""
+    """Return the modules of a decoder layer that follow transformers' interface of experts."""
     mark = "gate_up_proj" if name in INWARD else "is_concatenated"
     return [path for path, m in layer.named_modules() if hasattr(m, mark)]
 
 
 def _experts_place(name: str, routed: Sequence[nn.Module]) -> tuple[str, str]:
-    """The path of the block that holds the experts in every routed layer, and their name in it."""
+    """Return the path of the experts' block in every routed layer, and their name in it."""
     places = {tuple(_experts_paths(name, layer)) for layer in routed}
     if len(places) != 1 or len(*places) != 1:
         raise Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
@@ -302,7 +304,7 @@ def _mixture(
     first = tables.index(None) if None in tables else 0
     layer, block = routed[first], blocks[first]
     experts = block.get_submodule(leaf)
-    if getattr(experts, "has_post_expert_norm", False):  # transformers has it from 5.20 on
+    if getattr(experts, "has_post_expert_norm", False):  # in transformers from 5.20 on
         raise Unknown(f"{name}: a norm is behind every expert.")
     down: Tensor = experts.get_parameter("down_proj")
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))
@@ -355,11 +357,11 @@ def _mixture(
         arch = replace(arch, shared_times=parts.always)
     elif shared or beside:
         arch = _sizing_shared(arch, layers, layer, config, width)
-    return _asked(arch, block, settings, count)
+    return _with_router_findings(arch, block, settings, count)
 
 
 def _has_down(layer: nn.Module, path: str) -> bool:
-    """Whether a layer that does not route has an MLP where others have their experts' block."""
+    """Return True if a layer that does not route has an MLP at the path of others' experts."""
     block = getattr(layer, path, None) if path else None
     return isinstance(getattr(block, FFNNames().down, None), nn.Linear)
 
@@ -367,7 +369,7 @@ def _has_down(layer: nn.Module, path: str) -> bool:
 def _mlps_beside(
     name: str, block: nn.Module, layer: nn.Module
 ) -> tuple[dict[str, FFNNames], dict[str, FFNNames]]:
-    """The plain MLP beside the experts, in their block or in the layer: one at most."""
+    """Return the plain MLPs beside the experts, in their block and in the layer: one at most."""
     inside, outside = _mlps(block), _mlps(layer)
     if len(inside) + len(outside) > 1:
         raise Unknown(
@@ -379,14 +381,14 @@ def _mlps_beside(
 def _sizing_shared(
     arch: MoEArch, layers: Sequence[nn.Module], layer: nn.Module, config: Config, width: int
 ) -> MoEArch:
-    """With what says how wide the shared path is: a size, a count of experts, or their width."""
+    """Return the architecture with the shared path's width: a size, or a count of experts."""
 
     def width_in(layer: nn.Module) -> int:
         mlp = layer.get_submodule(arch.shared_at or "")
         return int(getattr(mlp, arch.shared_names.down).in_features)
 
     def counts(key: str) -> bool:
-        """Whether the path is as wide as a config says by a count, and not of one width."""
+        """Return True if the path's width grows with this attribute, a count of experts."""
         if settings[key] * width != path_width:
             return False
         more = copy.deepcopy(config)
@@ -404,8 +406,8 @@ def _sizing_shared(
 
 
 def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
-    """Shared experts that stand in tensors of all of them, (S, M, D) and (S, D, M): their module,
-    and S; "" and 0 where there are none."""
+    """Return the module of shared experts in fused tensors, (S, M, D) and (S, D, M), and S; "" and
+    0 if there are none."""
     names = FFNNames().projections
     for path, module in block.named_children():
         tensors = dict(module.named_parameters())
@@ -415,7 +417,7 @@ def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
 
 
 def _router(name: str, block: nn.Module, experts: str, count: int, always: int = 0) -> RouterParts:
-    """The module of a block that has a row for every expert, shared ones the last, or none."""
+    """Return the parts of the router: the module with a row for every expert, shared ones last."""
     for path, module in block.named_children():
         if path == experts or _mlp_names(module) is not None or type(module) is nn.Linear:
             continue
@@ -439,7 +441,7 @@ def _router(name: str, block: nn.Module, experts: str, count: int, always: int =
 
 
 def _top_k(router: nn.Module) -> str:
-    """Where a router keeps its number of experts a token."""
+    """Return the name of the attribute in which a router holds its top-k."""
     config = vars(getattr(router, "config", None) or object)
     keys = (key for word in CHOSEN for key in config if word in key and type(config[key]) is int)
     key = None if hasattr(router, "top_k") else next(keys, None)
@@ -447,7 +449,7 @@ def _top_k(router: nn.Module) -> str:
 
 
 def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str | None:
-    """The tensor by which the router chooses, in it or handed to it by the block."""
+    """Return the name of the bias for the choice only, in the router or passed by the block."""
     module = block.get_submodule(router)
     inside = [f"{router}.{n}" for n, _ in [*module.named_parameters(), *module.named_buffers()]]
     handed = [n for n, value in arguments(block, module).items() if isinstance(value, Tensor)]
@@ -466,22 +468,22 @@ def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str 
 
 
 def _factor(block: nn.Module, router: nn.Module) -> str | None:
-    """The block's own number by which it multiplies what its experts make."""
+    """Return the name of the block's own factor of the experts' output."""
     numbers = [n for n, v in vars(block).items() if isinstance(v, float | int) and "scal" in n]
     return next((n for n in numbers if not hasattr(router, n)), None)
 
 
 def _table(block: nn.Module) -> str | None:
-    """A table of experts, by something else than hidden states."""
+    """Return the name of a table of experts that is not indexed by hidden states."""
     tables = (n for n, t in block.named_buffers() if t.dim() == 2 and t.dtype == torch.int64)
     return next(tables, None)
 
 
 def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -> str | None:
-    """What a router that has a table is handed beside hidden states, and its layer is given.
+    """Return the name of the layer's argument by which a router with a table chooses.
 
     Raises:
-        MoesaicError: a router asks for more than hidden states and what its block holds.
+        MoesaicError: a router needs more than hidden states and the values that its block holds.
     """
     router = block.get_submodule(parts.router)
     handed = arguments(block, router)
@@ -500,7 +502,7 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
 
 
 def _shared_gate(block: nn.Module) -> str | None:
-    """A linear module with one output."""
+    """Return the name of the gate of the shared path, a linear module with one output."""
     return next(
         (n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1),
         None,
@@ -508,12 +510,12 @@ def _shared_gate(block: nn.Module) -> str | None:
 
 
 def _norm(block: nn.Module) -> str | None:
-    """A norm, through which a block's output passes."""
+    """Return the name of a norm through which a block's output passes."""
     return next((n for n, m in block.named_children() if type(m).__name__.endswith("Norm")), None)
 
 
 def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: RouterParts) -> None:
-    """Refuse a block with weights that nobody has looked at."""
+    """Refuse a block with weights that no rule knows."""
     odd = [n for n, m in block.named_children() if n not in expected and [*m.parameters()]]
     if len(latent := [n for n in odd if "latent" in n]) == 2:
         raise Unknown(
@@ -527,7 +529,7 @@ def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: Router
 
 
 def _keys(settings: JSON, words: Sequence[str], never: Sequence[str] = ()) -> Iterator[str]:
-    """Keys of a config with whole numbers; their names have some words and none of others."""
+    """Yield keys of a config with integer values whose names have some words and none of others."""
     for key, value in settings.items():
         if type(value) is int and all(w in key for w in words) and not any(w in key for w in never):
             yield key
@@ -554,7 +556,7 @@ def _widening(name: str, settings: JSON, width: int) -> str:
 
 
 def _choosing(settings: JSON, router: nn.Module, parts: RouterParts) -> str | None:
-    """The key of a config that says how many experts a token runs, in all layers or in each."""
+    """Return the config attribute that holds the top-k, of all layers or by layer."""
     owner, _, leaf = parts.top_k.rpartition(".")
     top_k = getattr(getattr(router, owner) if owner else router, leaf, None)
     for word in CHOSEN:
@@ -565,11 +567,11 @@ def _choosing(settings: JSON, router: nn.Module, parts: RouterParts) -> str | No
     return None
 
 
-# --- asked of the router itself ------------------------------------------------------------------
+# --- found by running the router -----------------------------------------------------------------
 
 
-def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEArch:
-    """What only the router can tell: how it wants to be called, what its biases do, its groups."""
+def _with_router_findings(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEArch:
+    """Return the architecture with the findings of running the router: call, biases, groups."""
     parts, groups = arch.parts, next((key for key in GROUPS if settings.get(key)), None)
     if not hasattr(block.get_submodule(parts.router), "num_group"):
         groups = None
@@ -579,7 +581,7 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     for lifted, apart in ((False, False), (True, False), (False, True)):
         parts = replace(parts, lifted=lifted, apart=apart)
         try:
-            echo_NE = _stand_in(block, parts, count).reported(logits_NX)
+            echo_NE = _routing_twin(block, parts, count).reported(logits_NX)
             break
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
@@ -589,19 +591,21 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     if not (parts.apart or same):
         raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
     arch = replace(arch, parts=parts, groups=groups)
-    if (_stand_in(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
+    if (_routing_twin(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
         arch = replace(arch, chosen=None)
     return replace(arch, per_group=_per_group(arch, block), never=_never(arch, block, logits_NX))
 
 
-def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) -> RoutingFunction:
-    """The routing function of a block whose weights have no values: all ones, biases zero.
+def _routing_twin(
+    block: nn.Module, parts: RouterParts, count: int, **numbers: int
+) -> RoutingFunction:
+    """Return the routing function of a block with constant weights: all ones, biases zero.
 
     Args:
         block: the block.
-        parts: where its router is.
-        count: experts, which may be fewer.
-        numbers: other numbers that the router notes.
+        parts: names of its router's parts.
+        count: number of experts, which may be lower than the block's.
+        numbers: other numbers to set on the router.
     """
     rows = len(attrgetter(parts.weight)(block))
     counts = {rows - parts.always: count, rows: count + parts.always}
@@ -626,11 +630,11 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
 
 
 def _per_group(arch: MoEArch, block: nn.Module) -> int:
-    """The fewest experts that a router can do with in a group: one, unless it then fails."""
+    """Return the fewest experts per group that a router can work with: one, or two."""
     if arch.groups is None:
         return 1
     try:
-        alone = _stand_in(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
+        alone = _routing_twin(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
         alone.weights(torch.ones(2, 2, dtype=torch.float32))
     except (RuntimeError, IndexError):
         return 2
@@ -638,7 +642,7 @@ def _per_group(arch: MoEArch, block: nn.Module) -> int:
 
 
 def _never(arch: MoEArch, block: nn.Module, logits_NX: Tensor) -> str | None:
-    """The tensor that can keep an expert from being chosen without changing anything else."""
+    """Return the tensor that can keep an expert from being chosen and changes nothing else."""
     parts, count = arch.parts, logits_NX.shape[1] - arch.parts.always
     bias = f"{parts.weight.removesuffix('weight')}bias"
     if any(name == bias for name, _ in block.named_parameters()):
@@ -651,7 +655,7 @@ def _never(arch: MoEArch, block: nn.Module, logits_NX: Tensor) -> str | None:
     allowed_E[:: count // groups] = False
     there_X = F.pad(allowed_E, (0, parts.always), value=True)
     logits_NX = torch.cat([logits_NX, logits_NX + FAR * ~there_X])
-    routing = _stand_in(block, parts, count)
+    routing = _routing_twin(block, parts, count)
     masked_NE = routing.weights(logits_NX, allowed_E.expand(len(logits_NX), -1))
     lowest = torch.finfo(torch.float32).min / 4
     routing.bias_E = torch.zeros(count, dtype=torch.float32).masked_fill(~allowed_E, lowest)

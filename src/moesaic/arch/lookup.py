@@ -1,4 +1,4 @@
-"""Architectures by a model's config: those that other packages add, exceptions, and the rule."""
+"""Lookup of architectures by config: other packages' ones, exceptions, and the rule."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EXCEPTIONS: dict[str, Arch] = {
         dense_layers="first_k_dense_replace",
     ),
 }
-"""Architectures that transformers does not have, or that a rule gets wrong, by ``model_type``."""
+"""Architectures that transformers lacks, or for which a rule is wrong, by ``model_type``."""
 
 PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
-"""Architectures that other packages add, dense ones and mixtures of experts."""
+"""Architectures added by other packages, dense ones and mixtures of experts."""
 
 EXTRA_KEYS = ("moesaic", "auto_map", "model_type", "quantization_config")
-"""What a config says beyond its base's shape."""
+"""Config keys beyond the base's shape."""
 PLAIN = "plain"
-"""Where the header of a config that tells of each layer keeps what its base's says instead."""
+"""Key in the config's ``moesaic`` header of the base's own values that per-layer ones replace."""
 
 
 def architectures() -> dict[str, list[str]]:
-    """Every architecture that is known by name: ``moe`` and ``dense``, lists of ``model_type``."""
+    """Return every architecture known by name: ``moe`` and ``dense``, lists of ``model_type``."""
     more = {**EXCEPTIONS, **{name: PLUGINS[name] for name in PLUGINS}}
     mixtures = {name for name, arch in more.items() if isinstance(arch, MoEArch)}
     return {
@@ -45,10 +45,10 @@ def architectures() -> dict[str, list[str]]:
 
 
 def base_arch(config: Config) -> Arch:
-    """The architecture of any config, dense or a mixture of experts, converted or not.
+    """Return the architecture of any config, dense or a mixture of experts, converted or not.
 
     Raises:
-        MoesaicError: no rule finds its parts; says which.
+        MoesaicError: names the parts that no rule finds.
     """
     base = config.model_type.removeprefix(PREFIX)
     if base in PLUGINS:
@@ -68,19 +68,19 @@ def base_arch(config: Config) -> Arch:
             ) from error
         raise MoesaicError(
             f"Architecture {base!r} is not supported. {reason} "
-            "`moesaic architectures` lists those that are."
+            "`moesaic inspect` without a model lists those that are."
         ) from error
 
 
 def uncarved_arch(config: Config, instead: str) -> Arch:
-    """The architecture of a dense model, or of a mixture, the latter converted or not.
+    """Return the architecture of a dense model, or of a mixture, the latter converted or not.
 
     Args:
-        config: the model's.
-        instead: the advice where it was carved.
+        config: the model's config.
+        instead: advice in the message if it was carved.
 
     Raises:
-        MoesaicError: it is unknown, or a dense model that was carved.
+        MoesaicError: the model is unknown, or a carved dense model.
     """
     arch = base_arch(config)
     if config.model_type.startswith(PREFIX) and not isinstance(arch, MoEArch):
@@ -89,7 +89,7 @@ def uncarved_arch(config: Config, instead: str) -> Arch:
 
 
 def plain_config(config: Config, base: str) -> Config:
-    """The config of the model that a config's was made from, without weights' formats."""
+    """Return the config of the base model, without the formats of weights."""
     if config.model_type == base and getattr(config, "quantization_config", None) is None:
         return config
     settings = {key: value for key, value in config.to_dict().items() if key not in EXTRA_KEYS}
@@ -101,7 +101,7 @@ def plain_config(config: Config, base: str) -> Config:
 
 
 def dense_arch(config: Config) -> Arch:
-    """The architecture of a dense model's config.
+    """Return the architecture of a dense model's config.
 
     Raises:
         MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
@@ -122,7 +122,7 @@ def dense_arch(config: Config) -> Arch:
 
 
 def moe_arch(config: Config) -> MoEArch:
-    """The architecture of a mixture of experts' config, reduced by us before or not.
+    """Return the architecture of a mixture of experts' config, converted before or not.
 
     Raises:
         MoesaicError: the model is dense, unknown, or in a format that is not read.

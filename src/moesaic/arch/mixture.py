@@ -1,10 +1,10 @@
-"""Mixtures of experts: where each keeps its parts, and the view that methods see.
+"""Mixtures of experts: the paths of their parts, and the view that methods see.
 
 Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
     E routed experts    C candidate sets of experts    K experts a token runs
     S shared experts that the router weighs    A = E + S
-    X what a router decides on (:mod:`moesaic.arch.routing`)
+    X inputs of a router's decision (:mod:`moesaic.arch.routing`)
 """
 
 from __future__ import annotations
@@ -27,61 +27,61 @@ from moesaic.types import JSON, Config
 PLAIN = FFNNames()
 ROUTER = RouterParts()
 ROUTED = "moe_layers"
-"""The config attribute that lists the layers that route, where it is that one."""
+"""Config attribute that lists the layers that route, in the architectures that have it."""
 
 
 @dataclass(frozen=True)
 class MoEArch(Arch):
-    """One mixture-of-experts architecture. Some of its layers may be dense, or have no FFN."""
+    """Paths and names of one mixture-of-experts architecture; layers may be dense or have no
+    FFN."""
 
     count: str = "num_experts"
-    """The config attribute that counts the routed experts."""
+    """Config attribute that holds the number of routed experts."""
     chosen: str | None = "num_experts_per_tok"
-    """The config attribute that counts the experts a token runs; None where the router goes by
-    none."""
+    """Config attribute that holds the top-k; None if the router reads none."""
     width: str = "moe_intermediate_size"
-    """The config attribute that is the width of one routed expert."""
+    """Config attribute that holds the width of one routed expert."""
     transposed: bool = False
-    """Experts' matrices are (inputs, outputs)."""
+    """True if experts' matrices are (inputs, outputs)."""
     alternating: bool = False
-    """Experts' gates and ups alternate in one matrix; else all gates are before all ups."""
+    """True if experts' gates and ups alternate in one matrix; else all gates are before all ups."""
     parts: RouterParts = ROUTER
-    """Where the block's router is, and what it chooses by."""
+    """Names of the block's router and of the tensors by which it chooses."""
     experts: str = "experts"
     shared: str | None = None
-    """The shared path inside the block."""
+    """Name of the shared path inside the block."""
     shared_gate: str | None = None
-    """A linear module whose sigmoid scales the shared path."""
+    """Name of a linear module whose sigmoid scales the shared path."""
     beside: str | None = None
-    """A shared path of the decoder layer, beside the block."""
+    """Path of a shared path in the decoder layer, beside the block."""
     after: str | None = None
-    """A norm of the block, through which the sum of experts and shared path passes."""
+    """Name of a norm of the block, applied to the sum of experts and shared path."""
     before: str | None = None
-    """A norm of the block, through which experts see what enters it; the router has its own."""
+    """Name of a norm of the block, applied to the experts' input; the router has its own."""
     entry: str | None = None
-    """A module that is given what enters the block, where the block is the decoder layer itself:
+    """Name of a module that gets the block's input, if the block is the decoder layer itself:
     ``ffn_path`` is empty, and the rest of the layer is no part of it."""
     shared_names: FFNNames = PLAIN
-    """The projections inside the shared path: linear modules; or, of shared experts that the router
-    weighs, tensors of them all (S, M, D) and (S, D, M)."""
+    """Projections inside the shared path: linear modules; or, for shared experts that the router
+    weighs, tensors of all of them (S, M, D) and (S, D, M)."""
     shared_size: str | None = None
-    """The config attribute that is the shared path's width."""
+    """Config attribute that holds the shared path's width."""
     shared_count: str | None = None
-    """The config attribute that is the shared path's width in widths of a routed expert."""
+    """Config attribute that holds the shared path's width over that of a routed expert."""
     shared_times: int = 0
-    """The shared path's width in widths of a routed expert, where no attribute of the config says
-    it; 0 where one does."""
+    """Width of the shared path over that of a routed expert, if the config does not have it; else
+    0."""
     dense_layers: str | None = None
-    """The config attribute that says which layers are dense: a list of their numbers, or of the
-    others', of all layers' types, or how many of the first."""
+    """Config attribute that defines which layers are dense: a list of their indices, or of the
+    others', of all layers' types, or the number of leading ones."""
     never: str | None = None
-    """Tensor of the block that, at its lowest, keeps an expert from ever being chosen and changes
-    nothing else; None where there is none. (Ernie's choice bias is none: its softmax would still
-    count the expert.)"""
+    """Tensor of the block that, at its lowest value, keeps an expert from ever being chosen and
+    changes nothing else; None if there is none. (Ernie's choice bias is none: its softmax would
+    still count the expert.)"""
     groups: str | None = None
-    """The config attribute that counts the router's groups."""
+    """Config attribute that holds the number of router groups."""
     per_group: int = 1
-    """The fewest experts that the router can do with in a group."""
+    """Fewest experts per group that the router can work with."""
 
     def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
         return self.mixture(layer) if self.is_moe(layer) else self.dense(layer)
@@ -103,19 +103,19 @@ class MoEArch(Arch):
         return hasattr(self._block(layer), self.experts)
 
     def is_dense(self, layer: nn.Module) -> bool:
-        """Whether a decoder layer's feed-forward part is a plain MLP; some hybrids' have none, and
-        what has a factor of its own is none."""
+        """Return True if a decoder layer's FFN is a plain MLP; hybrids may have none, and an MLP
+        with a factor of its own is not plain."""
         block = self._block(layer)
         if block is None or self.is_moe(layer) or not hasattr(block, self.ffn.down):
             return False
         return next(block.parameters(recurse=False), None) is None
 
     def moe_layers(self, model: nn.Module) -> list[int]:
-        """The decoder layers that route."""
+        """Return the indices of the decoder layers that route."""
         return [i for i, layer in enumerate(self.layers(model)) if self.is_moe(layer)]
 
     def mixture(self, layer: nn.Module) -> MoEFFN:
-        """The routed block of a decoder layer, as methods see it."""
+        """Return the view of a decoder layer's routed block."""
         return _moe_ffn(layer, self)
 
     def experts_in(self, layer: nn.Module) -> int:
@@ -159,7 +159,8 @@ class MoEArch(Arch):
         return RoutedModule(view.router, view.shared_width, (view.width,) * view.count)
 
     def act_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Of a mixture that of its shared path, where it has one, else of its experts."""
+        """Return the activation function; of a mixture that of its shared path, else of its
+        experts."""
         if not self.is_moe(layer):
             return super().act_of(layer)
         view = self.mixture(layer)
@@ -213,14 +214,14 @@ class MoEArch(Arch):
 
     @property
     def shared_at(self) -> str | None:
-        """The path of the shared path's module in the decoder layer."""
+        """Path of the shared path's module in the decoder layer."""
         return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
 
     def counted(self, shape: Sequence[int]) -> int:
-        """The routed experts that a router has rows for.
+        """Return the number of routed experts that a router has rows for.
 
         Args:
-            shape: of its weight.
+            shape: shape of its weight.
         """
         return shape[0] - self.parts.always
 
@@ -228,10 +229,11 @@ class MoEArch(Arch):
         return {self.count: count}
 
     def with_top_k(self, top_k: int | list[int]) -> JSON | None:
-        """The config attribute by which a token runs so many experts; None if none holds it.
+        """Return the config attribute with which a token runs this many experts; None if there is
+        none.
 
         Args:
-            top_k: in every layer; or of each decoder layer, for the few classes that take a list.
+            top_k: one number; or one per decoder layer, for the few classes that take a list.
         """
         return None if self.chosen is None else {self.chosen: top_k}
 
@@ -240,11 +242,12 @@ class MoEArch(Arch):
         return self.width == "intermediate_size"
 
     def with_shared(self, shared: int, width: int) -> JSON | None:
-        """The config attributes by which the shared path has a width; None if none hold it.
+        """Return the config attributes with which the shared path has a width; None if there are
+        none.
 
         Args:
-            shared: its width.
-            width: that of a routed expert.
+            shared: the shared path's width.
+            width: a routed expert's width.
         """
         if self.shared_size is not None:
             return {self.shared_size: shared}
@@ -255,11 +258,11 @@ class MoEArch(Arch):
         return {self.shared_count: shared // width}
 
     def shared_width_in(self, config: Config, width: int) -> int:
-        """The width of the shared path by a config; the other way round of :meth:`with_shared`.
+        """Return the width of the shared path in a config; the inverse of :meth:`with_shared`.
 
         Args:
-            config: a model's.
-            width: that of a routed expert.
+            config: the model's config.
+            width: a routed expert's width.
         """
         if self.shared_size is not None:
             return int(getattr(config, self.shared_size) or 0)
@@ -267,7 +270,7 @@ class MoEArch(Arch):
         return int(count or 0) * width
 
     def shared_room(self, shared: int, width: int) -> int:
-        """The least width from ``shared`` up that a shared path can have beside such experts."""
+        """Return the least width from ``shared`` up that is possible with experts of ``width``."""
         if self.shared_times:
             return max(shared, self.shared_times * width)
         return shared if self.shared_count is None else -(-shared // width) * width
@@ -287,25 +290,25 @@ class MoEArch(Arch):
         return {self.dense_layers: len(layers)} if first else None
 
     def dense_sizes(self, config: Config) -> Iterator[str]:
-        """Config attributes that may be the width of dense layers, the likeliest first."""
+        """Yield config attributes that may hold the width of dense layers, the likeliest first."""
         yield "intermediate_size"
         for name, value in config.to_dict().items():
             if type(value) is int and "intermediate" in name and name != "intermediate_size":
                 yield name
 
     def group_count(self, config: Config) -> int:
-        """Groups that must lose equally many experts; 1 where the router has none."""
+        """Return the number of router groups, which keep equally many experts; 1 without groups."""
         if self.groups is None or getattr(config, "topk_method", "") == "greedy":
             return 1
         return getattr(config, self.groups, None) or 1
 
     def expert_axis(self, name: str, tensor: Tensor, count: int) -> int | None:
-        """The axis of a block's tensor that counts experts, None if it has none.
+        """Return the axis of a block's tensor that counts experts; None if it has none.
 
         Args:
-            name: in memory, relative to the block.
-            tensor: router rows, choice biases, and fused experts have such an axis.
-            count: experts before any are dropped.
+            name: the tensor's name in memory, relative to the block.
+            tensor: its values; router rows, choice biases, and fused experts have such an axis.
+            count: number of experts before any are removed.
         """
         if not name.startswith((*self.parts.tensors, f"{self.experts}.")) or not tensor.dim():
             return None
@@ -321,23 +324,23 @@ class MoEArch(Arch):
 
 
 class Experts(nn.Module):
-    """What the modules have that hold all experts of a layer; they are transformers' own.
+    """Interface of transformers' modules that hold all experts of a layer.
 
-    Llama 4's have matrices and ``act_fn`` alone.
+    Llama 4's have only matrices and ``act_fn``.
     """
 
     down_proj: Tensor
-    """Of all experts (E, D, M), or (E, M, D) where it ``is_transposed``; so are the others."""
+    """Down projections of all experts (E, D, M), or (E, M, D) if ``is_transposed``."""
     gate_up_proj: Tensor
-    """Where it ``has_gate``; else there is an ``up_proj``."""
+    """Gates and ups if ``has_gate``; else there is an ``up_proj``."""
     down_proj_bias: Tensor
-    """(E, D), where it ``has_bias``."""
+    """Biases (E, D), if ``has_bias``."""
     num_experts: int
     has_gate: bool
     has_bias: bool
     is_transposed: bool
     is_concatenated: bool
-    """Gates first, then ups; else they alternate."""
+    """True if gates are before ups; else they alternate."""
     act_fn: Callable[[Tensor], Tensor]
     _apply_gate: Callable[[Tensor], Tensor]
     _is_expert_parallel: bool
@@ -346,15 +349,15 @@ class Experts(nn.Module):
 def each_with_its_tokens(
     chosen_TK: Tensor, weights_TK: Tensor, count: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The experts that some token runs, each with its tokens.
+    """Yield the experts that at least one token runs, each with its tokens.
 
     Args:
-        chosen_TK: the experts of each token; one that its router skipped has a number too high.
+        chosen_TK: the experts of each token; ``count`` stands for a skipped one.
         weights_TK: their combine weights.
-        count: experts.
+        count: number of experts.
 
     Yields:
-        the expert's number; its tokens' rows (N,); what its output is multiplied by (N, 1).
+        the expert's index; its tokens' rows (N,); the factor of its output (N, 1).
     """
     for number in chosen_TK.unique().tolist():
         if number < count:
@@ -364,24 +367,25 @@ def each_with_its_tokens(
 
 @dataclass(frozen=True)
 class MoEFFN:
-    """A routed block: ``y = sum_i w_i(x) f_i(x) + shared(x)``; tensors are the module's own.
+    """View of a routed block: ``y = sum_i w_i(x) f_i(x) + shared(x)``; tensors are the module's
+    own.
 
-    Where a router's score scales what an expert F_i is given, ``f_i(x) = F_i(w_i x) / w_i``, with
-    the weight that the expert has whenever it is chosen: w_i f_i is what it adds to y.
+    If a router's score scales the input of an expert F_i, ``f_i(x) = F_i(w_i x) / w_i``, with the
+    weight that the expert has whenever it is chosen: it adds w_i f_i to y.
     """
 
     arch: MoEArch
     parts: RouterParts
-    """Of this block's router."""
+    """Names of this block's router parts."""
     block: nn.Module
     router: nn.Module
     experts: Experts
     routing: RoutingFunction
     shared: Callable[[Tensor], Tensor] | None
     shared_module: nn.Module | None
-    """The MLP of the shared path; None without one."""
+    """MLP of the shared path; None without one."""
     before: Callable[[Tensor], Tensor] = lambda x_TD: x_TD
-    """What experts see of the block's input."""
+    """Function from the block's input to the experts' input."""
 
     @property
     def count(self) -> int:
@@ -403,21 +407,21 @@ class MoEFFN:
 
     @property
     def gated(self) -> bool:
-        """Experts have gates."""
+        """True if experts have gates."""
         return bool(getattr(self.experts, "has_gate", True))
 
     @property
     def biased(self) -> bool:
-        """Experts' projections have biases."""
+        """True if experts' projections have biases."""
         return bool(getattr(self.experts, "has_bias", False))
 
     @property
     def matrices(self) -> tuple[str, str]:
-        """The names of the experts' matrices: up, gates with it where there are any, and down."""
+        """Names of the experts' matrices: up (with gates if there are any) and down."""
         return ("gate_up_proj" if self.gated else "up_proj"), "down_proj"
 
     def matrix(self, name: str) -> Tensor:
-        """A matrix of all experts, as their module holds it."""
+        """Return a matrix of all experts, in their module's layout."""
         return getattr(self.experts, name)
 
     @property
@@ -428,23 +432,22 @@ class MoEFFN:
 
     @property
     def shared_count(self) -> int:
-        """The experts that the shared path is made of, which are of one width: those that the
-        router weighs, or one."""
+        """Number of experts in the shared path: those that the router weighs, or one."""
         return self.parts.always or 1
 
     @property
     def weighed(self) -> int:
-        """Experts that the router weighs: the routed ones, in some models shared ones too."""
+        """Number of experts that the router weighs: routed, and in some models shared ones."""
         return self.count + self.parts.always
 
     @property
     def handed(self) -> JSON:
-        """What the block is handed beside its input, inside of :meth:`MoEArch.handing`."""
+        """Arguments of the block besides its input, inside :meth:`MoEArch.handing`."""
         key = self.parts.key
         return {} if key is None else {key: getattr(self.block, key)}
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """The router's logits, and what else it decides on (T, X)."""
+        """Return the router's logits, and any other inputs of its decision (T, X)."""
         handed = arguments(self.block, self.router)
         if self.parts.lifted:
             x_TD = x_TD[None]
@@ -452,7 +455,7 @@ class MoEFFN:
             return logits(self.router(x_TD, **handed))
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
-        """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
+        """Return gate (M, D) if any, up (M, D) and down (D, M) of expert ``i``, as views."""
         both, down = (self.matrix(name)[i] for name in self.matrices)
         if self.arch.transposed:
             both, down = both.T, down.T
@@ -462,7 +465,7 @@ class MoEFFN:
         return gate, up, down
 
     def hidden(self, i: int, x_TD: Tensor) -> Tensor:
-        """The input of expert ``i``'s down projection (T, M)."""
+        """Return the input of expert ``i``'s down projection (T, M), from the block's input."""
         if not self.parts.inward:
             return self.activated(i, self.before(x_TD))
         w_TE = self.routing.of_fewer(self.count).weights(self.logits(x_TD))
@@ -470,7 +473,7 @@ class MoEFFN:
         return self.activated(i, w_T1 * x_TD) / w_T1
 
     def activated(self, i: int, x_TD: Tensor) -> Tensor:
-        """The same for what expert ``i`` itself is given."""
+        """Return the input of expert ``i``'s down projection (T, M), from its own input."""
         m, name = self.experts, self.matrices[0]
         up = self.matrix(name)[i]
         bias = self.matrix(f"{name}_bias")[i] if self.biased else None
@@ -483,15 +486,15 @@ class MoEFFN:
         return m._apply_gate(up_TM)
 
     def split(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """What the experts' module is called with, taken apart.
+        """Split the arguments of the experts' module by expert.
 
         Args:
-            x_RD: its rows: tokens; or every expert's tokens in turn, zero where it does not run.
-            routed: the chosen experts and their weights (T, K), where the module is told.
+            x_RD: its rows: tokens; or every expert's tokens in turn, zero if it does not run.
+            routed: the chosen experts and their weights (T, K), if the module takes them.
 
         Yields:
-            each expert that runs: its number, its rows (N,), these (N, D), and what its output is
-            multiplied by (N, 1).
+            each expert that runs: its index, its row indices (N,), these rows (N, D), and the
+            factor of its output (N, 1).
         """
         if routed:
             chosen_TK, weights_TK = routed
@@ -506,26 +509,26 @@ class MoEFFN:
                 yield i, rows, x_RD[rows], x_RD.new_ones(len(rows), 1)
 
     def written(self, i: int, h_TM: Tensor) -> Tensor:
-        """What expert ``i``'s down projection makes of its input (T, D)."""
+        """Return the output of expert ``i``'s down projection for its input (T, D)."""
         m = self.experts
         down = m.down_proj[i].T if self.arch.transposed else m.down_proj[i]
         return F.linear(h_TM, down, m.down_proj_bias[i] if self.biased else None)
 
     def expert(self, i: int, x_TD: Tensor) -> Tensor:
-        """f_i(x), the output of expert ``i`` without its weight (T, D)."""
+        """Return f_i(x), the output of expert ``i`` without its weight (T, D)."""
         return self.written(i, self.hidden(i, x_TD))
 
     def weighted(
         self, x_TD: Tensor, allowed_E: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The experts that run, each with its tokens.
+        """Yield the experts that run, each with its tokens.
 
         Args:
             x_TD: the block's input.
-            allowed_E: bool; the experts that are there. None: all.
+            allowed_E: bool; the available experts. None: all.
 
         Yields:
-            the expert's number; its tokens' rows in x (N,); w h, the input of its down projection
+            the expert's index; its tokens' rows in x (N,); w h, the input of its down projection
             times its combine weight (N, M), float32.
         """
         w_TE = self.combine_weights(x_TD, allowed_E)
@@ -534,21 +537,21 @@ class MoEFFN:
             yield i, rows, self.hidden(i, x_TD[rows]).float() * w_TE[rows, i, None]
 
     def combine_weights(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor:
-        """w, zero for experts that are not chosen (T, E), float32; of the allowed ones only."""
+        """Return w among allowed experts, zero for those not chosen (T, E), float32."""
         return self._weighed(x_TD, allowed_E)[:, : self.count]
 
     def _weighed(self, x_TD: Tensor, allowed_E: Tensor | None) -> Tensor:
-        """The same, and behind them those of shared experts that the router weighs (T, A)."""
+        """Return w, followed by the weights of shared experts that the router weighs (T, A)."""
         allowed_TE = None if allowed_E is None else self._of_each(allowed_E, x_TD)
         return self.routing.every_weight(self.logits(x_TD), allowed_TE)
 
     def _of_each(self, allowed_E: Tensor, x_TD: Tensor) -> Tensor:
-        """The same experts for every token (T, E)."""
+        """Repeat the allowed experts for every token (T, E)."""
         return allowed_E.to(x_TD.device).expand(len(x_TD), -1)
 
     def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
-        """What the router weighs beside the experts' neurons (T, D), float32: experts' output
-        biases, or shared experts; 0 where it is nothing."""
+        """Return the weighted output that is not of the experts' neurons (T, D), float32: experts'
+        output biases, or shared experts; 0 if there are none."""
         if self.biased:
             return self.combine_weights(x_TD, allowed_E) @ self.experts.down_proj_bias.float()
         ffn, h_TM = self.shared_ffn, None
@@ -558,7 +561,7 @@ class MoEFFN:
 
     @property
     def shared_ffn(self) -> DenseFFN | None:
-        """The shared path's MLP; None without one. Several experts are one, side by side, whose
+        """MLP of the shared path; None without one. Several experts are one, side by side, whose
         down projection is a copy."""
         module = self.shared_module
         if module is None:
@@ -567,12 +570,11 @@ class MoEFFN:
         return _stacked_ffn(module, names) if self.parts.always else dense_ffn(module, names)
 
     def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
-        """The input of the shared path's down projection times the path's own weight (T, M).
+        """Return the input of the shared down projection times the path's own weight (T, M).
 
         Args:
             x_TD: the block's input.
-            allowed_E: bool; the routed experts that are there, which may share that weight. None:
-                all.
+            allowed_E: bool; the available routed experts, which may share that weight. None: all.
         """
         ffn = self.shared_ffn
         if ffn is None:
@@ -592,12 +594,12 @@ class MoEFFN:
         wanted_TE: Tensor,
         show: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
     ) -> Tensor:
-        """f (T, E, D) for the experts that are wanted of each token, zero elsewhere.
+        """Return f (T, E, D) for the wanted experts of each token, zero elsewhere.
 
         Args:
             x_TD: the block's input.
             wanted_TE: bool.
-            show: is given of each expert its number, its tokens' rows (N,) and its h (N, M).
+            show: called with each expert's index, its tokens' rows (N,) and its h (N, M).
         """
         f_TED = x_TD.new_zeros(x_TD.shape[0], self.count, x_TD.shape[1])
         for i in wanted_TE.any(0).nonzero().flatten().tolist():
@@ -608,7 +610,7 @@ class MoEFFN:
         return f_TED
 
     def shared_outputs(self, x_TD: Tensor) -> Tensor:
-        """What each shared expert that the router weighs makes, without its weight (T, S, D)."""
+        """Return the unweighted outputs of shared experts that the router weighs (T, S, D)."""
         ffn, count = self.shared_ffn, self.parts.always
         if ffn is None or not count:
             return x_TD.new_zeros(len(x_TD), 0, x_TD.shape[1])
@@ -616,7 +618,7 @@ class MoEFFN:
         return torch.stack([F.linear(h_TM, down_DM) for h_TM, down_DM in parts], 1)
 
     def output(self, x_TD: Tensor) -> Tensor:
-        """What experts and shared path add up to as the block runs now (T, D), before any norm."""
+        """Return the block's sum of experts and shared path (T, D), before any norm."""
         if self.arch.entry is not None:
             _, weights_TK, chosen_TK = self.router(x_TD)
             return self.experts(self.before(x_TD), chosen_TK, weights_TK)
@@ -627,7 +629,7 @@ class MoEFFN:
 
     @property
     def odd(self) -> str:
-        """What sets the experts' matrices apart from gate, up and down; "" where nothing does."""
+        """Difference of the experts' matrices from gate, up and down, in words, or ""."""
         if not self.gated:
             return "its experts have no gates"
         if self.biased:
@@ -637,10 +639,10 @@ class MoEFFN:
         return ""
 
     def apart(self, routed: bool) -> str:
-        """What keeps the shared path from being a plain gated MLP, in words; "" where nothing does.
+        """Return why the shared path is no plain gated MLP, in words; "" if it is one.
 
         Args:
-            routed: so that any of the experts can be folded into it, too.
+            routed: True if experts are to be folded into it, too.
         """
         ffn = self.shared_ffn
         if self.arch.after is not None:
@@ -658,7 +660,7 @@ class MoEFFN:
 
     @contextmanager
     def restricted(self, allowed_E: Tensor) -> Iterator[None]:
-        """Inside, the block routes as if only the allowed experts were there."""
+        """Let the block route among the allowed experts only, while the context lasts."""
 
         with self.parts.projected(self.router) as logits:
 
@@ -672,7 +674,7 @@ class MoEFFN:
 
 
 def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
-    """Whether experts make ``act(gate) * up``, and all of some functions are that ``act``."""
+    """Return True if experts compute ``act(gate) * up``, and all of ``acts`` are that ``act``."""
     generator = torch.Generator("cpu").manual_seed(0)
     both = 100 * torch.randn(64, 8, generator=generator, dtype=torch.float32, device="cpu")
     gate, up = both.chunk(2, dim=1)
@@ -684,14 +686,14 @@ def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> b
 
 
 def _stacked_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
-    """The view of several MLPs as one: their projections are tensors (S, M, D) and (S, D, M)."""
+    """Return the view of several MLPs as one; their tensors are (S, M, D) and (S, D, M)."""
     gate_MD, up_MD = (getattr(module, n or "").flatten(0, 1) for n in (names.gate, names.up))
     down_DM = getattr(module, names.down).transpose(0, 1).flatten(1)
     return DenseFFN(up_MD, down_DM, gate_MD, act_of(module, names))
 
 
 def _moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
-    """The view of a routed layer."""
+    """Return the view of a routed layer."""
     block = arch.ffn_of(layer)
     router, experts = block.get_submodule(arch.parts.router), getattr(block, arch.experts)
     module = None if arch.shared_at is None else attrgetter(arch.shared_at)(layer)

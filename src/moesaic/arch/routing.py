@@ -1,4 +1,4 @@
-"""An architecture's own routing function: logits in, experts and their weights out.
+"""Routing functions: an architecture's own router, from logits to experts and their weights.
 
 Routing is never written down a second time here. A :class:`RoutingFunction` is the architecture's
 own router with its projection taken off: the code that runs in the model decides over the logits it
@@ -6,8 +6,8 @@ is given, so softmax or sigmoid, normalised or not, scaled, grouped and biased r
 construction, and a set of allowed experts is scored exactly as it will be deployed.
 
 Shape suffixes: N tokens, E routed experts, S shared ones that the router weighs, A = E + S, K
-experts a token runs, V numbers of tokens, X what a router decides on: logits of A experts, behind
-them the K that a table gives to the token, if it does.
+experts a token runs, V rows of a table, X inputs of a router's decision: logits of A experts, then
+the K experts that a table gives to the token, if there is one.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class RouterParts:
-    """Where a routed block's router and its tensors are; tensors' paths are the block's."""
+    """Names of a routed block's router and its tensors, relative to the block."""
 
     router: str = "gate"
     weight: str = "gate.weight"
-    """The projection of hidden states to logits."""
+    """Projection of hidden states to logits."""
     choice_bias: str | None = None
-    """A tensor that is added to the scores only to choose experts."""
+    """Tensor that is added to the scores only to choose experts."""
     scale: str | None = None
-    """A tensor of factors by which the router multiplies the weights of chosen experts."""
+    """Tensor of factors by which the router multiplies the weights of chosen experts."""
     lifted: bool = False
-    """The router asks for sentences: hidden states (1, T, D) instead of (T, D)."""
+    """True if the router takes hidden states (1, T, D) instead of (T, D)."""
     factor: str | None = None
-    """The block's own attribute by which it multiplies what the experts make."""
+    """Attribute of the block by which it multiplies the experts' output."""
     top_k: str = "top_k"
-    """The router's own number of experts a token, or that of its config."""
+    """Attribute of the router, or of its config, that holds the top-k."""
     inward: bool = False
-    """The router returns every expert's score, zero where it is not chosen, and then the logits; a
-    score multiplies what its expert is given instead of what it makes."""
+    """True if the router returns every expert's score, zero for those not chosen, and then the
+    logits; a score multiplies its expert's input instead of its output."""
     apart: bool = False
-    """The projection is not given hidden states as they are, or what it makes is not what the
-    router says first: logits are seen behind the projection itself."""
+    """True if the projection does not get the hidden states unchanged, or its output is not the
+    router's first result: logits are then read after the projection itself."""
     table: str | None = None
-    """A tensor of each token's experts (V, K), which the router weighs and does not choose; not
-    every layer has it."""
+    """Tensor of each token's experts (V, K), which the router only weighs; None without one."""
     key: str | None = None
-    """The argument of decoder layer, block and router that says where in the table a token is."""
+    """Argument of decoder layer, block and router that holds each token's row in the table."""
 
     always: int = 0
-    """S: shared experts of which the router has rows behind those of the routed ones. Every token
-    runs them, and their weights, which the router returns last, share in the routed ones' sum."""
+    """S: number of shared experts that have rows in the router after those of the routed ones.
+    Every token runs them, and their weights, which the router returns last, share in the routed
+    ones' sum."""
 
     def in_block(self, block: nn.Module) -> RouterParts:
-        """Those that one block has, where routers differ from layer to layer."""
+        """Return the parts that one block has, if routers differ by layer."""
         names = {n for n, _ in [*block.named_parameters(), *block.named_buffers()]}
 
         def there(path: str | None) -> str | None:
@@ -80,8 +80,9 @@ class RouterParts:
 
     @contextmanager
     def projected(self, router: nn.Module) -> Iterator[Callable[[tuple[Tensor, ...]], Tensor]]:
-        """Inside, a function from what the router returns to what it decided on (N, X)."""
-        if self.table is not None:  # a router that skips says not all of its row
+        """Return a context with a function from the router's output to its decision's inputs (N,
+        X)."""
+        if self.table is not None:  # a router that skips returns only a part of its row
             table: Tensor = attrgetter(self.table.removeprefix(f"{self.router}."))(router)
             keys: list[Tensor] = []
             with router.register_forward_pre_hook(
@@ -91,7 +92,7 @@ class RouterParts:
                     [out[0].float(), table[keys.pop().flatten()].float()], -1
                 )
             return
-        if self.always:  # the router says only what the routed experts' logits are
+        if self.always:  # the router returns only the routed experts' logits
             inputs: list[Tensor] = []
             weight = attrgetter(self.weight.removeprefix(f"{self.router}."))(router).float()
             with router.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
@@ -106,9 +107,10 @@ class RouterParts:
             yield lambda _: last.pop()
 
     def read(self, router: nn.Module, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The logits (N, E), the chosen experts' weights and their numbers (N, K) of an output.
+        """Return the logits (N, E), the chosen experts' weights and their indices (N, K) of an
+        output.
 
-        Behind them the shared experts' weights (N, S), where the router weighs them.
+        Then follow the shared experts' weights (N, S), if the router weighs them.
         """
         if not self.inward:
             return out
@@ -118,7 +120,7 @@ class RouterParts:
     def written(
         self, out: tuple[Tensor, ...], weights_NK: Tensor, chosen_NK: Tensor, *shared_NS: Tensor
     ) -> tuple[Tensor, ...]:
-        """A router's output as it would be with other experts; the inverse of :meth:`read`."""
+        """Return a router's output with other chosen experts; the inverse of :meth:`read`."""
         if not self.inward:
             shared = (weight_NS.to(out[1].dtype) for weight_NS in shared_NS)
             return out[0], weights_NK.to(out[1].dtype), chosen_NK, *shared
@@ -128,35 +130,34 @@ class RouterParts:
 
     @property
     def projection(self) -> str:
-        """The path of the linear module in the router, empty where the router is it."""
+        """Path of the linear module in the router, empty if the router itself is one."""
         return self.weight.removeprefix(f"{self.router}.").rpartition(".")[0]
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The starts of the names of all tensors that choose and weigh experts."""
+        """Prefixes of the names of all tensors that choose and weigh experts."""
         within = f"{self.router}."
         outside = self.choice_bias
         return (within,) if outside is None or outside.startswith(within) else (within, outside)
 
 
 def arguments(block: nn.Module, router: nn.Module) -> JSON:
-    """What a block hands its router beside hidden states: attributes of its own, by name."""
+    """Return the attributes that a block passes to its router besides hidden states, by name."""
     names = list(inspect.signature(type(router).forward).parameters)[2:]
     return {name: getattr(block, name) for name in names if getattr(block, name, None) is not None}
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """A logit whose softmax and sigmoid are exactly zero, and that stays finite in products."""
+    """Return a logit whose softmax and sigmoid are exactly zero, and whose products are finite."""
     return torch.finfo(dtype).min / 4
 
 
 class RoutingFunction:
-    """A router without its projection: logits in, the true combine weights out.
+    """Function of a router without its projection: from logits to the true combine weights.
 
     Args:
-        block: the routed block; not changed, and nothing of its weights is kept but the choice
-            bias.
-        parts: where its router keeps what.
+        block: the routed block, which is not changed; of its weights only the choice bias is kept.
+        parts: names of its router's parts.
     """
 
     def __init__(self, block: nn.Module, parts: RouterParts) -> None:
@@ -173,7 +174,7 @@ class RoutingFunction:
             vars(self._router)["hidden_dim"] = rows
         self.factor = 1.0 if parts.factor is None else float(getattr(block, parts.factor))
         self.bias_E: Tensor | None = None
-        """By expert what the router adds to choose, or its factor: it has one or the other."""
+        """Choice bias or factor of each expert, whichever the router has."""
         within = f"{parts.router}."
         self._inside = self._outside = None
         vector = parts.choice_bias or parts.scale
@@ -190,10 +191,11 @@ class RoutingFunction:
                 owner = twin
 
     def fill(self, value: Callable[[str, Tensor], Tensor]) -> None:
-        """Give values to the router's tensors that have none: those of a layer that is closed.
+        """Set the values of the router's tensors that have none, because their layer is closed.
 
         Args:
-            value: of a tensor by its name in the block, and itself.
+            value: function of a tensor's name in the block, and the tensor, that returns its
+                values.
         """
         handed = {self._weight, f"{self._weight.removesuffix('weight')}bias", self._inside}
         for name, tensor in [*self._router.named_parameters(), *self._router.named_buffers()]:
@@ -202,7 +204,7 @@ class RoutingFunction:
                 place(self._router, name, value(path, tensor))
 
     def of_fewer(self, top_k: int) -> RoutingFunction:
-        """The same router with another number of experts a token."""
+        """Return the same router with another top-k."""
         twin = copy.copy(self)
         twin._router = unbound(self._router)
         set_top_k(twin._router, self._parts, top_k)
@@ -215,18 +217,18 @@ class RoutingFunction:
 
     @torch.no_grad()
     def choose(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The weights and the numbers of each token's experts (N, K).
+        """Return the weights and the indices of each token's experts (N, K).
 
         Args:
-            logits_NX: what the router decides on, one row a token.
-            allowed_NE: bool; the experts that are there. None: all.
+            logits_NX: inputs of the router's decision, one row per token.
+            allowed_NE: bool; the available experts. None: all.
         """
         weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)[1:3]
         return weights_NK if self.factor == 1.0 else weights_NK * self.factor, chosen_NK
 
     @torch.no_grad()
     def weigh(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same with shared experts that the router weighs, numbered E on (N, K + S)."""
+        """Return weights and indices, with weighed shared experts from index E on (N, K + S)."""
         if not self.always:
             return self.choose(logits_NX, allowed_NE)
         _, weights_NK, chosen_NK, shared_NS = self._routed(logits_NX, allowed_NE)
@@ -238,12 +240,12 @@ class RoutingFunction:
 
     @torch.no_grad()
     def restricted(self, logits_NX: Tensor, allowed_NE: Tensor) -> tuple[Tensor, ...]:
-        """What the router itself hands its block, of allowed experts only (N, K)."""
+        """Return the router's output for allowed experts only, without logits (N, K)."""
         return self._routed(logits_NX, allowed_NE)[1:]
 
     @torch.no_grad()
     def reported(self, logits_NX: Tensor) -> Tensor:
-        """The logits that the router says it was given: these, unless it changes them."""
+        """Return the logits that the router returns: the given ones, unless it changes them."""
         return self._routed(logits_NX, None)[0].flatten(0, -2)
 
     def _routed(self, logits_NX: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
@@ -283,26 +285,27 @@ class RoutingFunction:
         return self._parts.read(self._router, self._forward(self._router, x_NA, **handed))
 
     def weights(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
-        """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""
+        """Return w, every expert's combine weight, zero if not chosen (N, E), float32."""
         return self.every_weight(logits_NX, allowed_NE)[:, : self.count]
 
     def every_weight(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
-        """The same, and behind them those of shared experts that the router weighs (N, A)."""
+        """Return w, followed by the weights of shared experts that the router weighs (N, A)."""
         weights_NK, chosen_NK = self.weigh(logits_NX, allowed_NE)
-        places = self.count + self.always + 1  # the last for skipped experts, which have its number
+        places = self.count + self.always + 1  # the last for skipped experts, whose index it is
         w_NA = torch.zeros(len(weights_NK), places, dtype=torch.float32, device=weights_NK.device)
         return w_NA.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 
 
 def replaced(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:
-    """A table's experts where only some are there: others in the place of those that are not.
+    """Return a table's experts with removed ones replaced.
 
-    A token runs the first K that are there of its own, in their order, and then of all others by
-    number, from behind its first one on and round: so that those who come in share the tokens.
+    A token runs the first K available of its own, in their order, and then of all others in order
+    of index, starting after its first one and wrapping round: so that replacements share the
+    tokens.
 
     Args:
         table_NK: int64: each token's own experts.
-        allowed_NE: bool: the experts that are there, K at least.
+        allowed_NE: bool: the available experts, at least K.
 
     >>> table = torch.tensor([[0, 2], [3, 1], [1, 0]])
     >>> replaced(table, torch.tensor([True, False, True, True]).expand(3, 4)).tolist()
@@ -319,7 +322,7 @@ def replaced(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:
 
 
 def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:
-    """Put a tensor in place of a module's own, be that a parameter; returns what holds it."""
+    """Replace a module's tensor, also a parameter, and return the module that holds it."""
     owner, _, leaf = name.rpartition(".")
     holder = module.get_submodule(owner)
     table = "_buffers" if leaf in holder._buffers else "_parameters"
@@ -328,7 +331,7 @@ def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:
 
 
 class FixedOutput(nn.Module):
-    """Stands for a projection, and says logits whatever it is given."""
+    """Replacement of a projection that returns fixed logits for any input."""
 
     def __init__(self, logits_NE: Tensor) -> None:
         super().__init__()
@@ -339,7 +342,7 @@ class FixedOutput(nn.Module):
 
 
 def set_top_k(router: nn.Module, parts: RouterParts, top_k: int) -> None:
-    """Let a router choose another number of experts a token; of a table's, the first ones."""
+    """Set a router's top-k; a table of experts keeps its first columns."""
     table = (parts.table or "").removeprefix(f"{parts.router}.")
     if table in dict(router.named_buffers()):
         place(router, table, router.get_buffer(table)[:, :top_k])
@@ -350,7 +353,7 @@ def set_top_k(router: nn.Module, parts: RouterParts, top_k: int) -> None:
 
 
 def unbound(module: M) -> M:
-    """A shallow copy with tables of tensors and modules of its own, and no hooks."""
+    """Return a shallow copy with its own dictionaries of tensors and modules, and no hooks."""
     twin = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
         twin.__dict__[table] = dict(module.__dict__[table])

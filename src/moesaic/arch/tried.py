@@ -1,4 +1,4 @@
-"""The architectures that were tried, as ``scripts/architectures.py`` found them."""
+"""Architectures that ``scripts/architectures.py`` tried, and its findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "assets/architectures.json"
 
 @cache
 def tried() -> JSON:
-    """What became of every causal language model of the installed transformers.
+    """Return the findings for every causal language model of the installed transformers.
 
     Returns:
         ``transformers``, its version; ``moe`` and ``dense``, lists of ``model_type``; ``beside``,

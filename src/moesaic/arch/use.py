@@ -11,14 +11,14 @@ from torch import nn
 class LayerUse:
     """Projection weights of one decoder layer, and how many of them a token uses.
 
-    Counted are the linear projections of attention and FFN; norms and biases are left out, and
+    Only linear projections of attention and FFN are counted; norms and biases are left out, and
     routers are counted apart.
     """
 
     kind: str
     """``dense``, ``moe``, or a layer kind's name."""
     width: int
-    """Intermediate size of the whole layer as stored; of a mixture, of all its experts."""
+    """Intermediate size of the whole layer as stored; for a mixture, of all its experts."""
     active_width: float
     """Neurons that a token runs."""
     attention: int
@@ -26,19 +26,19 @@ class LayerUse:
     ffn: int
     """Weights of the FFN's projections."""
     experts: int = 0
-    """Routed experts; 0 where nothing routes."""
+    """Routed experts; 0 if the layer does not route."""
     top_k: int = 0
     """Routed experts that a token runs."""
     expert_width: int = 0
-    """Neurons of one routed expert where all are equal, else 0."""
+    """Neurons of one routed expert if all are equal, else 0."""
     router: int = 0
     """Weights of routers."""
     dropped: int = 0
-    """Projection weights that the original had and this layer has not."""
+    """Projection weights of the original that this layer does not have."""
     copied: int = 0
-    """FFN weights beyond the original's: copies, where experts overlap."""
+    """FFN weights beyond the original's: copies, if experts overlap."""
     active_attention: float = 1.0
-    """The share of attention's stored projections that a token uses."""
+    """Share of attention's stored projections that a token uses."""
 
     @property
     def stored(self) -> int:
@@ -58,10 +58,10 @@ class LayerUse:
 
 @dataclass(frozen=True)
 class RoutedModule:
-    """The module that chooses a token's experts, and the sizes it chooses from."""
+    """Module that chooses a token's experts, and the sizes it chooses from."""
 
     router: nn.Module
     shared: int
-    """Neurons that every token runs beside the chosen experts."""
+    """Neurons that every token runs besides the chosen experts."""
     experts: tuple[int, ...]
     """Neurons of each expert."""

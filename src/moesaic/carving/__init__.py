@@ -1,1 +1,1 @@
-"""Dense models into mixtures: MoRE, ToMoE and DSMoE, with their layers, modules and exports."""
+"""Conversion of dense models into mixtures: MoRE, ToMoE, DSMoE, their layers and exports."""

@@ -1,4 +1,4 @@
-"""Carved layers as the experts of a native architecture."""
+"""Export of carved layers as the experts of a native architecture."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _SHARED_SETTINGS = (
     "rms_norm_eps", "use_cache", "tie_word_embeddings", "attention_dropout", "pad_token_id",
     "bos_token_id", "eos_token_id", "rope_parameters", "dtype",
 )  # fmt: skip
-"""Config attributes that mean the same in every architecture of the table."""
+"""Config attributes with the same meaning in every architecture of :data:`TARGETS`."""
 
 
 # --- carved layers as experts --------------------------------------------------------------------
 
 
 def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
-    """The target that holds all layers with the fewest active neurons.
+    """Return the export to the architecture that holds all layers with the fewest active neurons.
 
     Args:
         source: the carved model.
         arch: its architecture.
-        headers: of every layer, None for those that were not carved.
+        headers: headers by layer, None for layers that were not carved.
         target: the only one to consider, if given.
 
     Raises:
-        MoesaicError: none does; the message says what each lacks.
+        MoesaicError: no architecture does; the message names what each lacks.
     """
     config = base_config(source.config, arch)
     widths = source_widths(source)
@@ -77,7 +77,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
 
 
 def _repeats(headers: Sequence[Header | None], sizes: Sizes) -> str | None:
-    """Several petals: a repeated one could be chosen twice, and all layers choose as many."""
+    """Return why several petals per token do not fit; None if they do."""
     chosen = {(len(h["petals"]), h["top_k"]) for h in headers if h and h["petals"]}
     if sizes.top_k == 1 or chosen == {(sizes.experts, sizes.top_k)}:
         return None
@@ -107,7 +107,7 @@ def _config(model_type: str, settings: Values) -> Config:
 def _costs(
     headers: Sequence[Header | None], widths: Sequence[int], active: int, sizes: Sizes
 ) -> JSON:
-    """Neurons stored and run in all layers, before and after filling up."""
+    """Return the neurons stored and run in all layers, before and after padding."""
     before = sum(map(backbone_of, headers, widths))
     run = before + sum(h["top_k"] * max(h["petals"]) for h in headers if h and h["petals"])
     stored = before + sum(sum(h["petals"]) for h in headers if h)

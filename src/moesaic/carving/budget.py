@@ -1,8 +1,8 @@
-"""Parameters and active ratio, counted one way for all methods, and solvers for a target.
+"""Active ratio, counted one way for all methods, and solvers for a target.
 
-*Active ratio*: parameters used per token over total parameters, counting only the linear
-projections of attention and FFN in the decoder layers. Embeddings, head, norms, biases and
-routers are left out (MoRE Eq. 16: APR; PR = 1 - APR).
+The *active ratio* is parameters used per token over total parameters, counting only the linear
+projections of attention and FFN in the decoder layers. Embeddings, head, norms, biases and routers
+are left out (MoRE Eq. 16: APR; PR = 1 - APR).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from moesaic.arch.dense import Arch, weight_of
 from moesaic.errors import MoesaicError
 
 NEAR = 0.005
-"""A layer's share of neurons by which its petals may miss a target unnoticed."""
+"""Share of a layer's neurons by which its petals may miss a target."""
 
 APART = 0.02
-"""An active ratio may be so far from what was asked for, where widths are to be multiples."""
+"""Largest difference from the requested active ratio if widths must be multiples."""
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Projection weights of one dense decoder layer."""
+    """Sizes of one dense decoder layer; ``attention`` and ``ffn`` count projection weights."""
 
     attention: int
     ffn: int
     width: int
-    """Intermediate size: neurons of the FFN."""
+    """Neurons of the FFN (intermediate size)."""
     hidden: int = 0
     """Hidden size."""
 
 
 def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
-    """Count each layer of a dense model; a skeleton on the meta device will do."""
+    """Count the projections of each layer of a dense model, which may be a skeleton."""
     sizes = []
     for layer in arch.layers(model):
         use = arch.use(layer)
@@ -46,11 +46,11 @@ def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
 
 
 def active_ratio(sizes: Sequence[LayerSize], active_width: Mapping[int, float]) -> float:
-    """The share of the projections' parameters that one token uses.
+    """Return the share of the projections' parameters that one token uses.
 
     Args:
         sizes: the dense layers.
-        active_width: neurons used per token, for the layers where that is not all of them.
+        active_width: neurons used per token by layer; all of them if a layer is not given.
     """
     total = sum(s.attention + s.ffn for s in sizes)
     idle = sum(sizes[i].ffn * (1 - width / sizes[i].width) for i, width in active_width.items())
@@ -58,9 +58,9 @@ def active_ratio(sizes: Sequence[LayerSize], active_width: Mapping[int, float]) 
 
 
 def ffn_share(sizes: Sequence[LayerSize], layers: Sequence[int], active: float) -> float:
-    """The share a of each chosen layer's neurons that a token may use: PR = f (1 - a).
+    """Return the share a of each chosen layer's neurons that a token may use: PR = f (1 - a).
 
-    Every chosen layer gets the same share. May be negative where the target is out of reach.
+    Every chosen layer gets the same share. Negative if the target is out of reach.
     """
     total = sum(s.attention + s.ffn for s in sizes)
     chosen = sum(sizes[i].ffn for i in layers)
@@ -69,7 +69,7 @@ def ffn_share(sizes: Sequence[LayerSize], layers: Sequence[int], active: float) 
 
 @dataclass(frozen=True)
 class Split:
-    """One layer's neurons: a backbone and ``experts`` petals of equal ``petal`` size."""
+    """Division of one layer's neurons into a backbone and ``experts`` petals of one size."""
 
     backbone: int
     petal: int
@@ -89,22 +89,22 @@ def split_for_target(
     top_k: int,
     multiple: int | None = None,
 ) -> dict[int, Split]:
-    """Backbone and petal sizes that meet an active ratio, in closed form.
+    """Return backbone and petal sizes that meet an active ratio, in closed form.
 
-    A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``,
-    and the backbone is what the petals leave.
+    A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``, and
+    the backbone has the other neurons.
 
     Args:
         sizes: all layers.
-        layers: those to carve.
+        layers: indices of those to carve.
         active: the target, above 0, at most 1.
         experts: petals of a layer.
         top_k: petals that a token runs.
-        multiple: what both sizes are a multiple of, the nearest that there is to the target; None
-            for one that hardly moves a layer (:func:`alignment`).
+        multiple: both sizes are a multiple of this, as near to the target as that allows; None for
+            a multiple that hardly changes a layer (:func:`alignment`).
 
     Raises:
-        MoesaicError: the target is out of reach; the message says what is within it.
+        MoesaicError: the target is out of reach; the message names the nearest that works.
 
     >>> sizes = [LayerSize(884_736, 2_654_208, 1536)]
     >>> split_for_target(sizes, [0], 0.8, 24, 11, multiple=32)  # 409.6 neurons would idle
@@ -143,10 +143,10 @@ def split_for_target(
 
 
 def _check_multiple(widths: Sequence[int], experts: int, multiple: int) -> None:
-    """Refuse a multiple that widths cannot be divided into, or not so often.
+    """Refuse a multiple that does not divide the widths, or leaves too few petals.
 
     Raises:
-        MoesaicError: says what would work.
+        MoesaicError: names what would work.
     """
     common, least = math.gcd(*widths), min(widths)
     fits = max(m for m in range(1, min(multiple, least // 2) + 1) if common % m == 0)
@@ -165,11 +165,11 @@ def _check_multiple(widths: Sequence[int], experts: int, multiple: int) -> None:
 def split_for_share(
     sizes: Sequence[LayerSize], layers: Sequence[int], share: float, experts: int, top_k: int
 ) -> dict[int, Split]:
-    """A backbone of k_share = max(1, floor(rho_share m)) neurons (MoRE, Sec. 2.2), petals of the
-    others; where these do not divide, some petals have a neuron more.
+    """Return a backbone of k_share = max(1, floor(rho_share m)) neurons (MoRE, Sec. 2.2), and
+    petals of the others, some of which may have one neuron more.
 
     Raises:
-        MoesaicError: too little is left for the petals.
+        MoesaicError: fewer neurons than petals are left.
 
     >>> split_for_share([LayerSize(0, 300, 100)], [0], 0.55, 4, 1)
     {0: Split(backbone=55, petal=11, experts=4, top_k=1)}
@@ -196,11 +196,11 @@ def solved_top_k(
     experts: int,
     multiple: int | None = None,
 ) -> int:
-    """The top-k at which about a third of a token's neurons are in petals, the others in the
-    backbone, and petals of whole neurons meet an active ratio most closely.
+    """Return the top-k that meets an active ratio most closely with about a third of a token's
+    neurons in petals of whole neurons.
 
-    Petals of a multiple of neurons are the narrowest of those that meet the target and the third
-    most closely, but for :data:`NEAR` and a tenth of the width.
+    With ``multiple``, petals are the narrowest of those that meet the target within :data:`NEAR`
+    and the third within a tenth of the width.
 
     >>> sizes = [LayerSize(884_736, 2_654_208, 1536)]
     >>> solved_top_k(sizes, [0], 0.8, 256), solved_top_k(sizes, [0], 0.8, 6, multiple=32)
@@ -225,10 +225,11 @@ def solved_top_k(
 
 
 def alignment(width: int, idle: int) -> int:
-    """The number that petal sizes are a multiple of: kernels and native formats like 32, 16 or 8.
+    """Return the multiple for petal sizes: 32, 16 or 8, which kernels and native formats prefer, or
+    1.
 
-    The largest of them whose rounding, times the ``idle`` petals of a token, stays within 1 % of
-    the layer's width.
+    The largest of them whose rounding, times the ``idle`` petals of a token, is at most 1 % of the
+    layer's width.
 
     >>> alignment(14_336, 3), alignment(1536, 3), alignment(1536, 32)
     (32, 8, 1)

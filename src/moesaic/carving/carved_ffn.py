@@ -1,4 +1,4 @@
-"""The carved FFN: a backbone that every token runs, and petals of which it runs some.
+"""Carved FFN: a backbone that every token runs, and petals of which it runs some.
 
 One copy of each weight, under the base's own names. Neurons are ordered so that the backbone and
 every petal are contiguous: an expert is a slice.
@@ -20,31 +20,31 @@ from moesaic.modules.phase import Phase
 from moesaic.types import Values
 
 NARROW = 32
-"""Neurons below which a petal is no matrix product of its own."""
+"""Least mean neurons of a petal for a matrix product of its own, on the CPU."""
 
 LAUNCHED = 256
-"""The same on devices that are done with a narrower petal before it is launched."""
+"""Least mean neurons of a petal on other devices, where launching a kernel takes longer."""
 
 CROWDED = 0.8
-"""Where more than this share of petals is active, one product over all of them is faster."""
+"""Share of active petals above which one product over all neurons is faster."""
 
 
 class CarvedFFN(nn.Module):
-    """A feed-forward block of which each token runs a part.
+    """Feed-forward block of which each token runs a part.
 
-    Petals have weight one (MoRE Eq. 12); those of a router that weighs have its weights, times
-    petals over active petals (DSMoE Eq. 8).
+    Petals have weight one (MoRE Eq. 12), or the weights of a router that weighs, times petals over
+    active petals (DSMoE Eq. 8).
 
     Args:
         projections: the base block's linear modules by name, of the carved width.
         act: the base block's activation function.
         names: which projection is gate, up and down.
-        petals: neurons of each petal; what is left of the width is the backbone.
+        petals: neurons of each petal; the rest of the width is the backbone.
         top_k: petals a token runs.
-        routing: how they are chosen; see :mod:`moesaic.carving.routers`.
+        routing: name of the router; see :mod:`moesaic.carving.routers`.
         gate: options of a router that weighs.
-        phase: tokens are routed at decoding alone, and prompts run every neuron; None: always.
-        passage: the tokens that run, for routing that draws.
+        phase: if given, tokens are routed only in decoding, and prompts run every neuron.
+        passage: the tokens that run, for routing by random numbers.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class CarvedFFN(nn.Module):
             self.router = make_router(hidden_size, len(petals), top_k, routing, gate, passage)
 
     def view(self) -> DenseFFN:
-        """The whole block as three matrices, in carved order."""
+        """Return the whole block as three matrices, in carved order."""
         return dense_ffn(self, self.names)
 
-    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    # Group sizes differ by call: if traced, each of them would be compiled anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
@@ -92,7 +92,7 @@ class CarvedFFN(nn.Module):
         return y_TD.view_as(x)
 
     def _routed(self, x_TD: Tensor) -> Tensor | None:
-        """The weight of each petal (T, R), zero where a token does not run it; None: all run."""
+        """Return the weight of each petal (T, R), zero if it does not run; None if all run."""
         routes = self.phase is None or self.phase.skips or self.training
         if self.router is None or not routes:
             return None
@@ -100,9 +100,9 @@ class CarvedFFN(nn.Module):
         return on_TR * norm_scale(on_TR) if self.weighs else on_TR
 
     def _masked(self, x_TD: Tensor, on_TR: Tensor | None) -> Tensor:
-        """Every neuron through the projections as they are, idle ones set to zero.
+        """Run every neuron through the projections, with idle ones set to zero.
 
-        In training all tokens are routed, and here, behind the projections: idle gates learn, too.
+        In training all tokens are routed here, after the projections: idle gates learn, too.
         """
         names, act = self.names, act_of(self, self.names)
         h_TM = getattr(self, names.up)(x_TD)
@@ -119,7 +119,7 @@ class CarvedFFN(nn.Module):
         return getattr(self, names.down)(h_TM)
 
     def _apart(self, x_TD: Tensor, on_TR: Tensor) -> Tensor:
-        """The same, by the backbone over all tokens, and each petal once over those that run it."""
+        """Run the backbone over all tokens, and each petal over the tokens that chose it."""
         ffn, weights_TR = self.view(), on_TR.to(x_TD.dtype)
         backbone = ffn.neurons(0, self.backbone)
         y_TD = backbone.output(backbone.hidden(x_TD))
@@ -136,27 +136,27 @@ class CarvedFFN(nn.Module):
         return y_TD if ffn.down_bias_D is None else y_TD + ffn.down_bias_D
 
     def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
-        """Whether each petal should take its own tokens."""
+        """Return True if each petal should run its own tokens in a product of its own."""
         narrow = sum(self.petals) / len(self.petals) < (NARROW if x_TD.is_cpu else LAUNCHED)
         if narrow or self._called():
             return False
         return (on_TR > 0).float().mean().item() < CROWDED
 
     def _called(self) -> bool:
-        """Whether somebody waits for a projection itself to be called.
+        """Return True if the projections themselves must be called.
 
-        That is one that is quantised, wrapped by an adapter, observed by a hook, replicated, or
-        offloaded, so that its weight comes only when it is called.
+        They must be if one is quantised, wrapped by an adapter, observed by a hook, replicated, or
+        offloaded, so that its weight is loaded only when it is called.
         """
         projections = [getattr(self, name) for name in self.names.projections]
         return _has_any_global_hook() or any(_watched(p) for p in projections)
 
     def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
-        """Each petal as a block of its own."""
+        """Return each petal as a block of its own."""
         return ffn.neurons(self.backbone, ffn.width).split(self.petals)
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
-        """Values of experts (T, R) repeated for their neurons (T, M)."""
+        """Repeat values of experts (T, R) for their neurons (T, M)."""
         return by_neuron(on_TR, self.backbone, self.petals)
 
     def extra_repr(self) -> str:
@@ -164,10 +164,10 @@ class CarvedFFN(nn.Module):
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more than multiply with its own weight.
+    """Return True if a call of the module does more than multiply with its own weight.
 
-    Hooks are asked for as torch itself does; accelerate puts its own around ``forward``, in the
-    module's table.
+    Hooks are found as torch itself does; accelerate replaces ``forward`` in the module's own
+    dictionary.
     """
     return (
         type(module) is not nn.Linear
@@ -179,7 +179,7 @@ def _watched(module: nn.Module) -> bool:
 
 
 def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
-    """Empty projections (on the meta device) of another width than a block's own."""
+    """Return empty projections (on the meta device) of another width than a block's own."""
     hidden_size = weight_of(ffn, names.down).shape[0]
     projections: dict[str, nn.Module] = {}
     with torch.device("meta"):
@@ -193,13 +193,13 @@ def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, n
 
 
 def carved_like(ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Module) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives.
+    """Return an empty carved FFN (weights on the meta device) of the shape in a plan's header.
 
     Args:
         ffn: the base block.
-        names: of its projections.
-        header: of a :class:`moesaic.carving.carved_layer.CarvedLayer`.
-        layer: the decoder layer, which is told what runs where the header asks for that.
+        names: its projections.
+        header: header of a :class:`moesaic.carving.carved_layer.CarvedLayer`.
+        layer: the decoder layer, observed for phase and tokens if the header needs them.
     """
     width = header["backbone"] + sum(header["petals"])
     phase = None

@@ -1,4 +1,4 @@
-"""A dense FFN cut into shared neurons that every token runs and experts of which it runs some.
+"""Dense FFN cut into shared neurons that every token runs and experts of which it runs some.
 
 Neurons are reordered so that the shared ones (MoRE's backbone) and those of every expert (MoRE's
 petals) are contiguous.
@@ -33,14 +33,14 @@ from moesaic.plans.recovery import refitted_down
 from moesaic.types import JSON
 
 PROMPTS = ("petals", "dense")
-"""Where tokens are routed: everywhere, or at decoding alone."""
+"""Values of ``prompts``: tokens are routed everywhere, or only in decoding."""
 
 
 @dataclass(frozen=True)
 class CarvedLayer(LayerPlan):
-    """A dense FFN whose tokens run a part of its neurons.
+    """Plan of a dense FFN whose tokens run a part of its neurons.
 
-    An ``order_M`` shorter than the original width drops neurons: static pruning does, MoRE never.
+    An ``order_M`` shorter than the original width removes neurons: static pruning does, MoRE never.
     """
 
     kind: ClassVar[str] = "carved"
@@ -51,7 +51,7 @@ class CarvedLayer(LayerPlan):
     }
 
     order_M: Tensor
-    """int64: the original neuron at each new place: shared ones first, then expert after expert."""
+    """Original neuron at each new place, int64: shared ones first, then expert after expert."""
     backbone: int
     """Neurons that every token runs."""
     petals: tuple[int, ...] = ()
@@ -59,15 +59,15 @@ class CarvedLayer(LayerPlan):
     top_k: int = 0
     """Experts that a token runs."""
     routing: str = "cosine"
-    """How they are chosen; see :mod:`moesaic.carving.routers`."""
+    """Name of the router; see :mod:`moesaic.carving.routers`."""
     router_RD: Tensor | None = None
-    """float32 (R, D): one row an expert."""
+    """Weight of the router, one row per expert, float32 (R, D)."""
     down_DM: Tensor | None = None
-    """A down projection in carved order that takes the place of the base's own."""
+    """Down projection in carved order that replaces the base's own."""
     gate: JSON = field(default_factory=dict)
-    """Options of a router that weighs; with ``tau`` ``top_k`` is the most that run."""
+    """Options of a router that weighs; with ``tau``, ``top_k`` is an upper bound."""
     prompts: str = "petals"
-    """``petals``: tokens are routed in prompts, too; ``dense``: at decoding alone."""
+    """Routing of prompts: ``petals`` routes their tokens, too; ``dense`` runs every neuron."""
 
     def __post_init__(self) -> None:
         width = self.backbone + sum(self.petals)
@@ -127,7 +127,7 @@ class CarvedLayer(LayerPlan):
         return (f"{arch.ffn_path}.",)
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """The base's own values in carved order; a router, and what a refit brings, beside them."""
+        """Yield the base's own or refitted values in carved order, and the router."""
         yield from of_ffn(arch, state, self.order_M, self.down_DM)
         if self.router_RD is not None:
             down = state[f"{arch.ffn_path}.{arch.ffn.down}.weight"]
@@ -144,7 +144,7 @@ class CarvedLayer(LayerPlan):
         header = self.header()
         text = f"{self._words()}; prompts run dense" if self.prompts == "dense" else self._words()
         shape = {k: header[k] for k in header if k not in ("kind", "top_k")}
-        return Description(text, shape, (self.backbone, *self.petals))
+        return Description(text, shape)
 
     def _words(self) -> str:
         if not self.petals:
@@ -197,20 +197,19 @@ class CarvedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
-        """A new down projection.
+        """Solve for a new down projection.
 
-        Features are h~, the input of the down projection of what a token still runs, masked by the
-        layer's own router.
+        Features are h~, the input of the down projection, masked by the layer's own router.
         """
         order_M = self.order_M.to(site.view.device)
         down_DM, figures = refitted_down(site, order_M, self.running(site))
         return replace(self, down_DM=down_DM), figures
 
     def running(self, site: Site[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of hidden activations, and of those that a token still runs.
+        """Yield batches of hidden activations, and of those that a token still runs.
 
         Yields:
-            h (T, M), as it was; h~ (T, M) in carved order.
+            h (T, M) of the original; h~ (T, M) in carved order.
         """
         order_M = self.order_M.to(site.view.device)
         router = None

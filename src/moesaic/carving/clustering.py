@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 18
-"""Members times dimensions from which eigenvectors are found by blocks, and k-means starts once."""
+"""Members times dimensions above which eigenvectors come by blocks, and k-means starts once."""
 
 
 def affinity_degree(affinity_MM: Tensor, members: Tensor) -> Tensor:
-    """How strongly each member is tied to the other members: row sums without the diagonal."""
+    """Return each member's degree among the members: row sums without the diagonal."""
     on_M = torch.zeros(len(affinity_MM), device=affinity_MM.device)
     on_M[members] = 1
     return (affinity_MM @ on_M - affinity_MM.diagonal())[members].double()
 
 
 def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: int) -> np.ndarray:
-    """Leading eigenvectors of D^-1/2 C D^-1/2, rows of norm one (len(members), dims).
+    """Return the leading eigenvectors of D^-1/2 C D^-1/2, rows of norm one (len(members), dims).
 
     Ng, Jordan & Weiss (2001), on the zero-diagonal sub-matrix of ``members``, each of which has
-    some affinity. The matrix is only multiplied with, by Lanczos iteration, or by subspace
-    iteration where it and the number of vectors are large: no copy of it, normalised or
-    restricted, is made.
+    some affinity. By Lanczos iteration, or by subspace iteration if the matrix and the number of
+    vectors are large: both only multiply by the matrix, and no copy of it is made.
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
 
@@ -68,7 +67,8 @@ def leading(
     device: torch.device,
     rounds: int = 12,
 ) -> Tensor:
-    """About the leading eigenvectors of a matrix with eigenvalues in [-1, 1] (count, dims).
+    """Return approximate leading eigenvectors of a matrix with eigenvalues in [-1, 1] (count,
+    dims).
 
     Subspace iteration on the matrix plus identity: a few products with a block of vectors instead
     of hundreds with one. Clustering needs the space they span, not each of them to many digits.
@@ -83,7 +83,7 @@ def leading(
 
 
 def cluster(points: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """k-means labels and squared distances to every centre (points, count)."""
+    """Return k-means labels and squared distances to every centre (points, count)."""
     from sklearn.cluster import KMeans
 
     starts = 1 if points.size > LARGE else 10
@@ -92,10 +92,10 @@ def cluster(points: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.n
 
 
 def fill(distance_NR: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Assign each point to a near cluster so that cluster sizes stay within bounds.
+    """Assign each point to a near cluster so that cluster sizes are within bounds.
 
-    Points choose in the order of what a second choice would cost them; then clusters below
-    ``least`` take the points that lose least.
+    Points choose in the order of the cost of their second choice; then clusters below ``least``
+    take the points whose distance rises least.
 
     >>> d = np.array([[0.0, 1.0], [0.0, 5.0], [0.0, 3.0], [2.0, 0.0]])
     >>> fill(d, np.array([2, 2]), np.array([2, 2])).tolist()

@@ -1,8 +1,8 @@
 """Attention of which each token uses some dimensions of every head (ToMoE, Sec. 3.3).
 
-The attention module stays the base's own, with its own names and plain linear projections, of
-which rows or columns may be gone. What is gone is filled with zeros on the way through, so that
-any attention kernel, cache and position embedding works as before.
+The attention module is the base's own, with its own names and plain linear projections, of which
+rows or columns may be removed. These are filled with zeros in the activations, so that any
+attention kernel, cache and position embedding works as before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moesaic.types import Values
 
 
 def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
-    """x (..., kept) at its places among ``size``, zeros elsewhere.
+    """Place x (..., kept) at its indices among ``size``, zeros elsewhere.
 
     >>> spread(torch.tensor([5, 6]), torch.tensor([0, 2]), 4)
     tensor([5, 0, 6, 0])
@@ -28,21 +28,22 @@ def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
 
 
 def _over_heads(x: Tensor, mask: Tensor, start: int = 0) -> Tensor:
-    """x (..., heads times A) with the same mask (..., A) over each head from ``start`` on."""
+    """Multiply each head of x (..., heads times A) from ``start`` on by a mask (..., A)."""
     rest = x[..., start:]
     masked = rest.unflatten(-1, (-1, mask.shape[-1])) * mask.unsqueeze(-2)
     return torch.cat([x[..., :start], masked.flatten(-2)], -1) if start else masked.flatten(-2)
 
 
 class HeadRouter(nn.Module):
-    """Chooses for each token the ``top_k`` dimensions of a head, the same for all heads.
+    """Router that chooses for each token the ``top_k`` dimensions of a head, the same for all
+    heads.
 
     Args:
         hidden_size: D.
         embedding: E.
         head_dim: A.
         top_k: dimensions that a token uses.
-        passage: Gumbel noise of the tokens that run is added to their logits; None: no noise is.
+        passage: the tokens that run, whose Gumbel noise is added to the logits; None for no noise.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class HeadRouter(nn.Module):
         self.project = nn.Parameter(torch.empty(head_dim, embedding, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The choice for each token (..., A), ones and zeros (Eq. 5 with top-K)."""
+        """Return the choice for each token (..., A), ones and zeros (Eq. 5 with top-K)."""
         z = F.linear(x.float(), self.embed.float(), self.shift.float())
         z = F.layer_norm(z, z.shape[-1:], self.scale.float(), self.offset.float())
         logits = F.linear(F.gelu(z), self.project.float())
-        if self.passage is not None:  # another stream than that of the layer's FFN
+        if self.passage is not None:  # other random numbers than those of the layer's FFN
             rows, columns = logits.flatten(0, -2).shape
             noise = gumbel(self.passage.uniform(rows, columns, logits.device, stream=1))
             logits = logits + noise.view_as(logits)
@@ -78,19 +79,19 @@ class HeadRouter(nn.Module):
 
 
 class PartialAttention(nn.Module):
-    """Sits in an attention module, watches it, and acts on its projections.
+    """Child module of an attention module whose hooks mask its projections.
 
-    Rows that are gone come back as zeros. Values are masked by their own token's choice, and what
-    a query reads by the query's.
+    Removed rows become zeros. Values are masked by their own token's choice, and the input of the
+    output projection by the query's.
 
     Args:
-        sizes: outputs of each projection, as they were.
-        header: of an :class:`~moesaic.carving.overlapping_layer.OverlappingLayer`.
+        sizes: outputs of each projection before.
+        header: header of an :class:`~moesaic.carving.overlapping_layer.OverlappingLayer`.
         hidden_size: D.
         head_dim: A.
         value_start: the first row of the values in their projection.
-        outputs: what the output projection read, as it was.
-        passage: the tokens that run, where choices are tossed.
+        outputs: inputs of the output projection before.
+        passage: the tokens that run, if choices are random.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class PartialAttention(nn.Module):
         self.value_start, self.outputs = value_start, outputs
         self.mask: Tensor | None = None
         self._watched: dict[int, str] = {}
-        # index lists stay out of the router, whose tensors are kept in float32
+        # index lists are not in the router, whose tensors are kept in float32
         for name, count in header["rows"].items():
             self.register_buffer(f"rows_{name}", torch.empty(count, dtype=torch.int64))
         top_k, embedding = header["head_top_k"], header["embedding"]
@@ -117,7 +118,7 @@ class PartialAttention(nn.Module):
         self.router = HeadRouter(*size, passage) if top_k else None
 
     def watch(self, attention: nn.Module) -> None:
-        """Act on this module from now on."""
+        """Register the hooks on an attention module."""
         attention.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, attention: nn.Module, args: tuple[Tensor, ...], kwargs: Values) -> None:

@@ -1,4 +1,4 @@
-"""An FFN of which each token runs one expert, experts being index lists into shared weights."""
+"""FFN of which each token runs one expert; experts are index lists into shared weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ FORMS = ("moe", "pseudo")
 
 
 class OverlappingFFN(CarvedFFN):
-    """A carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
+    """Carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
 
-    The weights are the base's own, in the base's order. ``form`` says how they are run, with the
-    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), which costs what the dense
-    block costs; ``moe`` gathers each expert's weights and runs it over its tokens, which pays
-    where those are thousands.
+    The weights are the base's own, in the base's order. ``form`` chooses how they run, with the
+    same
+    result: ``pseudo`` runs the dense block and masks it (Eq. 17), at the dense block's cost;
+        ``moe``
+    gathers each expert's weights and runs it over its tokens, which pays for thousands of tokens.
     """
 
     experts: Tensor
@@ -55,7 +56,7 @@ class OverlappingFFN(CarvedFFN):
 
 
 def set_form(model: nn.Module, form: str) -> None:
-    """Run a model's overlapping experts one way or the other."""
+    """Set the form in which a model's overlapping experts run."""
     if form not in FORMS:
         raise ValueError(f"form {form!r} is not one of {FORMS}")
     for module in model.modules():

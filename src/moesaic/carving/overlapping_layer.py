@@ -1,4 +1,4 @@
-"""Experts that share weights: index lists into a dense FFN, and attention cut by dimensions.
+"""Experts that share weights: index lists into a dense FFN, and attention with fewer dimensions.
 
 Shape suffixes: N experts, W neurons of an expert, D hidden size, A size of a head, E embedding.
 """
@@ -27,36 +27,37 @@ from moesaic.types import JSON
 
 EMBED, SHIFT, SCALE, OFFSET, PROJECT = "embed", "shift", "scale", "offset", "project"
 _HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)
-"""Tensors of the router over head dimensions, in the order in which they are used."""
+"""Names of the tensors of the router over head dimensions, in the order in which they are used."""
 ROUTER, PARTIAL = "router", "partial"
 MOST = 64
-"""Experts at most: each may be a copy."""
+"""Most experts: each may be a copy."""
 
 
 @dataclass(frozen=True)
 class OverlappingLayer(LayerPlan):
-    """An FFN of which a token runs one expert, and attention of which it uses some dimensions.
+    """Plan of an FFN of which a token runs one expert, and attention of which it uses some
+    dimensions.
 
-    Either may be left as it was. Weights are the base's own.
+    Either may be unchanged. Weights are the base's own.
     """
 
     kind: ClassVar[str] = "overlapping"
     held: ClassVar[Mapping[str, str]] = {"experts": "experts_NW", "router": "router_ND"}
 
     experts_NW: Tensor | None = None
-    """int64: the neurons of each expert, in rising order."""
+    """Neurons of each expert, in rising order, int64."""
     router_ND: Tensor | None = None
-    """float32: one row an expert."""
+    """Weight of the router, one row per expert, float32."""
     materialized: bool = False
-    """Each expert holds a copy of its weights."""
+    """True if each expert holds a copy of its weights."""
     rows: dict[str, Tensor] = field(default_factory=dict)
-    """int64: rows that stay, by attention projection; its other outputs are zero."""
+    """Kept rows by attention projection, int64; its other outputs are zero."""
     head_router: dict[str, Tensor] = field(default_factory=dict)
-    """float32: by the names of _HEAD_ROUTER: (E, D), (E,), (E,), (E,), (A, E)."""
+    """Tensors by the names in _HEAD_ROUTER, float32: (E, D), (E,), (E,), (E,), (A, E)."""
     head_top_k: int = 0
     """Dimensions of a head that a token uses of values and outputs; 0 for all."""
     noise: bool = False
-    """Routers toss: Gumbel noise is added to their logits."""
+    """True if routers add Gumbel noise to their logits."""
 
     def __post_init__(self) -> None:
         if (self.experts_NW is None) != (self.router_ND is None):
@@ -112,7 +113,7 @@ class OverlappingLayer(LayerPlan):
         return (f"{arch.ffn_path}.", *attention)
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Values are the base's own; index lists and routers stand beside them."""
+        """Yield the base's own values, index lists and routers."""
         ffn, attention = f"{arch.ffn_path}.", f"{arch.attention_path}."
         tensors = {stored: state.read(stored) for stored, _ in state.stored(*self.sources(arch))}
         device = next(iter(tensors.values())).device
@@ -210,10 +211,10 @@ def _cuts_attention(header: Header) -> bool:
 
 
 def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None:
-    """Refuse to cut queries or keys of which a norm behind the projection needs every row.
+    """Refuse to remove queries or keys if a norm after the projection needs every row.
 
     Raises:
-        MoesaicError: some of the dimensions that are normalised together would go, and some stay.
+        MoesaicError: only some of the dimensions that are normalised together would be removed.
     """
     names = arch.attention
     norm = {names.q: names.q_norm, names.k: names.k_norm}.get(projection)

@@ -1,8 +1,8 @@
-"""Routers of carved layers: they choose a token's experts, or weigh them.
+"""Routers of carved layers, which choose a token's experts, or weigh them.
 
 A router that only chooses returns ones for the petals that a token runs and zeros for the others
 (T, R); one that weighs returns a weight for every petal (T, R), zero where the token does not run
-it. All multiply in float32 whatever the model computes in: a choice is no place to round.
+it. All multiply in float32 whatever the model's dtype, so that choices do not depend on rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _logits(weight_RD: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def top(score_TI: Tensor, keep: int) -> Tensor:
-    """The places of the highest scores of each token, bool (T, I); of equal ones the first.
+    """Return the places of the highest scores of each token, bool (T, I); of equal ones the first.
 
     >>> top(torch.tensor([[1.0, 2.0, 1.0]]), 2)
     tensor([[ True,  True, False]])
@@ -37,14 +37,15 @@ def top(score_TI: Tensor, keep: int) -> Tensor:
     on_TI = score_TI >= lowest_T1
     looks = score_TI.is_cpu and not torch.compiler.is_compiling()
     if looks and int(on_TI.count_nonzero()) * score_TI.shape[-1] == keep * on_TI.numel():
-        return on_TI  # no equal ones: the rest takes as long again
+        return on_TI  # no equal ones: skip the rest, which takes as long again
     above_TI = score_TI > lowest_T1
     left_T1 = keep - above_TI.sum(-1, keepdim=True)
     return above_TI | (on_TI & ((on_TI & ~above_TI).cumsum(-1) <= left_T1))
 
 
 class Router(nn.Module):
-    """Chooses ``top_k`` petals for each token, from one score a petal. Weights are float32.
+    """Router that chooses ``top_k`` petals for each token by one score per petal. Weights are
+    float32.
 
     ``cosine``: the petals whose prototypes are most similar to x (MoRE Eqs. 12-13). Rows have norm
     one; the norm of x changes no comparison, so it is not computed.
@@ -62,7 +63,7 @@ class Router(nn.Module):
         experts: petals R.
         top_k: petals a token runs.
         routing: one of the above.
-        passage: the tokens that run, for routing that draws; None: nobody tells.
+        passage: the tokens that run, for routing by random numbers; None for an empty one.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Router(nn.Module):
         self.passage = passage or Passage()
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Ones for the chosen petals (T, R), of equal scores the first.
+        """Return ones for the chosen petals (T, R), of equal scores the first.
 
-        In training they have a gradient: that of a sigmoid around the scores between which the
-        choice falls.
+        In training they have the gradient of a sigmoid around the border between chosen and other
+        scores.
         """
         scores_TR = self.scores(x_TD)
         on_TR = top(scores_TR.detach(), self.top_k).to(scores_TR.dtype)
@@ -97,7 +98,7 @@ class Router(nn.Module):
         return straight_through(on_TR, (apart_TR / spread_T1).sigmoid())
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        """A number for each petal (T, R), float32; the highest are chosen."""
+        """Return a score for each petal (T, R), float32; the highest are chosen."""
         drawn = (len(x_TD), len(self.weight), x_TD.device)
         if self.routing == "random":
             return self.passage.uniform(*drawn)
@@ -106,12 +107,12 @@ class Router(nn.Module):
 
     @property
     def tosses(self) -> bool:
-        """Noise is added to its scores, the same wherever the same token stands at a place."""
+        """True if noise is added to the scores, a function of token and position."""
         return self.routing == "tossed"
 
     @property
     def learns(self) -> bool:
-        """Its weights have a gradient in training; a random choice has none."""
+        """True if its weights have a gradient in training; a random choice has none."""
         return self.routing != "random"
 
     def extra_repr(self) -> str:
@@ -121,13 +122,13 @@ class Router(nn.Module):
 
 @lru_cache
 def _widths(petals: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept: of hundreds of petals it takes longer to make than a token's block does to route."""
+    """Return petal widths as a tensor, cached because making it takes longer than routing."""
     with torch.inference_mode(False):
         return torch.tensor(petals, device=device)
 
 
 def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
-    """Values of experts (T, R) repeated for their neurons (T, M); ones for the shared neurons.
+    """Repeat values of experts (T, R) for their neurons (T, M); ones for the shared neurons.
 
     >>> by_neuron(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 1, (1, 2))
     tensor([[1., 0., 1., 1.],
@@ -142,7 +143,7 @@ def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
 
 
 def thresholded(g_TR: Tensor, tau: float) -> Tensor:
-    """G, DSMoE Eq. 7: the gates above tau, zero elsewhere.
+    """Return G, DSMoE Eq. 7: the gates above tau, zero elsewhere.
 
     >>> thresholded(torch.tensor([[0.4, 0.5, 0.75]]), 0.5)
     tensor([[0.0000, 0.0000, 0.7500]])
@@ -151,7 +152,7 @@ def thresholded(g_TR: Tensor, tau: float) -> Tensor:
 
 
 def straight_through(value: Tensor, g: Tensor) -> Tensor:
-    """S, DSMoE Eq. 10: the value of G, the gradient of g.
+    """Return S, DSMoE Eq. 10: the value of G, the gradient of g.
 
     >>> g = torch.tensor([0.4, 0.75], requires_grad=True)
     >>> S = straight_through(thresholded(g, 0.5), g); S.sum().backward()
@@ -162,7 +163,8 @@ def straight_through(value: Tensor, g: Tensor) -> Tensor:
 
 
 def norm_scale(weights_TR: Tensor) -> Tensor:
-    """n / k, DSMoE Eq. 8: petals over a token's active ones (T, 1). No gradient; k = 0 counts as 1.
+    """Return n / k, DSMoE Eq. 8: petals over a token's active ones (T, 1). No gradient; k = 0
+    counts as 1.
 
     >>> norm_scale(torch.tensor([[0.6, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.0]])).tolist()
     [[2.0], [4.0]]
@@ -172,11 +174,12 @@ def norm_scale(weights_TR: Tensor) -> Tensor:
 
 
 class ThresholdRouter(nn.Module):
-    """A sigmoid gate a petal; a token runs the petals whose gate is above tau (DSMoE Eq. 7).
+    """Router with one sigmoid gate per petal; a token runs petals with a gate above tau (DSMoE Eq.
+    7).
 
     Args:
-        through: in training, gates below tau get gradients too (Eqs. 10, 11).
-        piecewise: in training, gates below tau are zero; False is the ablation of Eq. 20.
+        through: True if gates below tau get gradients too in training (Eqs. 10, 11).
+        piecewise: True if gates below tau are zero in training; False is the ablation of Eq. 20.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class ThresholdRouter(nn.Module):
         self.tau, self.through, self.piecewise = tau, through, piecewise
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """G(g), or S(g) in training: of equal value (T, R)."""
+        """Return G(g), or S(g) of the same value in training (T, R)."""
         g_TR = _logits(self.weight, x_TD).sigmoid()
         if self.training and not self.piecewise:
             return g_TR
@@ -207,7 +210,7 @@ class ThresholdRouter(nn.Module):
 
 
 class SoftmaxRouter(nn.Module):
-    """A fixed number of petals, weighed by a softmax over their logits (LLaMA-MoE).
+    """Router of a fixed number of petals, weighed by a softmax over their logits (LLaMA-MoE).
 
     Args:
         scale: the sum of a token's weights; 1 in LLaMA-MoE.
@@ -219,14 +222,14 @@ class SoftmaxRouter(nn.Module):
         self.top_k, self.scale = top_k, scale
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """The weights (T, R)."""
+        """Return the weights (T, R)."""
         logits_TR = _logits(self.weight, x_TD)
         top_TK, chosen_TK = logits_TR.topk(self.top_k, dim=-1)
         weights_TK = self.scale * top_TK.softmax(-1)
         return torch.zeros_like(logits_TR).scatter(-1, chosen_TK, weights_TK)
 
     def probabilities(self, x_TD: Tensor) -> Tensor:
-        """The softmax over all petals (T, R), which the load-balance loss is about."""
+        """Return the softmax over all petals (T, R), for the load-balance loss."""
         return _logits(self.weight, x_TD).softmax(-1)
 
     def extra_repr(self) -> str:
@@ -245,15 +248,15 @@ def make_router(
     gate: Values | None = None,
     passage: Passage | None = None,
 ) -> nn.Module:
-    """The router of that name, its weights not set.
+    """Return a router by name, its weights not set.
 
     Args:
         hidden_size: D.
         experts: petals R.
         top_k: petals a token runs.
-        routing: the name.
-        gate: options of one that weighs.
-        passage: the tokens that run, for one that draws.
+        routing: its name.
+        gate: options of a router that weighs.
+        passage: the tokens that run, for a router that uses random numbers.
     """
     if routing in WEIGHING:
         return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))

@@ -1,14 +1,14 @@
-"""Architectures of transformers that hold a carved model: one table entry each.
+"""Architectures of transformers that can hold a carved model: one table entry each.
 
 A carved layer is a backbone that every token runs and petals of which it runs one, with weight one
 (MoRE, Eq. 12). A target holds it as a shared expert and routed experts: the softmax over a single
-chosen logit is one. All layers have one size there; what a
-layer has not is filled up with zeros, which changes no value and costs time and memory.
+chosen logit is one. All layers have one size there; smaller ones are padded with zeros, which
+changes no value and costs time and memory.
 
-Of several petals each has weight one, and native routers give weights that sum to one: about 1 / k
-each where the logits are small, so they are made small and down projections k times as large. The
-weights are then within :data:`SMALL` of one: nearly exact. Much smaller logits would make weights
-more even, and would be lost in rounding by engines that compare probabilities.
+If a token runs k petals, each has weight one, while native routers give weights that sum to one:
+about 1 / k each if the logits are small. So logits are made small and down projections k times as
+large: weights are then within :data:`SMALL` of one, nearly exact. With much smaller logits weights
+would be more even, but engines that compare probabilities could not tell them apart.
 
 Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
@@ -32,14 +32,14 @@ from moesaic.plans.base import Header
 from moesaic.types import JSON, Config
 
 SMALL = 2.0**-6
-"""No logit of a router that chooses several petals is beyond it; most are far below."""
+"""Largest logit of a router that chooses several petals; most are far below."""
 
 Tensors = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that one config gives to all layers."""
+    """Sizes that one config gives to all layers."""
 
     shared: int
     """Neurons that every token runs."""
@@ -56,22 +56,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layer:
-    """One FFN, as a target is to hold it."""
+    """Carved FFN that a target is to hold."""
 
     ffn: DenseFFN
-    """In carved order."""
+    """FFN in carved order."""
     backbone: int
     petals: tuple[int, ...]
     router_RD: Tensor | None
     norm_D: Tensor
-    """The weight of the norm before the FFN."""
+    """Weight of the norm before the FFN."""
 
     def shared(self, sizes: Sizes) -> DenseFFN:
-        """The backbone, filled up to S neurons."""
+        """Return the backbone, padded to S neurons."""
         return filled(self.ffn.neurons(0, self.backbone), sizes.shared)
 
     def experts(self, sizes: Sizes) -> list[DenseFFN]:
-        """The petals, filled up to P neurons, and to E by repeating the first.
+        """Return the petals, padded to P neurons, and to E petals by repeating the first.
 
         Whichever of a petal and its repetition is chosen, the output is the same.
         """
@@ -81,8 +81,8 @@ class Layer:
         return real + real[:1] * (sizes.experts - len(real))
 
     def router(self, sizes: Sizes) -> Tensor:
-        """One row an expert (E, D), float32, scaled so that no logit is beyond :data:`SMALL` where
-        a token runs several."""
+        """Return one row per expert (E, D), float32, scaled so that no logit exceeds :data:`SMALL`
+        if a token runs several."""
         if self.router_RD is None:
             return torch.zeros(sizes.experts, self.ffn.up_MD.shape[1])
         missing = sizes.experts - len(self.petals)
@@ -95,12 +95,12 @@ class Layer:
 
 
 def backbone_of(header: Header | None, width: int) -> int:
-    """Neurons that every token runs: all of them where nothing was carved."""
+    """Return the neurons that every token runs: all of them if the layer was not carved."""
     return width if header is None else header["backbone"]
 
 
 def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
-    """The sizes that all layers fit in."""
+    """Return the smallest sizes that all layers fit in."""
     carved = [header for header in headers if header is not None]
     petals = [p for header in carved for p in header["petals"]]
     return Sizes(
@@ -111,7 +111,7 @@ def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
     )
 
 
-# --- what the targets make of a layer ------------------------------------------------------------
+# --- tensors by target ---------------------------------------------------------------------------
 
 
 def _both(ffn: DenseFFN) -> Tensor:
@@ -120,7 +120,7 @@ def _both(ffn: DenseFFN) -> Tensor:
 
 
 def _granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
-    """GraniteMoeShared: gate and up in one matrix, all experts in one tensor."""
+    """Yield GraniteMoeShared's tensors: gate and up in one matrix, all experts in one tensor."""
     block, experts = f"{prefix}block_sparse_moe.", layer.experts(sizes)
     if sizes.shared:
         shared = layer.shared(sizes)
@@ -132,7 +132,7 @@ def _granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
 
 
 def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
-    """The power of two that keeps |logits| <= limit for every output of an RMSNorm.
+    """Return the power of two that keeps |logits| <= limit for every output of an RMSNorm.
 
     Its output is norm * u with |u| <= sqrt(D). A power of two changes no comparison.
     """
@@ -141,7 +141,7 @@ def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
 
 
 def _mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
-    """Mixtral: experts only; w1 is the gate, w3 up, w2 down."""
+    """Yield Mixtral's tensors: experts only; w1 is the gate, w3 up, w2 down."""
     block = f"{prefix}block_sparse_moe."
     for e, expert in enumerate(layer.experts(sizes)):
         assert expert.gate_MD is not None
@@ -156,16 +156,16 @@ def _mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
 
 @dataclass(frozen=True)
 class Target:
-    """One architecture that can hold carved layers."""
+    """Architecture that can hold carved layers."""
 
     model_type: str
     bases: Collection[str]
     """Dense architectures whose attention, norms and embeddings it has under the same names."""
     settings: Callable[[Config, Sizes], JSON]
-    """Its own config attributes, from the base's config."""
+    """Function that returns its own config attributes, from the base's config."""
     tensors: Callable[[str, Layer, Sizes], Tensors]
     lacks: Callable[[Config, Sizes], str | None]
-    """The part of the base's config or of the sizes that it cannot hold; None if it holds all."""
+    """Function that returns the part of the config or sizes that it cannot hold, or None."""
 
 
 def _granite_settings(config: Config, sizes: Sizes) -> JSON:
@@ -197,7 +197,7 @@ def _mixtral_settings(config: Config, sizes: Sizes) -> JSON:
 
 
 def windowed(config: Config) -> bool:
-    """Whether attention does not reach back to the first token."""
+    """Return True if attention does not reach back to the first token."""
     window = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True)
     return bool(used and window and window < config.max_position_embeddings)
@@ -229,4 +229,4 @@ TARGETS: tuple[Target, ...] = (
         lacks=_granite_lacks,
     ),
 )
-"""In order of preference where equally many neurons are active."""
+"""Targets in order of preference if equally many neurons are active."""

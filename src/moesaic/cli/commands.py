@@ -1,20 +1,19 @@
-"""What the commands share: how they are registered, and how they show what came of a run."""
+"""Commands and their help, and how the outcome of a run is shown."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+import click
 
-from moesaic.cli.options import Option, Value, in_flags
+from moesaic import __version__
+from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option
 from moesaic.errors import MoesaicError, bounded, meant
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
@@ -24,193 +23,186 @@ from moesaic.types import JSON, Values
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from typer._click import Command, Context, HelpFormatter
-
-    from moesaic.record import Record
-
-HELP, ALL = ["-h", "--help"], "--help-all"
-RUNS = ("dry_run", "overwrite", "resume", "push", "as_json")
-"""Options of every verb that are about the run; a brief help names them in a line."""
-LAST = (*RUNS, "evaluate")
-"""Parameters of a command that follow the options made from dataclasses; its others lead."""
-
-GUIDE = "guide"
-"""The command behind ``moesaic MODEL``, without a verb."""
 
 
-class Guided(TyperGroup):
+ALL = "--help-all"
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "token_normalize_func": lambda name: name.replace("_", "-"),  # fields may be written as such
+}
+
+
+class Command(click.Command):
+    """A command whose help is brief, unless ``--help-all`` asks for every option."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., None],
+        example: str,
+        params: Sequence[click.Parameter],
+        help: str = "",
+    ) -> None:
+        def callback(**values: Any) -> None:
+            ours = {p.name for p in self.params if isinstance(p, Option) and p.of_field}
+            given = {k: v for k, v in values.items() if k not in ours or v not in (None, ())}
+            try:
+                run(**given)
+            except MoesaicError as error:
+                named = {str(value) for value in given.values()}  # a folder may be called data
+                raise MoesaicError(self.in_flags(str(error), named)) from error
+            except (KeyboardInterrupt, EOFError):
+                made = given.get("out") or given.get("stats")
+                interrupted(made if "resume" in given else None)
+
+        self.example, words = example, help or run.__doc__ or ""
+        super().__init__(
+            name,
+            callback=callback,
+            params=[*params],
+            help=words,
+            short_help=re.split(r"[;:.](?!\w)", words)[0],
+            context_settings={**SETTINGS},
+        )
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)[1:]
+        return [*(piece for piece in pieces if piece != self.name), "[OPTIONS]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        hidden = all(getattr(p, "group", OWN) != COMMON for p in self.params)  # it shows no more
+        show = Option(
+            ALL, "Print this with every option.", is_flag=True, is_eager=True, hidden=hidden,
+            expose_value=False, callback=_print_all,
+        )  # fmt: skip
+        self.params = [*(p for p in self.params if ALL not in p.opts), show]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise MoesaicError(self.unknown(error.option_name)) from None
+
+    def in_flags(self, message: str, values: Collection[str]) -> str:
+        """Return a message of the library, which may begin with a field's name, with its flag."""
+        first = re.split(r"[ :,;=]", message, maxsplit=1)[0]
+        flags = {p.name: p.opts[0] for p in self.params if isinstance(p, click.Option)}
+        known = first in flags and first not in values
+        return f"{flags[first]}{message[len(first) :]}" if known else message
+
+    def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
+        """Return a message that there is no such option; ``others`` may have been meant, too."""
+        flags = [flag for p in self.params for flag in (*p.opts, *p.secondary_opts)]
+        return f"No such option of {self.name}: {flag}.{meant(flag, [*flags, *others])}"
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        arguments = [(str(p.metavar), p.words) for p in self.params if isinstance(p, Argument)]
+        if arguments:
+            formatter.write_paragraph()
+            formatter.write_dl(arguments)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record:
+                groups.setdefault(getattr(param, "group", OWN), []).append(record)
+        brief = COMMON in groups and not ctx.meta.get(ALL)
+        for group, records in groups.items():
+            if group == OWN or not brief:
+                with formatter.section(self.titles().get(group, group)):
+                    formatter.write_dl(records)
+        sentences = self.remarks(ctx)
+        if brief:
+            flags = [
+                re.split(r"[ ,/]", record[0])[0] for n in (COMMON, RUN) for record in groups[n]
+            ]
+            sentences.insert(0, f"Also: {', '.join(flags)} (see {ALL}).")
+        for sentence in [*sentences, f"Example: {self.example}"]:
+            formatter.write_paragraph()
+            formatter.write_text(sentence)
+
+    def titles(self) -> dict[str, str]:
+        """Return other titles of groups."""
+        return {}
+
+    def remarks(self, ctx: click.Context) -> list[str]:
+        """Return sentences that follow the options."""
+        return []
+
+
+def _print_all(ctx: click.Context, _: object, value: bool) -> None:
+    if value:
+        ctx.meta[ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+class Guided(click.Group):
     """Commands; a model in a command's place is looked at, and asked about."""
 
+    guide: Command
+
     def resolve_command(
-        self, ctx: Context, args: list[str]
-    ) -> tuple[str | None, Command | None, list[str]]:
-        """The command that words are of, its name, and its own words."""
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that words are of, its name, and its own words."""
         word = args[0]
         if word == "help":
             named = [name for name in args[1:2] if name in self.commands]
             if named:
                 return named[0], self.commands[named[0]], ["--help"]
-            typer.echo(ctx.get_help())
+            click.echo(ctx.get_help())
             ctx.exit()
         if word not in self.commands and names_model(word):
-            return GUIDE, self.commands[GUIDE], args
-        if word not in self.commands and not word.startswith("-"):
-            commands = [name for name, command in self.commands.items() if not command.hidden]
-            hint = meant(word, [*commands, *NAMES])
+            return "MODEL", self.guide, args
+        if word not in self.commands and not word.startswith("-") and not ctx.resilient_parsing:
             raise MoesaicError(
-                f"No such command: {word}.{hint} Commands: {', '.join(commands)} (moesaic --help "
-                f"describes them). Models by name: {MODELS}."
+                f"No such command: {word}.{meant(word, [*self.commands, *NAMES])} Commands: "
+                f"{', '.join(self.commands)} (moesaic --help describes them). Models by name: "
+                f"{MODELS}."
             )
         return super().resolve_command(ctx, args)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands]
 
-app = typer.Typer(
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["COMMAND|MODEL ..."]
+
+
+@click.group(
     cls=Guided,
-    help="Rebuild pretrained language models out of experts. `moesaic MODEL` asks what matters, "
-    "searches, and offers what to do with what it finds.",
-    epilog="Examples: moesaic tiny-moe, moesaic prune tiny-moe out --keep 6",
-    no_args_is_help=True,
-    context_settings={"help_option_names": HELP},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    invoke_without_command=True,
+    context_settings=SETTINGS,
+    epilog="Examples: moesaic tiny-moe, moesaic prune tiny-moe out --keep 6. Options of a command: "
+    "moesaic COMMAND --help.",
 )
+@click.version_option(__version__, message="%(version)s", help="Print the version.")
+@click.pass_context
+def app(ctx: click.Context) -> None:
+    """Make language models smaller: mixtures of experts and dense ones.
 
-
-class Brief(TyperCommand):
-    """A command whose help fits a screen: of one method, and without what all verbs share."""
-
-    options: ClassVar[Sequence[Option]] = ()
-    example: ClassVar[str] = ""
-
-    def get_help_option_names(self, ctx: Context) -> list[str]:
-        """Return them in their order, which click takes from a set."""
-        return sorted(super().get_help_option_names(ctx), key=ctx.help_option_names.index)
-
-    def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write the help of the method that ``--method`` names, else of the first one."""
-        arguments, by_name = sys.argv, {o.name: o for o in self.options}
-        methods = dict.fromkeys(m for o in self.options for m in o.methods)
-        named = [
-            m for m in methods if f"--method={m}" in arguments or m in _after("--method", arguments)
-        ]
-        method = next(iter(named or methods), "")
-        left_out: list[str] = []
-        shared: list[str] = []
-        brief = any(o.common for o in self.options) and ALL not in arguments
-        for parameter in self.params:
-            option = by_name.get(str(parameter.name))
-            if parameter.name in RUNS and isinstance(parameter, TyperOption):
-                parameter.hidden = brief
-                shared += parameter.opts if brief else []
-            if option is None or not isinstance(parameter, TyperOption):
-                continue
-            parameter.help = option.methods.get(method, option.help)
-            common = option.common and ALL not in arguments
-            seldom = option.hidden and (brief or not option.methods)
-            parameter.hidden = (
-                seldom or common or bool(option.methods and method not in option.methods)
-            )
-            left_out += [option.flag.split()[0].partition("/")[0]] if common else []
-        more = []
-        if left_out:
-            sentence = f"For text, measuring and device: {' '.join(left_out)}."
-            more.append(f"{sentence} For the run: {' '.join(shared)} (see {ALL}).")
-        if len(methods) > 1:
-            others = ", ".join(m for m in methods if m != method)
-            more.append(f"These are the options of {method}; of {others}: --method NAME --help.")
-        self.epilog = "\n\n".join([" ".join(more), f"Example: {self.example}"]).strip()
-        super().format_help(ctx, formatter)
-
-
-def _after(word: str, words: Sequence[str]) -> list[str]:
-    return [value for before, value in pairwise(words) if before == word]
+    `moesaic MODEL` says whether a model fits this machine, and finds a smaller one that does.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def register(
-    name: str,
-    run: Callable[..., None],
-    example: str,
-    options: Sequence[Option] = (),
-    seldom: Sequence[str] = (),
-    hidden: bool = False,
+    name: str, run: Callable[..., None], example: str, params: Sequence[click.Parameter]
 ) -> None:
-    """Make a command of a function.
+    """Add a command that a function carries out.
 
     Args:
         name: of the command.
-        run: its parameters and its docstring are the command's; ``**options`` takes the options,
-            those that were given.
+        run: takes the values of ``params`` by name; its docstring is the command's help.
         example: a command line that works.
-        options: options made from dataclasses, which follow the function's own parameters.
-        seldom: fields that ``-o`` takes.
-        hidden: it is not in the list of commands.
+        params: arguments and options.
     """
-    signature = inspect.signature(run, eval_str=True)
-    parameters = [
-        p.replace(kind=p.KEYWORD_ONLY)
-        for p in signature.parameters.values()
-        if p.kind is not p.VAR_KEYWORD
-    ]
-    arguments = [p for p in parameters if _is_argument(p)]
-    switches = [p for p in parameters if not _is_argument(p)]
-    flags = {p.name: _flag(p) for p in switches}
-    flags |= {field: f"-o {field}" for field in seldom}
-    flags |= {o.name: o.flag for o in options if not o.hidden}
-    by_name = {o.name: o for o in options}
-
-    def command(**values: Value) -> None:
-        parsed = {
-            key: by_name[key].read(value) if key in by_name else _expanded(value)
-            for key, value in values.items()
-            if key not in by_name or value is not None
-        }
-        try:
-            run(**parsed)
-        except MoesaicError as error:
-            raise MoesaicError(in_flags(str(error), flags)) from error
-        except (KeyboardInterrupt, EOFError):  # here, for typer says nothing of them
-            interrupted(parsed.get("out") or parsed.get("stats") if "resume" in parsed else None)
-
-    leading = [p for p in switches if p.name not in LAST]
-    following = [p for p in switches if p.name in LAST]
-    ordered = [*arguments, *leading, *(o.parameter for o in options), *following]
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
-    vars(command)["__signature__"] = signature.replace(parameters=ordered)
-    cls = type("Brief", (Brief,), {"options": options, "example": example})
-    names = [*HELP, ALL] if any(o.common for o in options) else HELP
-    app.command(
-        name,
-        cls=cls,
-        hidden=hidden,
-        short_help=re.split(r"[;:.](?!\w)", run.__doc__ or "")[0],
-        epilog=f"Example: {example}",
-        context_settings={"help_option_names": names},
-    )(command)
+    app.add_command(Command(name, run, example, params))
 
 
-def _expanded(value: Value) -> Value:
-    """A path that begins with ~, which shells leave alone behind =, in the user's folder."""
-    if isinstance(value, list):
-        return [_expanded(part) for part in value]
-    return value.expanduser() if isinstance(value, Path) else value
-
-
-def _info(parameter: inspect.Parameter) -> Value:
-    return parameter.annotation.__metadata__[0]
-
-
-def _is_argument(parameter: inspect.Parameter) -> bool:
-    return isinstance(_info(parameter), typer.models.ArgumentInfo)
-
-
-def _flag(parameter: inspect.Parameter) -> str:
-    info = _info(parameter)
-    names = [
-        str(one) for one in (info.default, *(info.param_decls or ()))
-    ]  # typer's first is there
-    return next(
-        (one for one in names if one.startswith("--")), f"--{parameter.name.replace('_', '-')}"
-    )
+# --- what is printed -----------------------------------------------------------------------------
 
 
 def emit(as_json: bool, data: object, view: object) -> None:
@@ -231,22 +223,11 @@ def pushed(folder: str, repo: str) -> dict[str, str]:
     """
     if not repo:
         return {}
-    from moesaic.bars import err_console
     from moesaic.sharing import push
 
     where = push(folder, repo)
-    err_console.print(f"Pushed to {where}")
+    print_notice(f"Pushed to {where}")
     return {"pushed": where}
-
-
-def show_page(file: Path) -> None:
-    """Open a page in the browser; without one say where it is."""
-    import webbrowser
-
-    from moesaic.bars import err_console
-
-    if not webbrowser.open(file.resolve().as_uri()):
-        err_console.print(f"No browser here. The page is {file.resolve()}")
 
 
 def carry_out(
@@ -258,30 +239,39 @@ def carry_out(
     push: str = "",
 ) -> None:
     """Run a recipe and show what came of it, or what would."""
+    for step in recipe.steps:
+        if step.idle:
+            raise MoesaicError(f"{step.idle}: give another value.")
     if push:
         check_repository(push)
+    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    print_start(recipe.model)
     if dry_run:
-        check_run(recipe, overwrite=overwrite, resume=resume)
-        _foretell(recipe, as_json)
+        _print_sizes(recipe, as_json)
         return
-    record = carried_out(recipe, overwrite, resume)
-    if record is None:  # another process wrote the result
-        return
-    from moesaic import report
-    from moesaic.bars import err_console
+    from moesaic import pipeline, report
+    from moesaic.bars import bars
+    from moesaic.estimates import foreseen
     from moesaic.report.numbers import memory
 
+    if unfinished(recipe.out).exists() and not (overwrite or resume):
+        with foreseen(recipe) as steps:  # what is wrong with the request is said first
+            if recipe.calibration.source:
+                _ = steps[0].job.tokens
+    try:
+        record = pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    except KeyboardInterrupt:
+        interrupted(recipe.out)
+    if record is None:  # another process wrote the result
+        return
     files = record.measured["files"]
     before, after = (memory(files[name]) for name in ("original", "result"))
-    place = f"Checkpoint in {recipe.out} ({before} -> {after})"
-    err_console.print(
-        f"{place}, report in {Path(recipe.out) / FOLDER / PAGE}", markup=False, soft_wrap=True
-    )
+    print_made(recipe.out, f" ({before} -> {after})")
     upload = pushed(recipe.out, push)
     emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
 
-def _foretell(recipe: Recipe, as_json: bool) -> None:
+def _print_sizes(recipe: Recipe, as_json: bool) -> None:
     """Show the sizes of a recipe's result."""
     from moesaic.estimates import estimate
     from moesaic.report.numbers import memory
@@ -296,41 +286,43 @@ def _foretell(recipe: Recipe, as_json: bool) -> None:
     emit(as_json, {"out": recipe.out, "estimate": figures}, view)
 
 
-def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
-    """Run a recipe; None in all processes but the first."""
-    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
-    print_start(recipe.model)
-    from moesaic import pipeline
-    from moesaic.bars import bars
-
-    if unfinished(recipe.out).exists() and not (overwrite or resume):
-        from moesaic.estimates import foreseen
-
-        with foreseen(recipe) as steps:  # what is wrong with the request is said first
-            if recipe.calibration.source:
-                _ = steps[0].job.tokens
-    try:
-        return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
-    except KeyboardInterrupt:
-        interrupted(recipe.out)
-
-
 def print_start(model: str) -> None:
-    """Print on a terminal that a model is read, before libraries take seconds to import."""
+    """Print that a model is read, before libraries take seconds to import."""
     if sys.stderr.isatty():
         sys.stderr.write(bounded(f"Reading {model} ...") + "\n")
         sys.stderr.flush()
 
 
-def print_notice(line: str) -> None:
-    """Print a line on stderr."""
+def print_notice(line: str, style: str = "") -> None:
+    """Print a line on stderr as it is, such as a path or a command: no line is broken."""
     from moesaic.bars import err_console
 
-    err_console.print(line, soft_wrap=True, markup=False, highlight=False)
+    err_console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_made(folder: str | Path, more: str = "") -> None:
+    """Print where a result and its page are, each on a line of its own."""
+    print_notice(f"Checkpoint in {folder}{more}")
+    print_notice(f"Report in {Path(folder) / FOLDER / PAGE}")
+
+
+def print_words(text: str, style: str = "") -> None:
+    """Print a text on stderr; a terminal's lines are broken between words alone."""
+    from rich.text import Text
+
+    from moesaic.bars import err_console
+
+    if sys.stderr.isatty():
+        lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)
+                 for line in text.splitlines()]  # fmt: skip
+        text = "\n".join(lines)
+    shown = Text(text, style)
+    shown.highlight_words(["Error:"], "bold red")
+    err_console.print(shown, soft_wrap=True)
 
 
 def interrupted(out: str | Path | None) -> NoReturn:
-    """Say that a command was interrupted, and what is kept of what it was to make."""
+    """Print that a command was interrupted, and what is kept of what it was to make."""
     message = "Interrupted."
     if out and (resumable(out) or searched(out).exists()):
         message += " What is finished is kept; --resume continues from it."
@@ -340,18 +332,13 @@ def interrupted(out: str | Path | None) -> NoReturn:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Say what is wrong on stderr and leave."""
-    from rich.text import Text
-
-    from moesaic.bars import err_console
-
-    text = Text.assemble(("Error:", "bold red"), " ", bounded(message))
-    err_console.print(text, soft_wrap=True)
+    """Print what is wrong on stderr and leave."""
+    print_words(f"{'' if code == 130 else 'Error: '}{bounded(message)}")
     sys.exit(code)
 
 
 def columns(figures: Mapping[str, Values]) -> Table:
-    """Figures as rows, models as columns; what has figures of its own has a row for each."""
+    """Return figures as rows, models as columns; what has figures of its own has a row for each."""
     from rich.table import Table
 
     figures = {name: dict(_flat(column)) for name, column in figures.items()}
@@ -374,7 +361,7 @@ def _flat(figures: Values, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def figure(value: object) -> str:
-    """A figure as a table shows it."""
+    """Return a figure as a table shows it."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -2,144 +2,223 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import click
 
-from moesaic.cli.commands import carry_out, emit, register
-from moesaic.cli.measure import place
-from moesaic.cli.options import (
-    DEVICE,
-    DTYPE,
-    PLACE,
-    TEXT,
-    AsJson,
-    DryRun,
-    Model,
-    Option,
-    Out,
-    Overwrite,
-    Push,
-    Resume,
-    Value,
-    of_methods,
-    option,
-    pairs,
-    taken,
-)
-from moesaic.config import Calibration, Evaluation, Verb, about
+from moesaic.cli import options as given
+from moesaic.cli.commands import ALL, Command, app, carry_out, emit, register
+from moesaic.config import Calibration, Evaluation, MethodConfig, Verb, about, flag_of
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
-from moesaic.io.outputs import STATISTICS, check_file
+from moesaic.io.outputs import STATISTICS, check_file, check_out
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, method_of, step_config
+from moesaic.recipe import Recipe, checked, load_recipe, method_of, step_config
+from moesaic.types import JSON, at_home
 
-SELDOM = tuple(field.name for field in fields(Evaluation) if about(field).seldom)
-
-
-def verb_options(verb: Verb) -> list[Option]:
-    """The options of a verb's command, most used first."""
-    methods = methods_of(verb.name)
-    names = TEXT if verb.calibrates else ()
-    calibration = [option(Calibration, name) for name in names]
-    method_options = of_methods(methods, {o.flag for o in calibration})
-    bundles: dict[str, list[str]] = {}
-    for method, config in methods.items():
-        for name in config.bundles:
-            bundles.setdefault(name, []).append(method)
-    first, rest = [], []
-    if len(methods) > 1:
-        default = next(iter(methods))
-        default += " with --recipe best" if "best" in methods[default].bundles else ""
-        help = f"{', '.join(methods)}. Default: {default}."
-        first.append(Option("method", "--method", str, help))
-    if bundles:
-        several = len(methods) > 1
-        named = (f"{n} ({', '.join(m)})" if several else n for n, m in bundles.items())
-        help = f"Options that belong together: {', '.join(named)}."
-        rest.append(Option("recipe", "--recipe", str, help, metavar="NAME"))
-    if verb.compares:
-        help = f"Also measure {verb.compares}. Repeatable."
-        rest.append(option(Evaluation, "compare", help=help))
-    rest.append(Option("option", "--option -o", list, "Any other, of --help-all.", "KEY=VALUE"))
-    if verb.observes:
-        rest.append(option(Calibration, "stats"))
-    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens", "baselines")]
-    common = [*calibration, *evaluation, DEVICE, DTYPE]
-    visible = [*first, *(o for o in method_options if not o.hidden), *rest]
-    visible += [replace(o, common=True) for o in common]
-    flags = {o.flag for o in visible}
-    seldom = [o for o in method_options if o.hidden and o.flag not in flags]
-    return [*visible, *seldom]
+TEXT = given.TEXT
+RUN = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
+MEASURED = ("data", "max_tokens", "compare", "baselines")
+"""The fields of Evaluation that verbs have as options; ``-o`` takes the others."""
 
 
-def command(verb: Verb) -> Callable[..., None]:
-    """The function behind a verb's command."""
-    methods = methods_of(verb.name)
-    text = (*TEXT, "stats") if verb.calibrates else ("stats",)
+class VerbCommand(Command):
+    """A verb's command: its method is chosen first, and that method's options are the command."""
+
+    def __init__(self, verb: Verb) -> None:
+        self.verb, self.methods = verb, methods_of(verb.name)
+        self.method, self.bundle = next(iter(self.methods)), JSON()
+        names = TEXT if verb.calibrates else ()
+        self.text = [given.option(Calibration, name, given.COMMON) for name in names]
+        self.flags_of_text = {flag for made in self.text for flag in made.opts}
+        super().__init__(verb.name, self.run, verb.example, self._params(), verb.help)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self.method = self._named(args)
+        self.params = self._params()
+        return super().parse_args(ctx, args)
+
+    @property
+    def config(self) -> type[MethodConfig]:
+        """The chosen method's config."""
+        return self.methods[self.method]
+
+    def _named(self, args: Sequence[str]) -> str:
+        """Return the method that arguments name, by ``--method`` or by its options."""
+        own = {field.name for config in self.methods.values() for field in fields(config)}
+        own |= {"method", "recipe"}
+        options: JSON = {}
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            flag, equals, value = word.partition("=")
+            name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            if flag in ("-o", "--option"):
+                options[(value if equals else following).partition("=")[0]] = ""
+            elif word.startswith("--") and flag not in self.flags_of_text:
+                options[name] = value if equals else following
+        named = {name: value for name, value in options.items() if name in own}
+        self.bundle = {}
+        try:
+            method = method_of(self.verb.name, named)
+        except MoesaicError:
+            if {"-h", "--help", ALL} & {*args}:
+                return next(iter(self.methods))
+            raise
+        if method not in self.methods:
+            step_config(self.verb.name, {"method": method})  # refused, with what was meant
+        bundles = self.methods[method].bundles
+        bundle = str(named.get("recipe", "" if "method" in named else "best"))
+        self.bundle = dict(bundles.get(bundle, {}))
+        return method
+
+    def _params(self) -> list[click.Parameter]:
+        """Return the command's parameters, those of its method first."""
+        verb, config = self.verb, self.config
+        own = [
+            given.option(
+                config, f.name, given.SELDOM if about(f).seldom else given.OWN, bundle=self.bundle
+            )
+            for f in fields(config)
+            if flag_of(f) not in self.flags_of_text
+        ]
+        if len(self.methods) > 1:
+            first = next(iter(self.methods))
+            best = " with --recipe best" if "best" in self.methods[first].bundles else ""
+            help = f"Default: {first}{best}."
+            own.append(given.Option("--method", help, metavar="|".join(self.methods)))
+        if config.bundles:
+            help = f"Options that belong together: {', '.join(config.bundles)}."
+            own.append(given.Option("--recipe", help, metavar="NAME"))
+        if verb.compares:
+            help = f"Also measure {verb.compares}. Repeatable."
+            own.append(given.option(Evaluation, "compare", help=help))
+        if verb.observes:
+            own.append(given.option(Calibration, "stats"))
+        help, shape = f"Any other option ({ALL} lists them). Repeatable.", "NAME=VALUE"
+        own.append(given.Option("option -o --option", help, metavar=shape, multiple=True))
+        measured = [given.option(Evaluation, n, given.COMMON) for n in MEASURED if n != "compare"]
+        help = "Measure result and original."
+        evaluate = given.Option("evaluate --eval/--no-eval", help, given.COMMON, default=True)
+        common = [*self.text, *measured, evaluate, given.DEVICE, given.DTYPE]
+        return [given.MODEL, given.OUT, *own, *common, given.DRY_RUN, *RUN]
+
+    def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        for method, config in self.methods.items():
+            if name in {field.name for field in fields(config)}:
+                return f"{flag} is an option of --method {method}, not of {self.method}."
+        others = (flag_of(f) for config in self.methods.values() for f in fields(config))
+        return super().unknown(flag, others)
+
+    def titles(self) -> dict[str, str]:
+        return {given.OWN: f"Options of --method {self.method}"} if len(self.methods) > 1 else {}
+
+    def remarks(self, ctx: click.Context) -> list[str]:
+        others = [name for name in self.methods if name != self.method]
+        sentences = []
+        if others:
+            sentences.append(
+                f"Options of {', '.join(others)}: moesaic {self.name} --method {others[0]} --help."
+            )
+        if ctx.meta.get(ALL):
+            names = [f.name for f in fields(Evaluation) if about(f).seldom]
+            sentences.append(f"-o also takes, for measuring: {', '.join(names)}.")
+        return sentences
 
     def run(
-        model: Model,
-        out: Out,
-        evaluate: Annotated[
-            bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
-        ] = True,
-        dry_run: DryRun = False,
-        overwrite: Overwrite = False,
-        resume: Resume = False,
-        push: Push = "",
-        as_json: AsJson = False,
-        **options: Value,
+        self,
+        model: str,
+        out: Path,
+        option: Sequence[str] = (),
+        method: str | None = None,
+        recipe: str | None = None,
+        evaluate: bool = True,
+        dry_run: bool = False,
+        overwrite: bool = False,
+        resume: bool = False,
+        push: str | None = None,
+        as_json: bool = False,
+        **options: Any,
     ) -> None:
-        extra = pairs(options.pop("option", None))
-        device, calibration = taken(options, PLACE), taken(options, text)
-        measured = taken(options, ("data", "max_tokens", "compare", "baselines"))
+        """Make the recipe that the arguments say, and carry it out."""
+        extra, own = given.pairs(option), {field.name for field in fields(self.config)}
+        device = given.taken(options, given.PLACE)
+        calibration = given.taken(options, (*TEXT, "stats") if self.verb.calibrates else ("stats",))
+        measured = given.taken(options, MEASURED)
         for name in options.keys() & extra.keys():  # without text, of which -o may mean a method's
             raise MoesaicError(f"{name} is given twice; give one value.")
-        if not verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
+        if not self.verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
             raise MoesaicError(
                 "data is what is measured: name what is trained on, too, with train=FILE, or "
                 "train=shipped for the text that ships."
             )
-        config = methods.get(method_of(verb.name, options))
-        config_fields = {field.name for field in fields(config)} if config else set()
-        measured |= taken(extra, (name for name in SELDOM if name not in config_fields))
+        seldom = [f.name for f in fields(Evaluation) if about(f).seldom and f.name not in own]
+        measured |= given.taken(extra, seldom)
         if measured and not evaluate:
-            raise MoesaicError(f"{next(iter(measured))} is for measuring: not with evaluate=False.")
-        if "seed" in calibration and "seed" in config_fields:
+            name = next(iter(measured)).replace("baselines", "baseline")
+            raise MoesaicError(f"--{name} is for measuring: not with --no-eval.")
+        if "seed" in calibration and "seed" in own:
             options["seed"] = calibration["seed"]
-        recipe = Recipe(
-            model=model,
-            out=str(out),
-            steps=(step_config(verb.name, {**options, **extra}),),
-            calibration=checked(Calibration, calibration, ""),
-            evaluation=checked(Evaluation, measured, "") if evaluate else None,
-            **device,
-        )
-        carry_out(recipe, overwrite, resume, as_json, dry_run, push)
+        named = {"method": method, "recipe": recipe}
+        options |= {key: value for key, value in named.items() if value is not None}
+        carry_out(
+            Recipe(
+                model=model,
+                out=str(out),
+                steps=(step_config(self.verb.name, {**options, **extra}),),
+                calibration=checked(Calibration, calibration, ""),
+                evaluation=checked(Evaluation, measured, "") if evaluate else None,
+                **device,
+            ),
+            overwrite, resume, as_json, dry_run, push or "",
+        )  # fmt: skip
 
-    run.__name__, run.__doc__ = verb.name, verb.help
-    return run
+
+# --- recipes, plans, statistics ------------------------------------------------------------------
 
 
-# --- observe -------------------------------------------------------------------------------------
+def run(
+    recipe: Path,
+    overrides: Sequence[str],
+    dry_run: bool,
+    overwrite: bool,
+    resume: bool,
+    push: str | None,
+    as_json: bool,
+) -> None:
+    """Carry out a recipe, one complete run."""
+    loaded = load_recipe(recipe, overrides)
+    carry_out(loaded, overwrite, resume, as_json, dry_run, push or "")
+
+
+def apply(places: Sequence[str], overwrite: bool, as_json: bool) -> None:
+    """Rebuild a result from its base and its plan."""
+    if not 2 <= len(places) <= 3:
+        raise MoesaicError(f"apply takes [BASE] PLAN OUT; got {len(places)} of them.")
+    *bases, plan, out = map(at_home, places)
+    for base in bases:
+        check_name(base)
+    check_out(Path(out), overwrite, [*bases, plan])
+    if not Path(plan).exists():
+        raise MoesaicError(f"No plan at {plan}.")
+    from moesaic import pipeline
+
+    pipeline.apply(bases[0] if bases else "", plan, out, overwrite)
+    emit(as_json, {"out": out}, f"Checkpoint in {out}")
 
 
 def observe(
-    model: Model,
-    stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
-    **options: Value,
+    model: str, stats: Path, overwrite: bool, resume: bool, as_json: bool, **options: Any
 ) -> None:
-    """Observe a model once; prune, slim and skip then decide in seconds with --stats."""
+    """Take statistics of a model once; prune, slim and skip then decide in seconds with --stats."""
+    from moesaic.cli.measure import place
+
     check_file(stats, STATISTICS, overwrite, [model])
     check_name(model)
-    where, gram = place(taken(options, PLACE)), taken(options, ("gram_mb",))
+    where = place(options)
+    gram = given.taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
     from moesaic import api
     from moesaic.bars import bars
@@ -164,15 +243,38 @@ def observe(
 
 
 def commands() -> None:
-    """Make the commands of all verbs, and of observe."""
+    """Make the commands of all verbs, and of recipes, plans and statistics."""
     for name in VERBS:
-        verb, options = VERBS[name], verb_options(VERBS[name])
-        field_names = [
-            field.name for config in methods_of(name).values() for field in fields(config)
-        ]
-        run = command(verb)
-        register(name, run, verb.example, options, [*SELDOM, *field_names])
+        app.add_command(VerbCommand(VERBS[name]))
+    recipe = given.Argument("recipe", "A recipe.", "RECIPE.yaml", type=given.PATH)
+    overrides = given.Argument(
+        "overrides", "Fields to change, such as steps.0.prune.keep=4.", "[NAME=VALUE]...", nargs=-1,
+        required=False,
+    )  # fmt: skip
+    example = "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"
+    register("run", run, example, [recipe, overrides, given.DRY_RUN, *RUN])
+    words = "A model (default: the plan's), a result's folder or its plan.json, the folder to make."
+    places = given.Argument("places", words, "[BASE] PLAN OUT", nargs=-1, required=True)
+    register(
+        "apply",
+        apply,
+        "moesaic apply smollm2 out rebuilt",
+        [places, given.OVERWRITE, given.AS_JSON],
+    )
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
-    text = [option(Calibration, name) for name in TEXT]
-    options = [*text, Option("gram_mb", "--gram-mb", int, help), DEVICE, DTYPE]
-    register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", options)
+    stats = given.Argument("stats", "The file to make.", type=given.PATH)
+    text = [given.option(Calibration, name) for name in TEXT]
+    gram = given.Option("--gram-mb", help, given.COMMON, metavar="N", type=given.Number(int))
+    gram.of_field = True
+    params = [
+        given.MODEL,
+        stats,
+        *text,
+        gram,
+        given.DEVICE,
+        given.DTYPE,
+        given.OVERWRITE,
+        given.RESUME,
+        given.AS_JSON,
+    ]
+    register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", params)

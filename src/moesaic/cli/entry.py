@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Annotated
 
-import typer
+import click
 import wrapt
 
-from moesaic import __version__
 from moesaic.cli import conversions, fitting, guide, measure, results
 from moesaic.cli.commands import app, fail, interrupted
 from moesaic.errors import MoesaicError, bounded
@@ -35,15 +33,6 @@ for group in (conversions, fitting, measure, results, guide):
     group.commands()
 
 
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
 @contextmanager
 def explained() -> Iterator[None]:
     """Turn exceptions into one message and an exit code: 2 the request, 1 ourselves."""
@@ -55,6 +44,10 @@ def explained() -> Iterator[None]:
 
             tell_others(str(error))
         fail(str(error), 2)
+    except click.Abort:
+        interrupted(None)
+    except click.ClickException as error:
+        fail(error.format_message(), 2)
     except BrokenPipeError:
         sys.exit(1)
     except KeyboardInterrupt:
@@ -88,12 +81,12 @@ def explained() -> Iterator[None]:
 
 
 def _several() -> bool:
-    """This process is one of several."""
+    """True if this process is one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether an error, or one behind it, says that the disk is full."""
+    """True if an error, or one that caused it, says that the disk is full."""
     messages = (*map(os.strerror, FULL), TORCH)
     return any(
         (isinstance(one, OSError) and one.errno in FULL) or any(m in str(one) for m in messages)
@@ -102,7 +95,7 @@ def disk_full(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those behind it."""
+    """Yield an error and those that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -124,13 +117,13 @@ def quiet_libraries() -> None:
 
 
 def _spare_stdout() -> None:
-    """Put a question mark for what stdout's encoding lacks: a whole run may be behind the line."""
+    """Let stdout put a question mark for what its encoding lacks, instead of ending a run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 class _Printable(logging.Formatter):
-    """Warnings name what strangers' files hold, as errors do."""
+    """Warnings, printable: they name what strangers' files hold, as errors do."""
 
     def format(self, record: logging.LogRecord) -> str:
         return bounded(super().format(record))
@@ -160,4 +153,4 @@ def main() -> None:
             from moesaic.distributed import join_processes
 
             join_processes()
-        app()
+        sys.exit(app(standalone_mode=False))

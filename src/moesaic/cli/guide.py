@@ -1,44 +1,26 @@
-"""``moesaic MODEL``, without a verb: what it is, a search, and what to do with what it finds."""
+"""``moesaic MODEL``, without a verb: whether it fits, a search, and what is made of it."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-import typer
-
-from moesaic.cli.commands import (
-    GUIDE,
-    app,
-    emit,
-    fail,
-    print_notice,
-    pushed,
-    register,
-    show_page,
-)
+from moesaic.cli import commands as shared
+from moesaic.cli import options as given
+from moesaic.cli.commands import print_notice, print_words
 from moesaic.cli.fitting import search_options, search_recipe
-from moesaic.cli.options import (
-    AsJson,
-    Model,
-    Overwrite,
-    Resume,
-    Value,
-    flag_of,
-)
-from moesaic.config import ROUNDED, Calibration, MethodConfig, about
+from moesaic.config import ROUNDED, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
-from moesaic.io.layout import FOLDER, PAGE
-from moesaic.io.outputs import discard, output_lock
-from moesaic.methods import methods_of
-from moesaic.recipe import Recipe, check_anew, check_run, checked
+from moesaic.io.headers import mapping_of
+from moesaic.io.outputs import discard, output_lock, searched
+from moesaic.recipe import Recipe, check_anew, check_run, checked, command_of
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
@@ -49,280 +31,267 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 SHARES = (0.8, 0.65, 0.5)
-"""Shares of the original that are tried beside a budget."""
-LOSS = 0.05
-"""The rise of perplexity that a result may have where nobody said anything."""
+"""Shares of the original's bytes that are tried, beside a budget."""
+MAX_KL = 0.05
+"""The KL that a result may have where nobody said anything: hardly noticed."""
 ROOM = 0.8
 """The share of the free memory that weights may take: running them takes the rest."""
-GOALS = ("fits in memory", "smallest within a loss", "fastest")
+QUANTISED = tuple(type for type in ROUNDED if type in get_args(GgufType))
+"""Types that the original is measured in, and that it can be written in."""
+GOAL = "goal.json"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What matters, and the budgets that are tried for it."""
+    """Bytes that the weights may take, or the KL that a result may have."""
 
-    kind: str
-    """One of :data:`GOALS`."""
-    budgets: tuple[FitConfig, ...]
-    limit: float
-    """Bytes, or the rise of perplexity."""
+    memory: int | None = None
+    max_kl: float | None = None
+
+    def __str__(self) -> str:
+        return in_unit(self.memory) if self.memory else f"a KL of at most {self.max_kl:g}"
+
+    def budgets(self, size: int, native: bool = False) -> list[FitConfig]:
+        """Return the budgets to try, falling, for a model of ``size`` bytes."""
+        sizes = [share * size for share in SHARES]
+        if self.memory:
+            sizes = [self.memory, *(s for s in sizes if s < 0.95 * self.memory)]
+        return [FitConfig(memory=int(s), native=native, confirm=1) for s in sizes]
+
+    def best(self, points: Sequence[Point]) -> Point | None:
+        """Return the point that meets it best; None where none does."""
+        if self.memory:
+            fitting = [point for point in points if point.memory <= self.memory]
+            return min(fitting, key=lambda point: point.kl, default=None)
+        near = [point for point in points if point.kl <= (self.max_kl or 0.0)]
+        return min(near, key=lambda point: point.memory, default=None)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A result that can be had, with its figures on evaluation text."""
+
+    form: str
+    memory: int
+    figures: JSON
+    candidate: Candidate | None = None
+    """None of the original quantised alone."""
+    type: str = ""
+    """The GGUF type of the latter."""
 
     @property
-    def size(self) -> str:
-        """What is to become smaller."""
-        return "active_parameters" if self.kind == GOALS[2] else "memory"
+    def kl(self) -> float:
+        """Nats a token."""
+        return float(self.figures["kl"])
 
-    def best(self, points: Sequence[Candidate]) -> int:
-        """The number of the point that meets the goal best, from 1; 0 where none does."""
-        from moesaic.fitting.candidates import plainest
+    @property
+    def native(self) -> bool:
+        """True of a checkpoint that engines load as it is."""
+        return self.candidate is not None and self.candidate.weight.native
 
-        if self.kind == GOALS[0]:
-            best = plainest(c for c in points if c.weight.memory <= self.limit)
-        else:
-            within = (c for c in points if c.loss <= self.limit)
-            best = min(within, key=lambda c: getattr(c.weight, self.size), default=None)
-        return 0 if best is None else points.index(best) + 1
+    def as_json(self) -> JSON:
+        """Return form, bytes and figures; of a candidate its steps, too."""
+        found = self.candidate.as_json() if self.candidate else {"form": self.form}
+        return {**found, "memory": self.memory, **self.figures}
 
 
 def guide(
-    model: Model,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="The folder to make. Default: MODEL-smaller."),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing: save the best that fits.")
-    ] = False,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
-    **options: Value,
+    model: str,
+    out: Path | None,
+    yes: bool,
+    overwrite: bool,
+    resume: bool,
+    as_json: bool,
+    max_kl: float | None,
+    **options: Any,
 ) -> None:
-    """Look at a model and this machine, search, show what is possible, and save what you pick."""
+    """Print whether a model fits this machine, find a smaller one, and save what you choose."""
     name = Path(model).expanduser().resolve().name.removesuffix(".gguf")
-    folder = out or Path(f"{name}-smaller")
-    recipe = search_recipe(model, folder, options, baselines=ROUNDED)
-    native = bool(options.pop("native", False))
-    config = checked(FitConfig, options, "") if options else None
-    if config is not None and config.memory is not None and config.max_loss is not None:
-        raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
+    recipe = search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=ROUNDED)
+    config = checked(FitConfig, {"memory": 1, **options}, "")
+    asked_for = Goal(config.memory if "memory" in options else None, max_kl)
+    if asked_for.memory and max_kl is not None:
+        raise MoesaicError("memory and max_kl are two goals: give one.")
+    if max_kl is not None and not max_kl > 0:
+        raise MoesaicError(f"max_kl {max_kl:g} must be above 0.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     check_anew(recipe, overwrite=overwrite, resume=resume)
+    shared.print_start(model)
+    from moesaic import report
     from moesaic.bars import bars, err_console
     from moesaic.fitting.run import opened
 
     ask = not yes and not as_json and sys.stdin.isatty()
-    situation = look(recipe)
-    for line in situation.lines:
-        err_console.print(line, markup=False, highlight=False)
-    goal = _goal(situation, config, native, ask)
-    asks_again = partial(_goal, situation, None, native, ask) if ask and config is None else None
-    with output_lock(folder):
-        search = opened(
-            recipe,
-            goal.budgets[0],
-            overwrite=overwrite,
-            resume=resume,
-            track=bars,
-            tell=print_notice,
-        )
-        goal, points = explored(search, goal, asks_again)
-        rounding = search.trials.baselines() if goal.size == "memory" else []
-    err_console.print(drawn(points, rounding, situation))
-    if advice := better_rounded(points, rounding):
-        err_console.print(advice)
-    chosen = goal.best(points)
-    if not chosen and config is not None and not ask:
+    machine = look(recipe)
+    if (goal := _goal(machine, asked_for, searched(recipe.out), resume, ask)) is None:
+        return
+    again = {"overwrite": overwrite, "resume": resume}
+    with output_lock(Path(recipe.out)):
+        budgets = goal.budgets(machine["weight_bytes"], config.native)
+        search = opened(recipe, budgets[0], **again, track=bars, tell=print_notice)
+        (search.work / GOAL).write_text(json.dumps(asdict(goal)), "utf-8")
+        try:
+            points = measured(search, found(search, goal, budgets, machine["weight_bytes"]))
+        except MoesaicError:
+            discard(search.work)
+            raise
+        except KeyboardInterrupt:
+            _stopped()
+    err_console.print(drawn(points, machine["weight_bytes"]))
+    choice = [p for p in points if p.candidate or (ask and _writes_gguf(search))]
+    chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
+    if chosen is None and max_kl is not None and not ask:
         discard(search.work)
-        least = min(c.loss for c in points)
-        raise MoesaicError(
-            f"max_loss {goal.limit:g} is out of reach: the best of these loses {least:.2g}."
-        )
-    if not chosen:
-        err_console.print(f"None loses as little as {goal.limit:.0%}; 1 loses least.")
-        chosen = 1
-    session = Session(search, points, rounding, recipe.out, overwrite, resume)
+        raise MoesaicError(f"max_kl {max_kl:g} is out of reach: the least is {least.kl:.2g}.")
+    if chosen is None:
+        print_words(f"None of these is within {goal}; the one of least KL comes nearest.")
+    chosen = chosen or least
     if ask:
         try:
-            session.menu(chosen)
+            _choose(search, points, choice, chosen, again)
         except (KeyboardInterrupt, EOFError):
-            if not search.work.exists():  # what it had tried went when a point was saved
+            if not search.work.exists():  # removed when a point was saved
                 raise
             _stopped()
         return
-    record = session.save(chosen, folder)
-    from moesaic import report
-
-    emit(
-        as_json,
-        {
-            "machine": situation.machine,
-            "frontier": [one.as_json() for one in points],
-            "rounding": rounding,
-            **record.output(),
-        },
-        report.terminal(record),
-    )
-
-
-def explored(
-    search: Search, goal: Goal, asks_again: Callable[[], Goal] | None
-) -> tuple[Goal, list[Candidate]]:
-    """What a search finds for a goal, and the goal, which is asked for again where it cannot be.
-
-    Args:
-        search: of the model.
-        goal: what matters.
-        asks_again: asks what matters; None where nobody is asked.
-
-    Raises:
-        MoesaicError: nothing meets it.
-    """
-    from moesaic.bars import err_console
-
-    while True:
-        try:
-            search.config = goal.budgets[0]
-            return goal, search.frontier(goal.budgets)
-        except MoesaicError as error:
-            message = str(error)
-            if goal.kind != GOALS[0] and "out of reach" in message:  # nobody asked for that number
-                message = f"This looks for at least {1 - SHARES[0]:.0%} less, but {message}"
-            if asks_again is None:
-                discard(search.work)
-                raise MoesaicError(message) from error
-            err_console.print(f"Not possible: {message}", style="yellow")
-            goal = asks_again()
-        except KeyboardInterrupt:
-            _stopped()
+    for better in (p for p in points if p.type and p.memory <= chosen.memory and p.kl < chosen.kl):
+        command = _export(model, f"{name}-{better.type}.gguf", better.type)
+        print_words(f"{better.type} alone is no larger, at less KL: {command}")
+        break
+    record = save(search, points, chosen, again)
+    frontier, rounding = ([p.as_json() for p in points if bool(p.type) is b] for b in (False, True))
+    found_json = {"machine": machine, "frontier": frontier, "rounding": rounding}
+    shared.emit(as_json, {**found_json, **record.output()}, report.terminal(record))
 
 
 def _stopped() -> NoReturn:
-    """Say how a search that was interrupted goes on."""
+    """Print how a search that was interrupted goes on."""
     again = shlex.join(["moesaic", *sys.argv[1:]])
     resumed = again if "--resume" in again else f"{again} --resume"
-    fail(f"Interrupted; nothing was saved. To go on: {resumed}", 130)
+    shared.fail(f"Interrupted; nothing was saved. To go on:\n{resumed}", 130)
+
+
+def asked(what: str, default: str, choices: Sequence[str] = ()) -> str:
+    """Ask a question, and return the answer."""
+    from rich.prompt import Prompt
+
+    from moesaic.bars import err_console
+
+    return Prompt.ask(what, default=default, choices=[*choices] or None, console=err_console)
 
 
 # --- what there is -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Situation:
-    """A model on a machine."""
-
-    lines: tuple[str, ...]
-    """In words."""
-    bytes: int
-    """Of the model's weights."""
-    active: int
-    """Parameters that a token uses."""
-    free: int
-    """Bytes of memory that nothing holds."""
-    machine: JSON
-
-
-def look(recipe: Recipe) -> Situation:
-    """Read the model's headers and ask the machine."""
-    import torch
-
+def look(recipe: Recipe) -> JSON:
+    """Print what a model is and whether it fits this machine, of which the facts are returned."""
     from moesaic.config import parse_dtype
     from moesaic.estimates import Built
     from moesaic.io.source import resolve
     from moesaic.metrics.machine import environment, free_bytes
     from moesaic.report.numbers import count, memory
 
-    source = resolve(recipe.model)
-    built = Built(source.config, parse_dtype(recipe.dtype))
-    size, free = built.size, free_bytes(recipe.device)
+    source, machine = resolve(recipe.model), environment(recipe.device)
+    built, free = Built(source.config, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
+    size = built.size
     routed = [use for use in size.layers if use.experts]
     shape = f"{len(size.layers)} dense layers"
     if routed:
         first = routed[0]
-        shape = (
-            f"{first.experts} experts in each of {len(routed)} layers, of which a token runs "
-            f"{first.top_k}"
-        )
-    fits = "fits" if built.bytes <= ROOM * free else "does not fit"
-    machine = environment(recipe.device)
-    number = torch.cuda.device_count()
-    name = machine["processor"] or machine["machine"]
-    accelerator = f"{number or 'no'} accelerator{'s' if number > 1 else ''}"
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
-    lines = (
+        shape = f"{first.experts} experts in each of {len(routed)} layers, {first.top_k} a token"
+    fits = "fits as it is" if built.bytes <= ROOM * free else "does not fit"
+    print_words(
         f"{recipe.model}: {source.config.model_type}, {shape}; {count(size.total_parameters)} "
-        f"parameters, {count(size.active_parameters)} of them a token.",
-        f"This machine: {name}, {threads}, {accelerator}; {memory(free)} are free.",
-        f"Its weights take {memory(built.bytes)}: that {fits}.",
+        f"parameters, {count(size.active_parameters)} of them a token.\n"
+        f"This machine: {machine['processor'] or machine['machine']}, {machine['device']}; "
+        f"{memory(free)} are free.\nIts weights take {memory(built.bytes)}: it {fits}."
     )
-    facts = {**machine, "free_bytes": free, "weight_bytes": built.bytes}
-    return Situation(lines, built.bytes, size.active_parameters, free, facts)
+    return {**machine, "free_bytes": free, "weight_bytes": built.bytes}
 
 
-def _goal(situation: Situation, config: FitConfig | None, native: bool, ask: bool) -> Goal:
-    """What matters: given, asked for, or by default what memory there is."""
-    kind, limit = GOALS[1], LOSS
-    if config is not None and config.memory is not None:
-        kind, limit = GOALS[0], float(config.memory)
-    elif config is not None and config.max_loss is not None:
-        limit = config.max_loss
-    elif situation.bytes > ROOM * situation.free:
-        kind, limit = GOALS[0], ROOM * situation.free
-    elif ask:
-        kind, limit = _asked_goal(situation)
-    return Goal(kind, tuple(_budgets(situation, kind, limit, native)), limit)
-
-
-def _asked_goal(situation: Situation) -> tuple[str, float]:
-    from rich.prompt import IntPrompt, Prompt
-
-    from moesaic.bars import err_console
-    from moesaic.config import parse_bytes
-    from moesaic.report.numbers import memory
-
-    listed = "  ".join(f"{n} {goal}" for n, goal in enumerate(GOALS, 1))
-    question = f"What matters?  {listed}\n"
-    which = IntPrompt.ask(question, choices=["1", "2", "3"], default=1, console=err_console)
-    if which == 1:
-        default = memory(min(situation.free * ROOM, situation.bytes / 2))
-        while True:
-            default = default.replace("\u00a0", "").replace(",", "")
-            answer = Prompt.ask("The weights may take", default=default, console=err_console)
-            try:
-                return GOALS[0], float(parse_bytes(answer))
-            except MoesaicError as error:
-                err_console.print(str(error), style="yellow")
-    return GOALS[which - 1], LOSS
-
-
-def _budgets(situation: Situation, kind: str, limit: float, native: bool) -> list[FitConfig]:
-    """The limit itself, where it is a size, and shares below it."""
-    if kind == GOALS[2]:
-        return [
-            FitConfig(active_parameters=int(share * situation.active), native=native, confirm=1)
-            for share in SHARES
-        ]
-    sizes = [share * situation.bytes for share in SHARES]
-    if kind == GOALS[0] and limit < situation.bytes:
-        sizes = [limit, *(size for size in sizes if size < 0.95 * limit)]
-    return [FitConfig(memory=int(size), native=native, confirm=1) for size in sizes]
+def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> Goal | None:
+    """Return the goal: given, of the search that is resumed, asked for, or by default."""
+    size, room = machine["weight_bytes"], int(ROOM * machine["free_bytes"])
+    if wanted.memory and wanted.memory >= size:
+        raise MoesaicError(
+            f"This model is within this budget as it is (memory {in_unit(size)}): give a smaller "
+            "one."
+        )
+    if wanted != Goal():
+        return wanted
+    if resume and (work / GOAL).is_file():
+        goal = Goal(**mapping_of(work / GOAL))
+        print_words(f"Going on with: {goal}.")
+        return goal
+    if size > room:
+        return Goal(memory=room)
+    if not ask:
+        return Goal(max_kl=MAX_KL)
+    print_words(
+        "It can be made smaller. KL says how differently the result predicts: 0.05 is hardly "
+        "noticed, 0.5 is clearly worse."
+    )
+    while True:
+        answer = asked("Largest KL (0: leave it as it is)", f"{MAX_KL:g}")
+        with suppress(ValueError):
+            return Goal(max_kl=float(answer)) if float(answer) > 0 else None
+        print_words(f"{answer!r} is not a number.")
 
 
 # --- what came of it -----------------------------------------------------------------------------
 
 
-def drawn(points: Sequence[Candidate], rounding: Sequence[JSON], situation: Situation) -> Table:
-    """Return the frontier as a table."""
-    from moesaic.report.numbers import memory
+def found(search: Search, goal: Goal, budgets: Sequence[FitConfig], size: int) -> list[Candidate]:
+    """Return the candidates that no other one beats, among them one that engines load as it is."""
+    from moesaic.fitting.candidates import unbeaten
 
-    table = _table(points, rounding)
-    original = memory(situation.bytes)
-    table.caption = f"The original takes {original}."
-    table.caption += " · is rounding alone, as llama.cpp's files are." if rounding else ""
-    return table
+    points = search.frontier(budgets)
+    if not any(point.weight.native for point in points):
+        with suppress(MoesaicError):  # there may be none
+            natives = goal.budgets(size, native=True)
+            search.config = natives[0]
+            search.frontier(natives)
+        every = unbeaten([c for c in search.tried if c.weight.native], "memory")
+        within = [c for c in every if not goal.memory or c.weight.memory <= goal.memory]
+        points += (within or every)[:1]
+    return points
 
 
-def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:
+def measured(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
+    """Return points with their figures on evaluation text, as results that are saved have them."""
+    import torch
+
+    from moesaic.config import parse_dtype
+    from moesaic.fitting.candidates import figures
+    from moesaic.io.outputs import remove
+    from moesaic.io.source import Source
+    from moesaic.metrics.evaluate import have_room, measured_text
+    from moesaic.metrics.forward import Layerwise
+    from moesaic.metrics.rounding import rounded_scores
+    from moesaic.metrics.score import scores
+
+    source, settings = search.source, search.recipe.evaluation
+    assert settings is not None
+    place = search.recipe.device, parse_dtype(search.recipe.dtype)
+    (tokens, _), reference = measured_text(source, settings), Layerwise(source, *place, keep=True)
+    points = []
+    for one in search.track(candidates, "Measuring what is shown", len(candidates)):
+        folder = search.trials.result(one.converted)
+        assert folder is not None
+        run = Layerwise(Source("candidate", folder), *place)
+        score = figures(*scores([run, reference], tokens))
+        points.append(Point(one.form, one.weight.memory, score, one))
+        remove(folder)
+    if have_room((source,), place[0], torch.float32):
+        types = search.track(QUANTISED, "Quantising alone", len(QUANTISED))
+        for type, ours, theirs in rounded_scores(source, reference, tokens, types, place[0]):
+            score = figures(ours, theirs)
+            points.append(Point(f"quantised to {type}", int(ours.total_bytes), score, type=type))
+    return points
+
+
+def drawn(points: Sequence[Point], size: int) -> Table:
+    """Return the points as a table."""
     from rich.table import Table
 
     from moesaic.report.numbers import count, memory, share
@@ -331,230 +300,96 @@ def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for n, point in enumerate(points, 1):
+        weight = point.candidate.weight if point.candidate else None
+        active = count(weight.active_parameters) if weight else ""
+        native = "GGUF" if point.type else "yes" if point.native else "no"
+        loss = f"{point.figures['loss']:+.1%}".replace("%", " %").replace("-0.0 ", "+0.0 ")
         table.add_row(
-            str(n),
-            point.form,
-            "yes" if point.weight.native else "no",
-            memory(point.weight.memory),
-            count(point.weight.active_parameters),
-            _signed(point.loss),
-            share(point.kl),
+            str(n), point.form, native, memory(point.memory), active, loss, share(point.kl)
         )
-    for baseline in rounding:
-        figures = (memory(baseline["memory"]), "", _signed(baseline["loss"]), share(baseline["kl"]))
-        table.add_row("·", baseline["form"], "GGUF", *figures, style="dim")
+    table.caption = (
+        f"The original takes {memory(size)}. Native: other engines load it as it is; the others "
+        "need transformers and Moesaic. Figures are of evaluation text."
+    )
     return table
 
 
-def _signed(share: float) -> str:
-    """A change in percent.
-
-    >>> _signed(0.0512), _signed(-0.0001)
-    ('+5.1 %', '0.0 %')
-    """
-    return f"{share:+.1%}".replace("%", " %").replace("-0.0", "0.0").replace("+0.0", "0.0")
+# --- what is made of it --------------------------------------------------------------------------
 
 
-def better_rounded(points: Sequence[Candidate], rounding: Sequence[JSON]) -> str:
-    """A sentence where rounding alone is as small as what was found, and loses less."""
-    ahead = [
-        baseline
-        for baseline in rounding
-        if (as_large := [c.kl for c in points if c.weight.memory >= baseline["memory"]])
-        and baseline["kl"] < min(as_large)
-    ]
-    if not ahead:
-        return ""
-    type = ahead[-1]["form"].rpartition(" ")[2]
-    return (
-        f"Rounding alone to {type} loses less than all of these that are as large: where llama.cpp "
-        f"is to run it, take that (moesaic export MODEL FILE.gguf --to gguf --type {type}). What "
-        "is listed here is for engines that read safetensors, and can be rounded as well."
-    )
+def _writes_gguf(search: Search) -> bool:
+    """Return whether llama.cpp's converter is here, and knows the model."""
+    from moesaic.exports.gguf_limits import lacking
+    from moesaic.exports.llamacpp import find_converter
+
+    with suppress(MoesaicError):
+        return bool(find_converter()) and not lacking(search.source.config)
+    return False
 
 
-def command_of(recipe: Recipe) -> str:
-    """The command that carries a recipe of one step out again."""
-    (step,) = recipe.steps
-    words = ["moesaic", step.verb, recipe.model, recipe.out]
-    words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
-    words += [*_flags(step), *_flags(recipe.calibration)]
-    for name in ("device", "dtype"):
-        value = getattr(recipe, name)
-        words += [f"--{name}", value] if value != getattr(Recipe, name) else []
-    return shlex.join(words)
+def _export(model: object, file: object, type: str) -> str:
+    """Return the command that writes a GGUF file."""
+    return shlex.join(["moesaic", "export", str(model), str(file), "--type", type])
 
 
-def _flags(config: MethodConfig | Calibration) -> list[str]:
-    """Options that are not as by default."""
-    words: list[str] = []
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        if value == entry.default and entry.name != "keep":
+def save(search: Search, points: Sequence[Point], chosen: Point, again: JSON) -> Record:
+    """Make, measure and save a candidate; print the command that would do it again."""
+    from moesaic.fitting.run import carried_out
+
+    candidate = chosen.candidate
+    assert candidate is not None
+    command = command_of(replace(search.recipe, steps=candidate.converted))
+    print_notice(f"$ {command}", "dim")
+    tried = [p.candidate for p in points if p.candidate]
+    rounding = [p.as_json() for p in points if p.type]
+    record = carried_out(search, candidate, tried, **again, rounding=rounding)
+    assert record is not None
+    shared.print_made(search.recipe.out)
+    return record
+
+
+def _choose(
+    search: Search, points: list[Point], choice: list[Point], chosen: Point, again: JSON
+) -> None:
+    """Ask which points to save, save them, and print what can be done with each."""
+    from moesaic import report
+    from moesaic.bars import console
+
+    model, out = search.recipe.model, search.recipe.out
+    numbers = ["0", *(str(points.index(p) + 1) for p in choice)]
+    default, made = points.index(chosen) + 1, 0
+    while number := int(asked("Which one (0: none)", str(default), numbers)):
+        point, default = points[number - 1], 0
+        try:
+            if point.type:
+                place = asked("File", f"{out}-{point.type}.gguf")
+                print_notice(f"$ {_export(model, place, point.type)}", "dim")
+                shared.app(["export", model, place, "--type", point.type], standalone_mode=False)
+            else:
+                folder = asked("Folder", f"{out}-{number}" if made else out)
+                place = str(Path(folder).expanduser())
+                search.recipe = replace(search.recipe, out=place)
+                console.print(report.terminal(save(search, points, point, again)))
+        except MoesaicError as error:
+            print_words(f"Not done: {error}")
             continue
-        on, _, off = flag_of(entry).partition("/")
-        if about(entry).seldom:
-            written = str(value).lower() if value in (True, False) else value
-            words += ["-o", f"{entry.name}={written}"]
-        elif value is True or value is False:
-            words.append(on if value else off or f"--no-{on.removeprefix('--')}")
-        else:
-            words += [on, str(value)]
-    return words
-
-
-# --- what to do with it --------------------------------------------------------------------------
-
-
-@dataclass
-class Session:
-    """What came of a search, and what a user makes of it."""
-
-    search: Search
-    points: Sequence[Candidate]
-    rounding: Sequence[JSON]
-    out: str
-    """The folder that was asked for."""
-    overwrite: bool
-    resume: bool
-    saved: dict[int, Path] = field(default_factory=dict)
-    """Folders of what was saved, by the point's number."""
-
-    def save(self, number: int, folder: Path) -> Record:
-        """Make, measure and save a point; says the command that would do it again."""
-        from moesaic.bars import err_console
-        from moesaic.fitting.run import carried_out
-
-        chosen = self.points[number - 1]
-        self.search.recipe = replace(self.search.recipe, out=str(folder))
-        err_console.print(
-            f"$ {command_of(replace(self.search.recipe, steps=chosen.converted))}",
-            markup=False, soft_wrap=True, style="dim",
-        )  # fmt: skip
-        record = carried_out(
-            self.search,
-            chosen,
-            self.points,
-            overwrite=self.overwrite,
-            resume=self.resume,
-            rounding=[*self.rounding],
-        )
-        assert record is not None
-        self.saved[number] = folder
-        err_console.print(
-            f"Checkpoint in {folder}, report in {folder / FOLDER / PAGE}", soft_wrap=True
-        )
-        return record
-
-    def menu(self, number: int) -> None:
-        """Ask what to do with a point until nothing more is wanted."""
-        from rich.prompt import IntPrompt, Prompt
-
-        from moesaic.bars import err_console
-
-        choices = [str(n) for n in range(1, len(self.points) + 1)]
-        number = IntPrompt.ask("Which one", choices=choices, default=number, console=err_console)
-        does: dict[str, tuple[str, Callable[[int], None]]] = {
-            "s": ("save", self._save),
-            "g": ("write GGUF", self._gguf),
-            "t": ("try it", self._try),
-            "e": ("evaluate", self._evaluate),
-            "o": ("open the page", self._open),
-            "u": ("upload", self._push),
-        }
-        actions = "  ".join(f"[{key}] {name}" for key, (name, _) in does.items())
-        while True:
-            err_console.print(f"\n{number}: {actions}  [p] another point  [q] quit")
-            key = Prompt.ask("Then", choices=[*does, "p", "q"], default="s", console=err_console)
-            if key == "q":
-                discard(self.search.work)  # there is nothing to go on with
-                return
-            if key == "p":
-                number = IntPrompt.ask("Which one", choices=choices, console=err_console)
-                continue
-            try:
-                does[key][1](number)
-            except MoesaicError as error:
-                err_console.print(f"Not done: {error}", style="yellow")
-
-    def _folder(self, number: int) -> Path:
-        """The folder of a point, which is saved first where it was not."""
-        if number not in self.saved:
-            self._save(number)
-        return self.saved[number]
-
-    def _save(self, number: int) -> None:
-        from moesaic import report
-        from moesaic.bars import console
-
-        default = f"{self.out}-{number}" if self.saved else self.out
-        folder = Path(self._asked("Folder", default)).expanduser()
-        console.print(report.terminal(self.save(number, folder)))
-
-    def _gguf(self, number: int) -> None:
-        from moesaic.exports.llamacpp import find_converter
-
-        find_converter()  # or says how to get it
-        type = self._asked("Type", "q8_0")
-        folder = self._folder(number)
-        file = folder.with_name(f"{folder.name}-{type}.gguf")
-        self._does("export", folder, file, "--to", "gguf", "--type", type)
-
-    def _try(self, number: int) -> None:
-        from rich.table import Table
-
-        from moesaic.bars import console
-        from moesaic.io.source import resolve
-        from moesaic.metrics.generations import generate
-
-        folder, source = self._folder(number), self.search.source
-        models = {"original": source.load(), "result": resolve(str(folder)).load()}
-        asked = {
-            "tokenizer": source.tokenizer,
-            "chat": bool(getattr(source.tokenizer, "chat_template", None)),
-        }
-        while True:
-            if not (prompt := self._asked("Prompt (empty: back)", "")):
-                return
-            table = Table(expand=True)
-            texts = []
-            for name, model in models.items():
-                table.add_column(name, ratio=1)
-                texts.append(generate(model, prompt, **asked))
-            table.add_row(*texts)
-            console.print(table)
-
-    def _evaluate(self, number: int) -> None:
-        folder, tasks = self._folder(number), self._asked("Tasks, with commas (empty: text)", "")
-        options = ["--tasks", tasks] if tasks else []
-        self._does("eval", folder, "--against", self.search.recipe.model, *options)
-
-    def _does(self, *words: object) -> None:
-        """Say a command, and carry it out."""
-        from moesaic.bars import err_console
-
-        arguments = [str(word) for word in words]
-        err_console.print(f"$ {shlex.join(['moesaic', *arguments])}", style="dim", soft_wrap=True)
-        with suppress(SystemExit):  # one that was interrupted, which it has said
-            app(arguments, standalone_mode=False)
-
-    def _asked(self, what: str, default: str) -> str:
-        from rich.prompt import Prompt
-
-        from moesaic.bars import err_console
-
-        return Prompt.ask(what, default=default, console=err_console)
-
-    def _open(self, number: int) -> None:
-        show_page(self._folder(number) / FOLDER / PAGE)
-
-    def _push(self, number: int) -> None:
-        if not (repo := self._asked("Repository, such as you/name (empty: back)", "")):
-            return
-        pushed(str(self._folder(number)), repo)
+        made += 1
+        following = [["generate", place, "Your prompt"], ["eval", place, "--against", model]]
+        lines = [shlex.join(["moesaic", *words]) for words in following]
+        if point.native and _writes_gguf(search):
+            lines.append(_export(place, f"{place}-q8_0.gguf", "q8_0"))
+        print_notice("\n".join(["What you may do with it:", *lines]))
+    discard(search.work)  # there is nothing to go on with
 
 
 def commands() -> None:
     """Make the command."""
-    every = search_options("memory", "max_loss", "native")
-    register(GUIDE, guide, "moesaic tiny-moe --memory 8MB --yes", every, hidden=True)
+    help = "The smallest result of at most this KL from the original, such as 0.05."
+    most = given.Option("--max-kl", help, metavar="NUMBER", type=given.Number(float))
+    help = "The folder to make. Default: MODEL-smaller."
+    out = given.Option("--out", help, metavar="FOLDER", type=given.PATH)
+    yes = given.Option("--yes -y", "Ask nothing: save the best that meets the goal.")
+    memory, native, *common = search_options("memory", "native")
+    run = [given.OVERWRITE, given.RESUME, given.AS_JSON]
+    params = [given.MODEL, memory, most, native, out, yes, *common, *run]
+    shared.app.guide = shared.Command("MODEL", guide, "moesaic tiny-moe --memory 8MB --yes", params)

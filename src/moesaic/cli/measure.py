@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from moesaic.cli.commands import columns, emit, print_start, register
-from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
-from moesaic.config import (
-    Bench,
-    Evaluation,
-    check_device,
-    parse_dtype,
-)
+from moesaic.cli import options as given
+from moesaic.cli.commands import emit, print_start, register
+from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
@@ -25,41 +17,25 @@ from moesaic.recipe import Recipe
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from moesaic.record import Record
-
-Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
-Original = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ORIGINAL", help="Measured beside it, and compared with it token by token."
-    ),
-]
 
 
 def place(options: JSON) -> JSON:
-    """Device and floating-point type, taken out of what was given."""
+    """Take device and floating-point type out of what was given, and return them."""
     dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
     return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}
 
 
-def evaluate(
-    model: Model,
-    against: Original = None,
-    card: Annotated[bool, typer.Option("--card", help="Print Markdown for a model card.")] = False,
-    as_json: AsJson = False,
-    **options: Value,
-) -> None:
+def evaluate(model: str, against: str | None, card: bool, as_json: bool, **options: Any) -> None:
     """Judge any checkpoint beside its original: KL, perplexity, size, tasks, quantised files."""
     for name in (model, against or model):
         check_name(name)
-    where = place(options)
-    evaluation = Evaluation(**options)  # before anything slow is imported
+    chosen = given.read(Evaluation, options)  # before anything slow is imported
+    evaluation = Evaluation(**chosen)
     if not against and (card or evaluation.baselines):
-        raise MoesaicError(f"{'card' if card else 'baselines'} needs against=ORIGINAL.")
+        raise MoesaicError(f"--{'card' if card else 'baseline'} needs --against ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
-    settings = {**options, **where}
+    settings = {**chosen, **place(options)}
     print_start(model)
     from moesaic.bars import bars
     from moesaic.distributed import process
@@ -69,9 +45,6 @@ def evaluate(
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
-    if not against:
-        emit(as_json, figures, score_tables({model: result}, evaluation.max_tokens))
-        return
     from moesaic import report
 
     record = judged(model, against, figures, evaluation)
@@ -81,94 +54,70 @@ def evaluate(
         emit(as_json, figures, report.terminal(record))
 
 
-def judged(model: str, against: str, figures: JSON, evaluation: Evaluation) -> Record:
-    """Return the figures of ``eval`` as the record of a run that made the one of the other."""
+def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
+    """Return the figures of ``eval`` as a record: of a model alone, or as made of the other."""
     from moesaic.io.source import resolve
     from moesaic.record import Record
 
-    sources = {"original": resolve(against), "result": resolve(model)}
-    baselines: JSON = figures.get("baselines", {})
-    files = {name: source.checkpoint.nbytes() for name, source in sources.items()}
-    files |= {name: scores["total_bytes"] for name, scores in baselines.items()}
-    measured = {
-        "evaluation": {
-            "data": evaluation.data or "shipped",
-            "length": evaluation.length or 512,
-            "bos": figures.get("bos", False),
-        },
-        "files": files,
-        "scores": {"original": figures["against"], "result": figures, **baselines},
+    ours = resolve(model)
+    name, model_type = Path(model).name, str(ours.config.model_type)
+    if against is None:
+        scores, files, native = {name: figures}, {name: ours.checkpoint.nbytes()}, True
+    else:
+        theirs = resolve(against)
+        baselines: JSON = figures.get("baselines", {})
+        scores = {"original": figures["against"], "result": figures, **baselines}
+        files = {"original": theirs.checkpoint.nbytes(), "result": ours.checkpoint.nbytes()}
+        files |= {type: found["total_bytes"] for type, found in baselines.items()}
+        name = f"{name} beside {Path(against).name}"
+        native = model_type == str(theirs.config.model_type)
+    settings = {
+        "data": evaluation.data or "shipped",
+        "length": evaluation.length or 512,
+        "bos": figures.get("bos", False),
     }
-    model_type = str(sources["result"].config.model_type)
-    native = model_type == sources["original"].config.model_type
     return Record(
-        model=f"{Path(model).name} beside {Path(against).name}",
+        model=name,
         out=model,
         model_type=model_type,
         native=native,
         steps=[],
         layers=[],
-        measured=measured,
+        measured={"evaluation": settings, "files": files, "scores": scores},
     )
 
 
 def beside(model: str, against: str) -> str:
-    """What the second column is called."""
+    """Return the name of the second column."""
     return against if against != model else f"{against}, again"
 
 
-TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
-"""Figures of several kinds, which have a table of each kind, and what its title begins with."""
-
-
-def score_tables(by_model: Mapping[str, JSON], most: int | None) -> Group:
-    """Tables of what was measured of each model."""
-    from rich.console import Group
-
-    plain = {
-        name: {k: v for k, v in figures.items() if k not in (*TITLES, "against")}
-        for name, figures in by_model.items()
-    }
-    table = columns(plain)
-    if most:
-        table.caption = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
-    tables = [table]
-    for part, title in TITLES.items():
-        kinds = {kind: None for figures in by_model.values() for kind in figures.get(part, {})}
-        for kind in kinds:
-            scores = columns({name: figures[part][kind] for name, figures in by_model.items()})
-            scores.title = f"{title}{kind}"
-            scores.title_justify = "left"
-            tables.append(scores)
-    return Group(*tables)
-
-
-def bench(model: Model, against: Against = None, as_json: AsJson = False, **options: Value) -> None:
+def bench(model: str, against: str | None, as_json: bool, **options: Any) -> None:
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
-    where = place(options)
-    Bench(**options)  # before anything slow is imported
     for name in (model, against or model):
         check_name(name)
+    settings = given.read(Bench, options)  # before anything slow is imported
+    settings |= place(options)
     print_start(model)
-    from rich.console import Group
-
     from moesaic import report
     from moesaic.bars import bars
     from moesaic.metrics.bench import bench
 
-    figures = bench(model, against, **where, **options, progress=bars)
+    figures = bench(model, against, **settings, progress=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
     shown = {model: figures["model"]}
     if against:
         shown[beside(model, against)] = figures["against"]
-    table = columns(shown)
-    sentences = report.speed_words(figures.get("ratio", {}))
-    emit(as_json, result, Group(table, *sentences))
+    emit(as_json, result, report.speeds(shown, figures.get("ratio", {})))
 
 
-def inspect(model: Model, as_json: AsJson = False) -> None:
-    """What a checkpoint is made of, layer by layer; reads no weights."""
+def inspect(model: str | None, as_json: bool) -> None:
+    """Show what a checkpoint is made of, layer by layer; without MODEL, what is supported."""
+    if model is None:
+        _architectures(as_json)
+        return
     check_name(model)
+    print_start(model)
     from rich.table import Table
 
     from moesaic.metrics.size import inspect
@@ -188,21 +137,29 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     emit(as_json, figures, table)
 
 
+def _architectures(as_json: bool) -> None:
+    """Print the model types that are supported, and those that are not, with the reason."""
+    from moesaic.arch.tried import tried
+
+    outcomes = tried()
+    lines = [f"With transformers {outcomes['transformers']}:"]
+    titles = ("mixtures of experts", "dense models", "multimodal models")
+    for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
+        lines.append(f"\n{len(outcomes[kind])} {words}\n{', '.join(outcomes[kind])}")
+    lines.append(f"\n{len(outcomes['unsupported'])} not supported")
+    lines += [f"{name}: {reason}" for name, reason in outcomes["unsupported"].items()]
+    emit(as_json, outcomes, "\n".join(lines))
+
+
 def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
-    new_tokens: Annotated[
-        int, typer.Option(metavar="INT", min=1, help="Tokens to add at most.")
-    ] = 64,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask as a user would.")] = False,
-    as_json: AsJson = False,
-    **options: Value,
+    model: str, prompt: str, new_tokens: int, chat: bool, as_json: bool, **options: Any
 ) -> None:
     """Continue a text greedily."""
     if not prompt:
         raise MoesaicError("The prompt is empty.")
     check_name(model)
     where = place(options)
+    print_start(model)
     from rich.text import Text
 
     from moesaic.bars import console
@@ -218,11 +175,23 @@ def generate(
 
 def commands() -> None:
     """Make these commands."""
-    names = ("tasks", "limit", "shots", "generations", "stream", "data", "length", "max_tokens")
-    text = [option(Evaluation, name) for name in (*names, "baselines")]
-    speed = [option(Bench, field.name) for field in fields(Bench)]
-    where = [DEVICE, DTYPE]
-    register("eval", evaluate, "moesaic eval out --against smollm2", [*text, *where])
-    register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", [*speed, *where])
-    register("inspect", inspect, "moesaic inspect out")
-    register("generate", generate, 'moesaic generate out "The capital of France is"', where)
+    names = ("data", "max_tokens", "length", "tasks", "limit", "shots", "generations", "stream")
+    text = [given.option(Evaluation, name) for name in (*names, "baselines")]
+    words = "Measured beside it, and compared with it token by token."
+    original = given.Option("--against", words, metavar="ORIGINAL")
+    card = given.Option("--card", "Print Markdown for a model card.")
+    params = [given.MODEL, original, *text, card, given.DEVICE, given.DTYPE, given.AS_JSON]
+    register("eval", evaluate, "moesaic eval out --against smollm2", params)
+    speed = [given.option(Bench, field.name) for field in fields(Bench)]
+    other = given.Option("--against", "Measured beside it.", metavar="MODEL")
+    params = [given.MODEL, other, *speed, given.DEVICE, given.DTYPE, given.AS_JSON]
+    register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", params)
+    any_model = given.Argument("model", given.MODEL.words, "[MODEL]", required=False)
+    register("inspect", inspect, "moesaic inspect out", [any_model, given.AS_JSON])
+    prompt = given.Argument("prompt", "Text to continue.")
+    most = given.Number(int, 1)
+    help = "Tokens to add at most. Default: 64."
+    tokens = given.Option("--new-tokens", help, metavar="N", type=most, default=64)
+    chat = given.Option("--chat", "Ask as a user would: by the model's chat template.")
+    params = [given.MODEL, prompt, tokens, chat, given.DEVICE, given.DTYPE, given.AS_JSON]
+    register("generate", generate, 'moesaic generate out "The capital of France is"', params)

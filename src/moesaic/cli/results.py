@@ -1,30 +1,14 @@
-"""The commands that work on what others left: recipes, plans, reports, exports."""
+"""The commands that work on results: exports and reports."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from moesaic.cli.commands import (
-    carry_out,
-    emit,
-    figure,
-    register,
-)
-from moesaic.cli.options import (
-    AsJson,
-    DryRun,
-    Model,
-    Out,
-    Overwrite,
-    Push,
-    Resume,
-    Value,
-    option,
-)
+from moesaic.cli import options as given
+from moesaic.cli.commands import emit, figure, print_start, register
 from moesaic.config import ExportArgs, form_of
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import ODD, mapping_of
@@ -37,8 +21,7 @@ from moesaic.io.outputs import (
     check_out,
     write_drawing,
 )
-from moesaic.recipe import load_recipe, plain_values
-from moesaic.types import JSON, at_home
+from moesaic.types import JSON
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,81 +29,36 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 
-def run(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Places to change.")
-    ] = None,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    push: Push = "",
-    as_json: AsJson = False,
-) -> None:
-    """Carry out a recipe, one complete run."""
-    loaded = load_recipe(recipe, overrides or ())
-    carry_out(loaded, overwrite, resume, as_json, dry_run, push)
-
-
-def apply(
-    places: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[BASE] PLAN OUT",
-            help="A model, without it the one that the plan names; a result's folder or "
-            "its plan.json; the folder to make.",
-            show_default=False,
-        ),
-    ],
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-) -> None:
-    """Rebuild a result from its base and its plan."""
-    if not 2 <= len(places) <= 3:
-        raise MoesaicError(f"apply takes [BASE] PLAN OUT; got {len(places)} of them.")
-    *bases, plan, out = map(at_home, places)
-    for base in bases:
-        check_name(base)
-    check_out(Path(out), overwrite, [*bases, plan])
-    if not Path(plan).exists():
-        raise MoesaicError(f"No plan at {plan}.")
-    from moesaic import pipeline
-
-    pipeline.apply(bases[0] if bases else "", plan, out, overwrite)
-    emit(as_json, {"out": out}, f"Checkpoint in {out}")
-
-
-def export(
-    model: Model,
-    out: Out,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-    **options: Value,
-) -> None:
+def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    options = {"to": form_of(out), **plain_values(ExportArgs, options)}
-    args = ExportArgs(**options)  # before anything slow is imported
+    chosen = given.read(
+        ExportArgs, {**options, "to": form_of(out, options.get("to", ""))}
+    )  # before anything slow is imported
     check_name(model)
-    if args.to == "gguf":
+    if chosen["to"] == "gguf":
         check_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
+    print_start(model)
     from moesaic.bars import bars
     from moesaic.exports import export
 
-    record = export(model, out, overwrite=overwrite, progress=bars, **options)
+    record = export(model, out, overwrite=overwrite, progress=bars, **chosen)
     emit(as_json, record, exported(record))
 
 
 def exported(record: JSON) -> Table:
-    """What was written and what it cost."""
+    """Return a table of what was written and what it cost."""
     from rich.table import Table
+
+    from moesaic.report.numbers import memory
 
     table = Table(show_header=False)
     differences = ("largest_difference", "mean_difference", "same_next_token")
     for name in ("out", "model_type", "type", "bytes", "exact", *differences):
         if name in record:
-            table.add_row(name.replace("_", " "), figure(record[name]))
+            written = memory(record[name]) if name == "bytes" else figure(record[name])
+            table.add_row(name.replace("_", " "), written)
     for name, weights in record.get("types", {}).items():
         table.add_row(f"weights in {name}", figure(weights))
     for name, (before, after) in record.get("costs", {}).items():
@@ -130,7 +68,7 @@ def exported(record: JSON) -> Table:
 
 
 def _record_of(run: Path) -> Record:
-    """What is known of a run, by its folder or by its ``result.json``.
+    """Return what is known of a run, by its folder or by its ``result.json``.
 
     Raises:
         MoesaicError: it cannot be read.
@@ -151,15 +89,8 @@ def _record_of(run: Path) -> Record:
         raise MoesaicError(f"{run} has no readable result.json: {error}") from error
 
 
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Result folders.")],
-    out: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="The .html page to make, or the frontier alone as .svg."),
-    ] = Path("report.html"),
-    as_json: AsJson = False,
-) -> None:
-    """One page about one or more results: what is lost, what is saved, layer by layer."""
+def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
+    """Draw one page about one or more results: what is lost, what is saved, layer by layer."""
     check_drawing(out, ".html", ".svg")
     records = [_record_of(folder) for folder in runs]
     from jinja2 import TemplateError
@@ -179,25 +110,16 @@ def report(
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 
-def architectures(as_json: AsJson = False) -> None:
-    """Model types that are supported, and those that are not, with the reason."""
-    from moesaic.arch.tried import tried
-
-    outcomes = tried()
-    lines = [f"With transformers {outcomes['transformers']}:"]
-    titles = ("mixtures of experts", "dense models", "multimodal models")
-    for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
-        lines.append(f"\n{len(outcomes[kind])} {words}\n{', '.join(outcomes[kind])}")
-    lines.append(f"\n{len(outcomes['unsupported'])} not supported")
-    lines += [f"{name}: {reason}" for name, reason in outcomes["unsupported"].items()]
-    emit(as_json, outcomes, "\n".join(lines))
-
-
 def commands() -> None:
     """Make these commands."""
-    register("run", run, "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder")
-    register("apply", apply, "moesaic apply smollm2 out rebuilt")
-    form = [option(ExportArgs, field.name) for field in fields(ExportArgs)]
-    register("export", export, "moesaic export out out-native --to native", form)
-    register("report", report, "moesaic report out-0.8 out-0.7 --out compare.html")
-    register("architectures", architectures, "moesaic architectures --json")
+    out = given.Argument("out", "The folder to make, or the .gguf file.", type=given.PATH)
+    form = [given.option(ExportArgs, field.name) for field in fields(ExportArgs)]
+    example = "moesaic export out out-native --to native"
+    register("export", export, example, [given.MODEL, out, *form, given.OVERWRITE, given.AS_JSON])
+    runs = given.Argument(
+        "runs", "Result folders.", "RUN...", nargs=-1, type=given.PATH, required=True
+    )
+    help = "The .html page to make, or the frontier alone as .svg. Default: report.html."
+    page = given.Option("--out", help, metavar="FILE", type=given.PATH, default="report.html")
+    example = "moesaic report out-0.8 out-0.7 --out compare.html"
+    register("report", report, example, [runs, page, given.AS_JSON])

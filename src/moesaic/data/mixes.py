@@ -1,6 +1,6 @@
-"""Text by what it is for: names of mixes of data sets.
+"""Named mixes of data sets, by what their text is for.
 
-A name is an entry of a table; its sources are read as any others are. Imports no torch.
+A name is an entry of a table; its sources are read like any others. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Mix:
-    """Sources that belong together."""
+    """Sources that are read together, with equal weights."""
 
     about: str
-    """What the text is, in a few words."""
+    """Description of the text in a few words."""
     sources: Mapping[str, str]
-    """The licence of each source, as its card says; all weigh the same."""
+    """Licences by source, as the data set's card states them."""
     instead: str
-    """Text that ships and comes nearest, to be named where the hub cannot be reached."""
+    """Most similar text that ships, suggested if the hub cannot be reached."""
 
 
 TALK = "HuggingFaceTB/smoltalk"
@@ -64,23 +64,23 @@ MIXES: dict[str, Mix] = {
         "prose=1,reference=1",
     ),
 }
-"""By name. Licences are those that the data sets' cards tell; smoltalk's refers to the cards of the
+"""Mixes by name. Licences are those on the data sets' cards; smoltalk's refers to the cards of the
 sets that its parts were taken from."""
 
 
 def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
-    """The sources that a text's name stands for, those of named mixes in their places.
+    """Return the sources that a text's name stands for, with named mixes replaced by theirs.
 
-    A name that is also a domain of the text that ships is measured on that domain, so that figures
-    are the same everywhere.
+    For evaluation, a name that is also a domain of the text that ships is that domain, so that
+    figures are the same everywhere.
 
     Args:
         spec: as for :func:`moesaic.data.text_source.text_sources`.
-        use: what it is for.
+        use: calibration (or training), or evaluation.
 
     Raises:
-        MoesaicError: it is no such name, or a mix whose data sets cannot be read: no other text
-            takes their place, so that results do not depend on the network.
+        MoesaicError: the name is wrong, or a mix's data sets cannot be read: they are not replaced
+            by other text, so that results do not depend on the network.
     """
     weights: dict[TextSource, float] = {}
     for part in (p for source in text_sources(spec) for p in _parts(source, use)):
@@ -90,10 +90,10 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
 
 
 def check_apart(used: Iterable[str], measured: str) -> None:
-    """Refuse text that is not there, and to measure on rows that are calibrated or trained on.
+    """Refuse missing text, and evaluation on rows that are used for calibration or training.
 
     Args:
-        used: names of the texts that are, as for :func:`moesaic.data.text_source.text_sources`.
+        used: names of those texts, as for :func:`moesaic.data.text_source.text_sources`.
         measured: the text to measure on.
 
     Raises:
@@ -131,7 +131,7 @@ def _one(spec: str) -> TextSource:
 
 @cache
 def _lacking(name: str, use: Use) -> str:
-    """The reason why a mix's sources cannot be read; empty if they can."""
+    """Return why a mix's sources cannot be read; empty if they can."""
     sources = [*map(_one, MIXES[name].sources)]
     reason = "" if all(Path(s.name).exists() for s in sources) else _unreachable()
     try:
@@ -144,7 +144,7 @@ def _lacking(name: str, use: Use) -> str:
 
 @cache
 def _unreachable() -> str:
-    """The reason why the hub cannot be asked; empty if it can."""
+    """Return why the hub cannot be reached; empty if it can."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

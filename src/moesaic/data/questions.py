@@ -1,4 +1,4 @@
-"""Questions with choices from a file, and the lists of tasks that the papers print.
+"""Multiple-choice questions from a file, and the lists of tasks that the papers report.
 
 Nothing here imports torch, so that a wrong request is answered at once.
 """
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 HEADLINE = ("acc_norm", "acc", "exact_match", "f1")
-"""The metrics that a task is summed up by; the first that it has."""
+"""Metrics of which a task's first available one is its headline figure."""
 FIELDS = '{"question": "...", "choices": ["...", "..."], "answer": 0}'
 
 
 def _listed(tasks: str) -> list[tuple[str, int]]:
-    """Names of tasks, each with its shots, 0 where it has none.
+    """Return names of tasks, each with its shots, 0 without a number.
 
     >>> _listed("boolq mmlu=5")
     [('boolq', 0), ('mmlu', 5)]
@@ -44,16 +44,16 @@ PRESETS: Mapping[str, Sequence[tuple[str, int]]] = {
         "triviaqa=5 webqs=5 gsm8k=5 nq_open=5"
     ),
 }
-"""Tasks of lm-eval and their shots, by the paper that prints them; ``tomoe-moe`` is the list of
-ToMoE's comparison with mixtures made by others (its Table 5)."""
+"""Tasks of lm-eval and their shots, by the paper that reports them; ``tomoe-moe`` is the list of
+ToMoE's comparison with other mixtures (its Table 5)."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task that was asked for."""
+    """Requested task."""
 
     name: str
-    """Of the task, or of its file without the ending."""
+    """Name of the task, or of its file without the ending."""
     shots: int | None = None
     """Examples before each question; None for the task's own."""
     questions: tuple[JSON, ...] = ()
@@ -61,12 +61,12 @@ class Task:
 
     @property
     def called(self) -> str:
-        """The name by which lm-eval knows it; a file may be called as one of its own tasks is."""
+        """Name by which lm-eval knows it; a file may have the name of one of its own tasks."""
         return f"{self.name}.jsonl" if self.questions else self.name
 
     @property
     def request(self) -> str | JSON:
-        """The task as lm-eval takes it: its name, or its config."""
+        """Task as lm-eval takes it: its name, or its config."""
         if not self.questions:
             return self.name
 
@@ -88,12 +88,12 @@ class Task:
 
 
 def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None) -> list[Task]:
-    """The tasks that a request names.
+    """Return the tasks that a request names.
 
     Args:
         tasks: names of lm-eval's tasks, of :data:`PRESETS`, or files, with commas between.
         shots: examples before each question; None for the list's or the task's own.
-        limit: questions of each task at most.
+        limit: most questions of each task.
 
     Raises:
         MoesaicError: names the field, its value and what would work.
@@ -130,10 +130,10 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
 
 
 def read_questions(file: Path) -> list[JSON]:
-    """Return the questions of a file, one JSON object a line, with indices for answers.
+    """Return the questions of a file, one JSON object per line, with indices for answers.
 
     Raises:
-        MoesaicError: there is no such file, or a line is not as it should be; says which.
+        MoesaicError: there is no such file, or a line is malformed; names the line.
     """
     if not file.is_file():
         raise MoesaicError(f"tasks: no file at {file}.")
@@ -156,10 +156,10 @@ def read_questions(file: Path) -> list[JSON]:
 
 
 def _question(row: object) -> JSON:
-    """A line of a file.
+    """Return the checked question of a line.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: describes the error.
     """
     if not isinstance(row, Mapping):
         raise ValueError("not a JSON object")
@@ -179,7 +179,7 @@ def _question(row: object) -> JSON:
 
 
 def _right_one(answer: object, choices: Sequence[str]) -> int:
-    """The number of the right choice, from its index or its label.
+    """Return the index of the right choice, from its index or its label.
 
     A label is the choice itself or its letter.
 
@@ -187,7 +187,7 @@ def _right_one(answer: object, choices: Sequence[str]) -> int:
     [1, 1, 1]
 
     Raises:
-        ValueError: it is none of the choices.
+        ValueError: the answer is none of the choices.
     """
     letters = [chr(ord("A") + i) for i in range(len(choices))]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):

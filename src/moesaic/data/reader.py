@@ -1,7 +1,7 @@
-"""The one reader of text: any source as rows, in order or shuffled, for one use.
+"""Reader of text: any source as rows, in order or shuffled, for one use.
 
-Text that is trained or calibrated on and text that is measured are never the same rows: the splits
-of a data set where it has them, otherwise rows that are held out for measuring.
+Rows for training or calibration and rows for evaluation never overlap: they are different splits of
+a data set if it has them, otherwise some rows are held out for evaluation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 import random
 from abc import ABC, abstractmethod
 from array import array
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,55 +32,55 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Use = Literal["calibration", "evaluation"]
-"""Calibration and training are one use."""
+"""Use of text; calibration and training are one use."""
 
 MEASURED = ("test", "validation", "valid", "val", "dev")
-"""Splits to measure on, the first that there is."""
+"""Splits for evaluation; the first that exists is used."""
 FILES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
 HELD_OUT = 5_000
-"""Rows that a data set without such a split gives up for measuring, at most; at most 5 % too."""
+"""Most rows held out for evaluation of a data set without such a split; at most 5 % of it."""
 AT_HAND = 1 << 30
 """Bytes up to which a data set is read whole instead of streamed."""
 OPEN, BUFFER = 16, 10_000
-"""Shards of a stream that are read at a time, and rows that are drawn from."""
+"""Shards of a stream that are read at a time, and rows in the buffer that they are drawn from."""
 PIECE = 65_536
 """Characters of the pieces that a long document is cut into for training."""
 
 
 INLINE = "given"
-"""The source of texts that come as themselves."""
+"""Source name of texts that are passed directly."""
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows that were opened."""
+    """Range of rows that were opened."""
 
     source: str
     split: str = ""
     start: int = 0
     stop: int | None = None
-    """None where the end is not known."""
+    """Row that the range ends before; None if the end is unknown."""
     held_out: bool = False
-    """The data set has no split to measure on; these rows are kept from training."""
+    """True if these rows are held out for evaluation, because the data set has no split for it."""
 
     @property
     def never_shared(self) -> bool:
-        """Text that ships, of which each use has its own, or that has no name."""
+        """True for text that ships, of which each use has its own, or that has no name."""
         return self.source in ("", SHIPPED, *DOMAINS, INLINE)
 
     def meets(self, other: RowRange) -> bool:
-        """Some row is in both."""
+        """Return True if some row is in both ranges."""
         if (self.source, self.split) != (other.source, other.split):
             return False
         ends = (float("inf") if t.stop is None else t.stop for t in (self, other))
         return max(self.start, other.start) < min(ends)
 
     def as_json(self) -> JSON:
-        """The source, split and rows in plain words.
+        """Return the source, split and rows as JSON.
 
         Returns:
-            ``source``; ``split`` where there are several; ``rows``, first and one past the last,
-            where they are not all; ``held_out`` where it is so.
+            ``source``; ``split`` if there are several; ``rows``, first and one past the last, if
+            they are not all; ``held_out`` if true.
         """
         values: JSON = {"source": self.source or "shipped"}
         if self.split:
@@ -90,25 +91,25 @@ class RowRange:
 
     @classmethod
     def of(cls, values: Values) -> RowRange:
-        """The rows that :meth:`as_json` tells of."""
+        """Return the range from the output of :meth:`as_json`."""
         start, stop = values.get("rows") or (0, None)
         return cls(str(values.get("source", "")), str(values.get("split", "")), start, stop)
 
 
 class Rows(ABC):
-    """Rows of one source."""
+    """Base class of the rows of one source."""
 
     taken: RowRange
     at_hand: ClassVar[bool]
-    """All rows can be had at once, and are meant to be read whole."""
+    """True if all rows can be read at once."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Row]:
-        """All rows in order."""
+        """Yield all rows in order."""
 
     @abstractmethod
     def shuffled(self, seed: str) -> Iterator[Row]:
-        """All rows once in an order that is the same for the same seed."""
+        """Yield all rows once in an order that is the same for the same seed."""
 
 
 class IndexedRows(Rows):
@@ -125,7 +126,7 @@ class IndexedRows(Rows):
         return self._read(self._range)
 
     def shuffled(self, seed: str) -> Iterator[Row]:
-        """All rows once, in a uniformly random order; long documents in pieces."""
+        """Yield all rows once, in a uniformly random order; long documents in pieces."""
         rng = random.Random(seed)
         rows = self._read(rng.sample(self._range, len(self._range)))
         if len(self._range) > 1:
@@ -144,8 +145,8 @@ class Streamed(Rows):
 
     Args:
         data: a streaming data set.
-        taken: the rows of it.
-        first_shard: the rows count within its first shard.
+        taken: the range of its rows.
+        first_shard: True if that range counts within its first shard.
     """
 
     at_hand = False
@@ -157,7 +158,7 @@ class Streamed(Rows):
         return chain.from_iterable(self._shards())
 
     def shuffled(self, seed: str) -> Iterator[Row]:
-        """All rows once: some shards at a time in a random order, rows drawn from a buffer."""
+        """Yield all rows once: some shards at a time, rows drawn from a buffer."""
         rng = random.Random(seed)
         shards = self._shards()
         rng.shuffle(shards)
@@ -173,13 +174,13 @@ class Streamed(Rows):
         return [*map(self._guarded, shards)]
 
     def _guarded(self, data: Iterable[Row]) -> Iterator[Row]:
-        """Rows whose errors are ours."""
+        """Yield rows, with errors turned into ours."""
         with _reached(self.taken.source):
             yield from data
 
 
 def interleaved(shards: Sequence[Iterable[Row]], rng: random.Random) -> Iterator[Row]:
-    """Rows of all shards, each from a shard drawn from a few that are open."""
+    """Yield rows of all shards, each from a shard drawn from a few that are open."""
     waiting = iter(shards)
     active = [iter(shard) for shard in islice(waiting, OPEN)]
     while active:
@@ -196,7 +197,7 @@ def interleaved(shards: Sequence[Iterable[Row]], rng: random.Random) -> Iterator
 
 
 def drawn_from(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
-    """The same rows, each drawn from a buffer."""
+    """Yield the same rows, each drawn from a buffer."""
     buffer = list(islice(rows, size))
     for row in rows:
         place = rng.randrange(len(buffer))
@@ -207,7 +208,7 @@ def drawn_from(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
 
 
 def _pieces(row: Row) -> Iterator[Row]:
-    """A long text cut at line ends; anything else as it is."""
+    """Yield a long text cut at line ends; anything else unchanged."""
     if not isinstance(row, str):
         yield row
         return
@@ -224,11 +225,11 @@ def _pieces(row: Row) -> Iterator[Row]:
 
 
 def open_rows(source: TextSource, use: Use) -> Rows:
-    """A source's rows for one use.
+    """Return a source's rows for one use.
 
     Args:
-        source: of the text.
-        use: text that ships and data sets with several splits have other rows for each.
+        source: the source of text.
+        use: text that ships and data sets with several splits have different rows for each.
 
     Raises:
         MoesaicError: the source does not exist or cannot be read.
@@ -244,7 +245,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
 
 
 def check_there(source: TextSource) -> None:
-    """Refuse a file that is not there, or has nothing in it; it is not read, and nobody is asked.
+    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
 
     Raises:
         MoesaicError: names the file.
@@ -255,6 +256,9 @@ def check_there(source: TextSource) -> None:
     if path.is_file():
         if path.stat().st_size == 0:
             raise MoesaicError(f"{source.name} is empty.")
+        if path.suffix not in (".parquet", ".safetensors"):
+            with _readable(source.name), path.open("rb") as file:
+                getincrementaldecoder("utf-8")().decode(file.read(4096))
         return
     stray = path.suffix and "/" not in source.name  # a data set has its owner before a slash
     if path.suffix in FILES or source.name.startswith((".", "/")) or stray:
@@ -262,11 +266,11 @@ def check_there(source: TextSource) -> None:
 
 
 def check_rows(used: Iterable[TextSource], measured: Iterable[TextSource]) -> None:
-    """Refuse to measure on rows that are calibrated or trained on.
+    """Refuse evaluation on rows that are used for calibration or training.
 
     Args:
-        used: the sources that are.
-        measured: those to measure on.
+        used: sources of calibration and training.
+        measured: sources of evaluation.
 
     Raises:
         MoesaicError: some row is in both, or a source cannot be read.
@@ -274,7 +278,7 @@ def check_rows(used: Iterable[TextSource], measured: Iterable[TextSource]) -> No
     ours = [source for source in used if not source.shipped]
     for theirs in measured:
         for source in ours:
-            if _place(source) == _place(theirs) and _meet(source, theirs):
+            if _place(source) == _place(theirs) and _overlap(source, theirs):
                 raise MoesaicError(
                     f"{theirs} is to be measured on, and rows of it are calibrated or trained on "
                     f"too ({source}). Measure on another text or split, or on a slice, such as "
@@ -292,7 +296,7 @@ def _place(source: TextSource) -> tuple[str, str, str]:
     return name, source.config, source.data_dir
 
 
-def _meet(source: TextSource, theirs: TextSource) -> bool:
+def _overlap(source: TextSource, theirs: TextSource) -> bool:
     if source.tokenised:
         return True
     taken = open_rows(source, "calibration").taken
@@ -300,13 +304,13 @@ def _meet(source: TextSource, theirs: TextSource) -> bool:
 
 
 def _shipped_rows(split: Use, domain: str = "") -> list[JSON]:
-    """Documents that ship with the package, of one domain or all in turn: ``text``, ``domain``."""
+    """Return documents that ship, of one domain or all in turn: ``text``, ``domain``."""
     lines = files("moesaic").joinpath(f"assets/{split}.jsonl").read_text("utf-8").splitlines()
     return [row for row in map(json.loads, lines) if domain in ("", row["domain"])]
 
 
 def shipped_texts(split: Use, domain: str = "") -> list[str]:
-    """The texts of :func:`_shipped_rows`."""
+    """Return the texts of :func:`_shipped_rows`."""
     return [row["text"] for row in _shipped_rows(split, domain)]
 
 
@@ -324,7 +328,7 @@ def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -
 
 
 class Lines(Sequence[Row]):
-    """Rows of a .jsonl file, read when they are asked for."""
+    """Rows of a .jsonl file, read when they are used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -363,7 +367,11 @@ def _file_rows(path: Path) -> Sequence[Row]:
             rows = json.loads(path.read_text("utf-8-sig"))
             return rows if isinstance(rows, list) else [rows]
         if path.suffix == ".parquet":
-            data: Sequence[Row] = _datasets().Dataset.from_parquet(str(path))
+            datasets = _datasets()
+            try:
+                data: Sequence[Row] = datasets.Dataset.from_parquet(str(path))
+            except datasets.exceptions.DatasetsError as error:
+                raise ValueError(error.__cause__ or error) from error
             return data
         text = path.read_text("utf-8-sig")
         if "\0" in text:
@@ -414,7 +422,7 @@ def _reached(name: str) -> Iterator[None]:
 
 
 def _data_set(source: TextSource, use: Use) -> Rows:
-    """Rows of a data set of the hub, or of a folder as the hub has them."""
+    """Return rows of a data set of the hub, or of a folder in the hub's layout."""
     datasets = _datasets()
     where: JSON = {"data_dir": source.data_dir} if source.data_dir else {}
     config = source.config or None
@@ -447,10 +455,10 @@ def _data_set(source: TextSource, use: Use) -> Rows:
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:
-    """The split to read, and whether rows of a split for training are to be held out of it.
+    """Return the split to read, and True if rows of a training split are to be held out of it.
 
     Raises:
-        MoesaicError: there is no such split, or it is not clear which one is meant.
+        MoesaicError: there is no such split, or the choice is not clear.
     """
     listed = ", ".join(splits)
     named = source.split_name
@@ -471,13 +479,13 @@ def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[s
 
 
 def _default(splits: Sequence[str]) -> str:
-    """The split to train on where none is named; empty where that is not clear."""
+    """Return the split to train on if none is named; empty if that is not clear."""
     only = splits[0] if len(splits) == 1 else ""
     return "train" if "train" in splits else only
 
 
 def _size(source: TextSource, info: DatasetInfo) -> float:
-    """Bytes of a data set; infinite where that is not known."""
+    """Return the bytes of a data set; infinite if unknown."""
     path = Path(source.name)
     if path.is_dir():
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

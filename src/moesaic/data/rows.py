@@ -1,4 +1,4 @@
-"""Rows to text: the columns that are known, and how a model is shown them."""
+"""Rows to text: the known columns, and their form as the model sees it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moesaic.types import JSON, Tokenizer, Values
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Row = str | Values
-"""A text, or columns."""
+"""Text, or columns."""
 
 PLAIN = ("text", "content")
-"""Columns that are a text of their own, whatever stands beside them."""
+"""Columns that hold a whole text, whatever other columns there are."""
 
 ASIDE = (
     "id", "idx", "index", "uid", "unique_id", "url", "source", "metadata", "original_question",
     "category", "domain", "subject", "topic", "task", "type", "level", "difficulty", "language",
 )  # fmt: skip
-"""Columns that are about a row and are not read."""
+"""Columns with information about a row, which are not read."""
 
 DOMAIN = "domain"
-"""The column that says what kind of text a row is, each of which is measured by itself, too."""
+"""Column that holds the kind of text of a row; each kind is also measured by itself."""
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -37,25 +37,25 @@ ALPACA_INPUT = (
     "context. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{0}\n\n### Input:\n{1}\n\n### Response:\n"
 )
-"""The template of Alpaca's own ``text`` column; Code Alpaca, MetaMath and LLM-Adapters
+"""Template of Alpaca's own ``text`` column; Code Alpaca, MetaMath and LLM-Adapters
 (commonsense170k) use it too."""
 
 
 class Unusable(MoesaicError):
-    """A row without text in its columns, or one that the chat template refuses. Among rows that
-    can be used it is left out, and counted."""
+    """Error for a row without text in its columns, or one that the chat template refuses. If other
+    rows can be used, it is skipped and counted."""
 
 
 def usable(
     rows: Iterable[Row], read: Callable[[Row], T], name: str, say: bool = True
 ) -> Iterator[tuple[Row, T]]:
-    """Rows, and what is read of each; those that are :class:`Unusable` are left out.
+    """Yield rows, and the result of ``read`` for each, without those that are :class:`Unusable`.
 
     Args:
-        rows: of one source.
-        read: what to read of a row.
-        name: of the source, for messages.
-        say: warn of how many were left out, when there are no more rows or nobody wants more.
+        rows: rows of one source.
+        read: function of a row.
+        name: name of the source, for messages.
+        say: True to warn at the end how many were left out.
 
     Raises:
         MoesaicError: all rows are unusable, or one has columns that are not known.
@@ -82,7 +82,7 @@ def usable(
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """A prompt and its answer; one after the other they are the whole text."""
+    """Prompt and its answer; their concatenation is the whole text."""
 
     prompt: str
     answer: str
@@ -92,10 +92,10 @@ class PromptAnswer:
 
 
 def checked(text: str) -> str:
-    """The text.
+    """Return the text unchanged.
 
     Raises:
-        Unusable: half of a surrogate pair is in it, which JSON may hold and no tokenizer takes.
+        Unusable: it has half of a surrogate pair, which JSON may hold and no tokenizer accepts.
     """
     try:
         text.encode()
@@ -107,27 +107,27 @@ def checked(text: str) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns that belong together."""
+    """Columns of a known kind of rows."""
 
     data_sets: str
-    """The data sets that have them."""
+    """Data sets that have them."""
     needs: tuple[str, ...]
     may: tuple[str, ...]
-    """Columns that it reads, or that say again what others say."""
+    """Optional columns, or columns that repeat others."""
     read: Callable[[Values], PromptAnswer]
     texts: tuple[str, ...] | None = None
-    """The columns of ``needs`` that must hold words; None for all of them."""
+    """Columns of ``needs`` that must not be empty; None for all of them."""
 
     def fits(self, row: Values) -> bool:
-        """All columns are there, and none that is not known."""
+        """Return True if a row has all needed columns, and no unknown ones."""
         columns = {*self.needs, *self.may, *ASIDE, *PLAIN}
         return row.keys() >= set(self.needs) and row.keys() <= columns
 
     def pair(self, row: Values) -> PromptAnswer:
-        """The prompt and the answer of a row that fits.
+        """Return the prompt and the answer of a row that fits.
 
         Raises:
-            Unusable: a column does not hold what it should.
+            Unusable: a column does not hold text.
         """
         for name in self.needs if self.texts is None else self.texts:
             if not isinstance(row[name], str) or not row[name].strip():
@@ -207,23 +207,23 @@ SCHEMAS = (
         lambda row: PromptAnswer(f"{row['prompt']}\n", row["response"]),
     ),
 )
-"""In the order in which they are tried."""
+"""Schemas in the order in which they are tried."""
 
 
 TURNS = ("messages", "conversations")
-"""Columns that are a conversation, whatever stands beside them."""
+"""Columns that hold a conversation, whatever other columns there are."""
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
-"""Names of roles, as some data sets have them."""
+"""Usual names of roles, by those in some data sets."""
 SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a turn that may need no ``content`` beside them."""
+"""Fields of a turn that may stand without ``content``."""
 
 
 def _turns(row: Row) -> list[JSON]:
-    """A row's conversation, each turn with all that it has, by ``role`` and ``content``; empty
-    where the row has none.
+    """Return a row's conversation, each turn with all its fields, ``role`` and ``content`` among
+    them; empty if there is none.
 
     Raises:
-        Unusable: its turns are of no form that is known.
+        Unusable: its turns have an unknown form.
     """
     if not isinstance(row, Mapping):
         return []
@@ -231,8 +231,8 @@ def _turns(row: Row) -> list[JSON]:
 
 
 def _turn(turn: object) -> JSON:
-    """One turn. A field that is null is as good as absent, but ``content`` beside others, of which
-    templates ask whether it is null."""
+    """Return one turn without null fields. A null ``content`` is kept beside others, since
+    templates check for it."""
     fields = dict(turn) if isinstance(turn, Mapping) else {}
     for name, usual in (("from", "role"), ("value", "content")):
         if fields.get(usual) is None and name in fields:
@@ -248,7 +248,7 @@ def _turn(turn: object) -> JSON:
 
 
 def _tools(row: Row) -> list[Values] | None:
-    """The functions that a row's conversation may call; None where it has none."""
+    """Return the functions that a row's conversation may call; None without any."""
     tools = row.get("tools") if isinstance(row, Mapping) else None
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
@@ -262,10 +262,10 @@ def _tools(row: Row) -> list[Values] | None:
 
 
 def _words(content: object) -> str:
-    """A turn's content as one text.
+    """Return a turn's content as one text.
 
     Raises:
-        Unusable: a part of it is no text, such as a picture.
+        Unusable: a part of it is no text, such as an image.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -278,7 +278,7 @@ def _words(content: object) -> str:
 
 
 def _without_template(turns: Sequence[Values], tools: Sequence[Values] | None) -> str:
-    """A conversation as plain text; tools and their calls as JSON."""
+    """Return a conversation as plain text; tools and their calls as JSON."""
     texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
     for turn in turns:
         calls = turn.get("tool_calls")
@@ -293,13 +293,13 @@ def _conversation(
     tokenizer: Tokenizer | None,
     prompt: bool = False,
 ) -> str:
-    """A conversation as the model is shown it: in the tokenizer's own template if it has one.
+    """Return a conversation as the model sees it: in the tokenizer's own template if it has one.
 
     Args:
-        turns: of :func:`_turns`, which the template is given as they are.
+        turns: turns from :func:`_turns`, passed to the template unchanged.
         tools: the functions that may be called.
-        tokenizer: of the model.
-        prompt: the model's answer follows.
+        tokenizer: the model's tokenizer.
+        prompt: True if the model's answer follows.
 
     Raises:
         Unusable: the template refuses it.
@@ -322,7 +322,7 @@ def _conversation(
 
     text = in_template(turns)
     odd = [turn.get("content") for turn in turns if not isinstance(turn.get("content"), str)]
-    # a template that knows texts only may refuse others, or write them as Python does
+    # a template for text alone may refuse other content, or write it as Python's repr
     if odd and (text is None or any(str(content) in text for content in odd)):
         plain = [{**turn, "content": _words(turn.get("content"))} for turn in turns]
         other = in_template(plain)
@@ -330,7 +330,7 @@ def _conversation(
             text, turns = other, plain
         elif other is not None and any(text.count(str(c)) > other.count(str(c)) for c in odd):
             text = other
-    if text is None:  # some know no system's turns: what it says begins the first other one
+    if text is None:  # some have no system role: put its content before the first other turn
         system = [_words(turn.get("content")) for turn in turns if turn["role"] == "system"]
         first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
         content = "\n\n".join([*system, _words(first.get("content"))])
@@ -346,25 +346,25 @@ def _conversation(
 def _answered(
     turns: Sequence[Values], tools: Sequence[Values] | None, tokenizer: Tokenizer | None
 ) -> PromptAnswer:
-    """What comes before the last turn, and that turn."""
+    """Return the text before the last turn, and that turn."""
     text = _conversation(turns, tools, tokenizer)
     prompt = _conversation(turns[:-1], tools, tokenizer, prompt=True) if len(turns) > 1 else ""
-    # where the answer begins otherwise than templates end a prompt, the prompt ends before that
+    # if prompt and text differ before the prompt's end, the prompt ends at the first difference
     pairs = enumerate(zip(prompt, text, strict=False))
     end = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
     return PromptAnswer(text[:end], text[end:])
 
 
 def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
-    """The prompt and the answer of a row; None for plain text.
+    """Return the prompt and the answer of a row; None for plain text.
 
     Args:
         row: a text, or columns.
-        tokenizer: of the model, whose template conversations are shown in.
+        tokenizer: the model's tokenizer, with the template for conversations.
 
     Raises:
         Unusable: its columns hold no text, or the template refuses it.
-        MoesaicError: its columns are not known.
+        MoesaicError: its columns are unknown.
     """
     if isinstance(row, str):
         return None
@@ -389,7 +389,7 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
 
 
 def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
-    """The whole text of a row: its own, a conversation, or prompt and answer.
+    """Return the whole text of a row: its own, a conversation, or prompt and answer.
 
     Arguments and errors are those of :func:`asked`.
     """

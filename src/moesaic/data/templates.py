@@ -1,9 +1,9 @@
-"""Chat templates of strangers, rendered where they can take neither time nor memory.
+"""Chat templates from strangers, rendered with limits of time and memory.
 
 A template is a program. transformers runs it in Jinja's sandbox, which keeps it from files and
-attributes, but not from loops within loops or from strings that double. So it runs in a child of
-this process, which has a limit of memory and is ended when it takes too long. Where the system
-cannot fork, it runs here.
+attributes, but not from nested loops or from strings that double. So it runs in a child process,
+which has a limit of memory and is ended if it takes too long. If the system cannot fork, it runs in
+this process.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from moesaic.errors import MoesaicError
 from moesaic.types import Tokenizer, Values
 
 SECONDS = 20.0
-"""Time that one rendering may take."""
+"""Most seconds of one rendering."""
 LONGEST = 10_000_000
-"""Characters of a conversation at most."""
+"""Most characters of a rendered conversation."""
 MEMORY = 1 << 30
-"""Bytes that a template may take."""
+"""Bytes of memory that a template may use."""
 
 
 def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> str:
-    """A conversation in a tokenizer's chat template, as ``apply_chat_template`` renders it.
+    """Return a conversation in a tokenizer's chat template, as ``apply_chat_template`` renders it.
 
     Args:
-        tokenizer: it has a template.
-        turns: as the template takes them.
-        options: further ones of ``apply_chat_template``.
+        tokenizer: a tokenizer with a template.
+        turns: the turns that the template gets.
+        options: further options of ``apply_chat_template``.
 
     Raises:
         MoesaicError: the template takes more than :data:`SECONDS` or :data:`MEMORY`, or writes more
@@ -70,17 +70,17 @@ def _applied(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> 
 
 
 def _state(tokenizer: Tokenizer) -> tuple[object, ...]:
-    """What a child knows of: whose it is, the template, and the tokens that it may write."""
+    """Return what a child depends on: its parent, the template, and the special tokens."""
     return os.getpid(), tokenizer.chat_template, dict(tokenizer.special_tokens_map)
 
 
 class _Child:
-    """A child of this process that renders one tokenizer's template, until it fails."""
+    """Child process that renders one tokenizer's template, until it fails."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.of = _state(tokenizer)
         self._pipe, there = Pipe()
-        with warnings.catch_warnings():  # of threads, which a template does not use
+        with warnings.catch_warnings():  # about threads, which templates do not use
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = os.fork()
         if not self.process:
@@ -93,10 +93,11 @@ class _Child:
         weakref.finalize(self, _end, self.process, os.getpid())
 
     def ask(self, turns: Sequence[Values], options: Values) -> tuple[str, str]:
-        """What comes of a conversation: ``text``, ``refused`` or ``failed``, and in which words.
+        """Return the outcome for a conversation, ``text``, ``refused`` or ``failed``, and its text
+        or reason.
 
         Raises:
-            EOFError: the child is gone.
+            EOFError: the child has ended.
         """
         self._pipe.send_bytes(json.dumps(([*turns], options), default=str).encode())
         if not self._pipe.poll(SECONDS):
@@ -113,11 +114,11 @@ def _end(process: int, owner: int) -> None:
 
 
 def _serve(tokenizer: Tokenizer, pipe: Connection) -> None:
-    """Render what is asked for, in the child."""
+    """Render requested conversations, in the child."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(OSError, ValueError):  # where the system does not tell, time alone is limited
+    with suppress(OSError, ValueError):  # without this information, only time is limited
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))

@@ -1,4 +1,4 @@
-"""Text to token windows, with a fingerprint."""
+"""Windows of tokens, with a fingerprint, from sources of text."""
 
 from __future__ import annotations
 
@@ -22,55 +22,54 @@ POOL = 20_000_000
 """Characters of a larger source that windows are drawn from, in a random order of its rows."""
 
 SAMPLES, LENGTH = 100, 512
-"""Windows to calibrate on, and tokens of one to measure on, where nobody says."""
+"""Default number of calibration windows, and default tokens of an evaluation window."""
 RUN = 32
-"""Tokens in a row by which a window is known to share text with another."""
+"""Number of consecutive tokens by which a window is known to share text with another."""
 
 BETWEEN = "\n\n"
-"""Between two texts of one source."""
+"""Separator of two texts of one source."""
 IGNORED = -100
-"""The label of a token that is not predicted: a prompt's, or padding."""
+"""Label of a token that is not predicted: in a prompt, or padding."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Windows of one source."""
+    """Source of some windows."""
 
     taken: RowRange
     windows: int
     mix: str = ""
-    """The named mix that it is a part of."""
+    """Named mix that the source is a part of."""
 
     def as_json(self) -> JSON:
-        """The keys of :meth:`moesaic.data.reader.RowRange.as_json`, ``windows``, and of a part of
-        a named mix ``mix``."""
+        """Return the keys of :meth:`moesaic.data.reader.RowRange.as_json`, ``windows``, and ``mix``
+        for a part of a named mix."""
         mix = {"mix": self.mix} if self.mix else {}
         return {**self.taken.as_json(), "windows": self.windows, **mix}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token windows ready for a model.
+    """Windows of tokens ready for a model.
 
     Raises:
-        MoesaicError: ids are no whole numbers of at least 0, or the mask is of another shape or
-            holds more than 0 and 1.
+        MoesaicError: ids are no integers of at least 0, or the mask has another shape or holds more
+            than 0 and 1.
     """
 
     input_ids: Tensor
-    """int64 (N, L); other whole numbers are made so."""
+    """Token ids, int64 (N, L); other integer types are converted."""
     attention_mask: Tensor | None = None
-    """bool (N, L), False on padding; None where there is no padding. A tokenizer's 0 and 1 are made
-    so."""
+    """Mask, bool (N, L), False on padding; None without padding. 0 and 1 are converted."""
     origins: tuple[Origin, ...] = ()
-    """The sources that the windows come from, one after the other; empty where nobody said."""
+    """Sources of the windows, one after the other; empty if unknown."""
     parts: tuple[str, ...] = ()
-    """Kinds of text that are measured each by itself, too: sources of a mix, domains of rows."""
+    """Kinds of text that are also measured by themselves: sources of a mix, domains of rows."""
     part_NL: Tensor | None = None
-    """int64 (N, L): the kind of each token's text, by its place in ``parts``."""
+    """Kind of each token's text as an index into ``parts``, int64 (N, L)."""
     begun: int = 0
-    """Tokens at the start of every window that are the tokenizer's own (BOS), not the text's, and
-    are not predicted; 0 where it adds none, and of token ids that were given."""
+    """Tokens at the start of every window that the tokenizer adds (BOS), which are not predicted; 0
+    if it adds none, and for given token ids."""
 
     def __post_init__(self) -> None:
         ids = _whole_numbers(self.input_ids, "input_ids")
@@ -96,11 +95,11 @@ class Tokens:
         object.__setattr__(self, "attention_mask", mask.to("cpu", torch.bool))
 
     def check(self, config: Config) -> None:
-        """Refuse windows without a token, or longer than a model's positions, and ids beyond its
+        """Refuse windows without a token, or longer than a model's positions, and ids outside its
         vocabulary.
 
         Args:
-            config: the model's.
+            config: the model's config.
 
         Raises:
             MoesaicError: names the length, or the greatest id.
@@ -118,13 +117,13 @@ class Tokens:
 
     @property
     def real(self) -> Tensor:
-        """bool (N, L), False on padding."""
+        """Mask of real tokens, bool (N, L), False on padding."""
         mask = self.attention_mask
         return torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask
 
     @property
     def labels(self) -> Tensor:
-        """int64 (N, L): what is predicted, ``IGNORED`` on padding, right behind it, and on BOS."""
+        """Labels, int64 (N, L): ids, but ``IGNORED`` on padding, after it, and on BOS."""
         real = self.real
         behind = torch.nn.functional.pad(real[:, :-1], (1, 0), value=True)
         behind[:, : self.begun] = False
@@ -132,12 +131,12 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Tokens, padding left out."""
+        """Number of tokens, padding left out."""
         return int(self.real.sum())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when any token changes."""
+        """Hash of the ids and the mask."""
         digest = hashlib.sha256(repr(tuple(self.input_ids.shape)).encode())
         digest.update(self.input_ids.numpy().tobytes())
         if self.attention_mask is not None:
@@ -145,7 +144,7 @@ class Tokens:
         return digest.hexdigest()[:16]
 
     def rows(self, chosen: slice | Tensor) -> Tokens:
-        """Some of the windows; all of one source, or nothing is said of where they are from."""
+        """Return some of the windows; origins are kept only if there is one."""
         ids = self.input_ids[chosen]
         mask, part = (
             None if tensor is None else tensor[chosen]
@@ -156,7 +155,7 @@ class Tokens:
         return Tokens(ids, mask, origins, self.parts, part, self.begun)
 
     def padded(self, length: int) -> Tokens:
-        """The same windows with padding up to a length."""
+        """Return the same windows padded to a length."""
         more = length - self.input_ids.shape[1]
         if more <= 0:
             return self
@@ -164,16 +163,20 @@ class Tokens:
         return Tokens(ids, real, self.origins, begun=self.begun)
 
     def unpadded(self) -> list[list[int]]:
-        """The ids of each window, padding left out."""
+        """Return the ids of each window, padding left out."""
         return [ids[real].tolist() for ids, real in zip(self.input_ids, self.real, strict=True)]
 
     def examples(self) -> list[dict[str, list[int]]]:
-        """Windows to learn from, as input_ids and labels; padding is not predicted."""
-        pairs = zip(self.input_ids.tolist(), self.labels.tolist(), strict=True)
-        return [{"input_ids": row, "labels": targets} for row, targets in pairs]
+        """Return windows to learn from, as input_ids and labels; padding is left out."""
+        rows = zip(self.input_ids, self.labels, self.real, strict=True)
+        return [
+            {"input_ids": ids[real].tolist(), "labels": targets[real].tolist()}
+            for ids, targets, real in rows
+            if real.any()
+        ]
 
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
-        """Consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
+        """Yield consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
         rows = max(1, tokens_per_batch // self.input_ids.shape[1])
         unlabelled = replace(self, origins=())
         for first in range(0, len(self.input_ids), rows):
@@ -181,7 +184,7 @@ class Tokens:
 
 
 def positions(config: Config) -> int | None:
-    """Tokens that a model takes at most; None where its config says nothing."""
+    """Return the most tokens that a model takes; None if its config has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -190,7 +193,7 @@ def check_length(length: int, config: Config) -> None:
 
     Args:
         length: tokens of a window.
-        config: the model's.
+        config: the model's config.
 
     Raises:
         MoesaicError: names both.
@@ -203,10 +206,10 @@ def check_length(length: int, config: Config) -> None:
 
 
 def _whole_numbers(tensor: object, name: str) -> Tensor:
-    """The tensor, if it holds no fractions.
+    """Return the tensor, if it holds integers.
 
     Raises:
-        MoesaicError: names what it is instead.
+        MoesaicError: names the type that it is instead.
     """
     if isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
@@ -217,7 +220,7 @@ def _whole_numbers(tensor: object, name: str) -> Tensor:
 def shared_out(
     tokens: Tokens, number: int, processes: int, tokens_per_batch: int = 2048
 ) -> tuple[Tokens, list[int]]:
-    """Every ``processes``-th batch from ``number`` on, and the numbers of those batches.
+    """Return every ``processes``-th batch from ``number`` on, and the indices of those batches.
 
     Raises:
         MoesaicError: there are fewer batches than processes.
@@ -236,9 +239,9 @@ def shared_out(
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that a tokenizer puts before any text: BOS, or none.
+    """Return the tokens that a tokenizer puts before any text: BOS, or none.
 
-    They are found by what it does; what configs say of BOS is often not what comes out.
+    They are found by tokenising a text, since configs are often wrong about BOS.
     """
     ids, plain = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
     ends = (n for n in range(len(ids)) if ids[n : n + len(plain)] == plain)
@@ -246,13 +249,13 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
-    """Non-overlapping windows (N, length) of the texts joined by blank lines.
+    """Return non-overlapping windows (N, length) of the texts joined by blank lines.
 
-    Where the tokenizer begins text with BOS each window begins with it, and has so much less of the
+    If the tokenizer begins text with BOS each window begins with it, and has one token less of the
     text. No other special token is added; the last partial window is dropped.
 
     Raises:
-        MoesaicError: the texts are blank, or nothing but BOS would fit into a window.
+        MoesaicError: the texts are blank, or only BOS would fit into a window.
     """
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
@@ -263,12 +266,13 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
 
 
 def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, int]:
-    """The places at which windows begin in a text (N), and how many of its tokens each has.
+    """Return the indices at which windows begin in a text (N), and the number of its tokens in
+    each.
 
-    A BOS that a chat template wrote right there is passed over: each window has one already.
+    A BOS that a chat template wrote there is skipped: each window has one already.
 
     Raises:
-        MoesaicError: windows are too short for anything but BOS.
+        MoesaicError: windows are too short for more than BOS.
     """
     body = length - len(begin)
     if body < 1:
@@ -289,16 +293,16 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
 
 
 def _cut(values_T: Tensor, starts_N: Tensor, length: int) -> Tensor:
-    """Windows (N, length) of values, which begin at some places."""
+    """Return windows (N, length) of values, from their starts."""
     return values_T[starts_N[:, None] + torch.arange(length)]
 
 
 _KEPT: dict[tuple[str, Hashable], Tensor] = {}
-"""Of the last two texts, to calibrate and to measure on, the tokens for the next draws."""
+"""Cache of the tokens of the last two texts, one to calibrate and one to measure on."""
 
 
 def _ids(text: str, tokenizer: Tokenizer) -> Tensor:
-    """A text's tokens, kept for all tokenizers of the same rules: each loading makes its own."""
+    """Return a text's tokens, cached by the tokenizer's rules."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     alone: Hashable = (tokenizer, len(tokenizer))
     key = text, backend.to_str() if backend is not None else alone
@@ -313,10 +317,10 @@ def _ids(text: str, tokenizer: Tokenizer) -> Tensor:
 def _domains(
     rows: Sequence[Row], texts: Sequence[str], tokenizer: Tokenizer, length: int
 ) -> tuple[tuple[str, ...], Tensor | None]:
-    """The domains of rows, and that of each token of their windows (N, length).
+    """Return the domains of rows, and the domain of each token of their windows (N, length).
 
-    Nothing where rows are all of one domain, or say of none; nor where the tokenizer does not know
-    which characters a token stands for.
+    Empty if all rows have one domain, or one has none, or if the tokenizer cannot map tokens to
+    characters.
     """
     of_rows = [str(row.get(DOMAIN, "")) if isinstance(row, Mapping) else "" for row in rows]
     names = tuple(dict.fromkeys(of_rows))
@@ -335,10 +339,10 @@ def _domains(
 
 
 def needs_tokenizer(text: object) -> bool:
-    """Whether a text is to be made into tokens: a source, texts or rows, but no token ids.
+    """Return True if a text must be tokenised: a source, texts or rows, but no token ids.
 
     Args:
-        text: as verbs take it: a source, texts, rows, :class:`Tokens` or a tensor of ids.
+        text: text as verbs accept it: a source, texts, rows, :class:`Tokens` or a tensor of ids.
     """
     if isinstance(text, str):
         return not all(source.tokenised for source in text_sources(text))
@@ -351,9 +355,9 @@ def needs_tokenizer(text: object) -> bool:
 
 
 def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
-    """The windows that have no tokens in a row, so many, that others have, too.
+    """Return the windows that share no run of ``run`` consecutive tokens with others.
 
-    Shorter ones are those that others do not have as a whole. Padding is no text.
+    Windows shorter than that must not occur in others as a whole. Padding is ignored.
 
     >>> others = Tokens(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> apart(Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]])), others, 2).input_ids.tolist()
@@ -381,20 +385,20 @@ def evaluation_tokens(
     max_tokens: int | None = None,
     config: Config | None = None,
 ) -> Tokens:
-    """The first windows of a text, in order; of a mix, of each source in turn.
+    """Return the first windows of a text, in order; for a mix, of each source in turn.
 
     Args:
         source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
-        tokenizer: of the model; not used for a file of token ids.
-        length: tokens of a window; None for 512, or for a token file's own, or for as many as are
-            measured at most.
-        max_tokens: at most this much; 0 or None for all of it. A mix shares it by its weights.
-        config: of the model that will read them, so that they are checked against it; 512 is then
-            no more than its positions.
+        tokenizer: the model's tokenizer; not used for a file of token ids.
+        length: tokens of a window; None for 512 (at most ``max_tokens``), or a token file's own.
+        max_tokens: most tokens in all; 0 or None for the whole text. A mix shares it by its
+            weights.
+        config: the model's config, to check the tokens; the default length is then at most its
+            positions.
 
     Raises:
-        MoesaicError: a source cannot be read, does not fill one window, or is not for the model; or
-            no window is as short as ``max_tokens``.
+        MoesaicError: a source cannot be read, does not fill one window, or does not fit the model;
+            or ``max_tokens`` is less than one window.
     """
     usual = LENGTH if config is None else min(LENGTH, positions(config) or LENGTH)
     sources = sources_of(source, "evaluation") if isinstance(source, str) else ()
@@ -456,18 +460,18 @@ def calibration_tokens(
     documents: bool = False,
     window: int = 256,
 ) -> Tokens:
-    """Windows drawn without replacement; of a mix, so many of each source as its weight says.
+    """Return windows drawn without replacement; for a mix, in proportion to its weights.
 
     Args:
         source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
-        tokenizer: of the model; not used for a file of token ids.
-        samples: windows; None for 100, or for all of a token file.
-        length: tokens of a window, of a document at most; None for ``window``, or for a token
-            file's own.
-        seed: of the draw.
-        documents: each window is one document with the tokenizer's special tokens, cut at
+        tokenizer: the model's tokenizer; not used for a file of token ids.
+        samples: number of windows; None for 100, or for all of a token file.
+        length: tokens of a window, or most tokens of a document; None for ``window``, or for a
+            token file's own.
+        seed: seed of the draw.
+        documents: True if each window is one document with the tokenizer's special tokens, cut at
             ``length`` and padded, instead of a piece of all text.
-        window: tokens of a window where ``length`` says nothing.
+        window: default length of a window.
 
     Raises:
         MoesaicError: the text is empty or does not fill that many windows.
@@ -498,7 +502,7 @@ def calibration_tokens(
 
 
 def _with_mix(tokens: Tokens, source: TextSource) -> Tokens:
-    """The same windows, of which it is known what mix they are for."""
+    """Return the same windows, with the mix in their origins."""
     origins = (replace(origin, mix=source.mix) for origin in tokens.origins)
     return replace(tokens, origins=tuple(origins))
 
@@ -511,7 +515,7 @@ def _windows(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, see
 
 def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
     begin = beginning(tokenizer)
-    start = "".join(tokenizer.convert_ids_to_tokens(begin))  # a template's, which is added again
+    start = "".join(tokenizer.convert_ids_to_tokens(begin))  # from a template; added again below
     pool = _pool(rows, samples * length, seed, tokenizer)
     texts = [text.removeprefix(start) for text in pool if text.strip()]
     order = torch.randperm(len(texts), generator=_seeded(seed))[:samples].tolist()
@@ -543,7 +547,7 @@ def _drawn_of_file(path: Path, length: int | None, samples: int | None, seed: in
 
 
 def _drawn(tokens: Tokens, taken: RowRange, samples: int, length: int, seed: int) -> Tokens:
-    """Some of the windows, in a random order."""
+    """Return some of the windows, in a random order."""
     count = len(tokens.input_ids)
     if not count:
         raise MoesaicError(
@@ -564,7 +568,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]:
-    """The texts to draw from: all in order, or of a large source some in a random order."""
+    """Return the texts to draw from: all in order, or some of a large source in a random order."""
     limit = max(POOL, 16 * tokens)
     if rows.at_hand:
         _, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
@@ -579,7 +583,7 @@ def _texts(rows: Iterable[Row], taken: RowRange, tokenizer: Tokenizer) -> Iterat
 
 
 def _some(texts: Iterable[tuple[Row, str]], limit: int | None) -> tuple[list[Row], list[str]]:
-    """The first rows and their texts, until these have so many characters."""
+    """Return the first rows and their texts, until these have ``limit`` characters."""
     rows, first, count = [], [], 0
     for row, text in texts:
         rows.append(row)
@@ -591,7 +595,7 @@ def _some(texts: Iterable[tuple[Row, str]], limit: int | None) -> tuple[list[Row
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
-    """The windows of all parts, of which there is at least one; the shorter ones are padded."""
+    """Return the windows of all parts (at least one); the shorter ones are padded."""
     if len(parts) == 1:
         return parts[0]
     length = max(part.input_ids.shape[1] for part in parts)
@@ -612,7 +616,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to ``total``, in proportion to ``weights`` as near as can be.
+    """Return integers that add up to ``total``, as nearly in proportion to ``weights`` as possible.
 
     >>> split_evenly(10, [2.0, 1.0])
     [7, 3]
@@ -626,11 +630,12 @@ def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def token_file(path: Path, length: int | None = None) -> Tokens:
-    """Token windows of a ``.safetensors`` file, as they are or cut into shorter ones.
+    """Return the windows of a ``.safetensors`` file, unchanged or cut into shorter ones.
 
     Args:
-        path: holds ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is padding.
-        length: tokens of a window; what remains of a row is left out, and windows of padding.
+        path: file with ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is
+            padding.
+        length: tokens of a window; the rest of a row is left out, and windows of padding.
 
     Raises:
         MoesaicError: there is no such file, or its windows are shorter.

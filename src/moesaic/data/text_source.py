@@ -16,27 +16,27 @@ from moesaic.types import at_home
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
 SHIPPED = "shipped"
-"""A name for all text that ships; ``shipped:code`` is one domain of it."""
+"""Name of all text that ships; ``shipped:code`` is one domain of it."""
 
 SPLIT = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\])?")
-"""A split, and which of its rows: ``train``, ``train[10%:]``, ``[:5000]``."""
+"""Pattern of a split and its rows: ``train``, ``train[10%:]``, ``[:5000]``."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """One source of text."""
+    """Source of text."""
 
     name: str = ""
-    """A file, a folder, a data set of the hub, one of :data:`DOMAINS` or of
-    :data:`moesaic.data.mixes.MIXES`; empty for all that ships."""
+    """File, folder, data set of the hub, one of :data:`DOMAINS` or of
+    :data:`moesaic.data.mixes.MIXES`; empty for all text that ships."""
     config: str = ""
     data_dir: str = ""
     split: str = ""
-    """As :data:`SPLIT` reads it; empty for the split that the use asks for."""
+    """Split in the form of :data:`SPLIT`; empty for the use's own split."""
     weight: float = 1.0
-    """The share of a mix, relative to the others."""
+    """Share of a mix, relative to the others."""
     mix: str = field(default="", kw_only=True)
-    """The named mix that it is a part of."""
+    """Named mix that the source is a part of."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", at_home(self.name))
@@ -55,37 +55,37 @@ class TextSource:
 
     @property
     def shipped(self) -> bool:
-        """It is text that comes with the package."""
+        """True for text that ships with the package."""
         return self.name in ("", SHIPPED, *DOMAINS)
 
     @property
     def domain(self) -> str:
-        """The domain of text that ships; empty for all of it."""
+        """Domain of text that ships; empty for all of it."""
         return self.config if self.name == SHIPPED else self.name
 
     @property
     def tokenised(self) -> bool:
-        """It is a file of token ids."""
+        """True for a file of token ids."""
         return self.name.endswith(".safetensors")
 
     @property
     def split_name(self) -> str:
-        """The split without its slice."""
+        """Split without its slice."""
         return self._split["name"] or ""
 
     @property
     def sliced(self) -> bool:
-        """A part of the split's rows is named."""
+        """True if only some of the split's rows are named."""
         return "[" in self.split
 
     def rows(self, count: int | None) -> tuple[int, int | None]:
-        """The first row of the slice, and the row that it ends before; None for the end.
+        """Return the first row of the slice, and the row that it ends before; None for the end.
 
         Args:
-            count: rows of the split; None where that is not known.
+            count: rows of the split; None if unknown.
 
         Raises:
-            MoesaicError: a share is asked for of a number that is not known.
+            MoesaicError: the slice is a share, and ``count`` is unknown.
         """
         start, stop = (self._row(self._split[part], count) for part in ("start", "stop"))
         return start or 0, count if stop is None else stop
@@ -110,7 +110,7 @@ class TextSource:
 
 
 def text_sources(spec: str) -> tuple[TextSource, ...]:
-    """The sources that a text's name stands for, each with its weight.
+    """Return the sources that a text's name stands for, each with its weight.
 
     Args:
         spec: ``name:config:data_dir:split``, all but the name optional; a mix such as
@@ -118,7 +118,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
             of :class:`TextSource`, for names with ``:``, ``,`` or ``=`` in them.
 
     Raises:
-        MoesaicError: it is no such name.
+        MoesaicError: the name has another form.
 
     >>> [(s.name, s.split, s.weight) for s in text_sources("code=3,allenai/c4:en::train=1")]
     [('code', '', 3.0), ('allenai/c4', 'train', 1.0)]
@@ -150,7 +150,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
 
 
 def spelled(value: object) -> str:
-    """A text's name as one string, of a recipe's string, mapping or list of mappings.
+    """Return a text's name as one string, from a recipe's string, mapping or list of mappings.
 
     Raises:
         MoesaicError: a field is unknown.
@@ -196,10 +196,10 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
 
 
 def read_by(config: object) -> list[str]:
-    """The names of models, files and text in a dataclass of options; not all are of this machine.
+    """Return the names of models, files and text in a dataclass of options; not all are local.
 
     Raises:
-        MoesaicError: a name of text is none.
+        MoesaicError: a name of text has a wrong form.
     """
     names: list[str] = []
     for entry in fields(config) if is_dataclass(config) else ():

@@ -1,4 +1,4 @@
-"""Results as checkpoints and files that other engines load; exact or refused."""
+"""Exports: results as checkpoints and files that other engines load; exact or refused."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def export(
     token: str | bool | None = None,
     **options: object,
 ) -> JSON:
-    """Write a model in the form that other engines load.
+    """Write a model in a form that other engines load.
 
     Args:
         model: a name or folder, a loaded model, or what a verb returned.
-        out: the folder, or the GGUF file, to make.
+        out: the folder or GGUF file to write.
         to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
             (:func:`moesaic.exports.llamacpp.export_gguf`); by default by the name of ``out``.
         overwrite: replace ``out`` if it exists.
-        tokenizer: for a loaded model, which brings none.
-        progress: draw bars on stderr; or a function (items, label, total).
+        tokenizer: tokenizer of a loaded model, which has none.
+        progress: True to draw bars on stderr; or a function (items, label, total).
         revision: branch, tag or commit, when ``model`` is a hub id.
-        token: of the hub, when ``model`` is a hub id.
+        token: access token of the hub, when ``model`` is a hub id.
         options: the other fields of :class:`moesaic.config.ExportArgs`.
 
     Raises:
         MoesaicError: the form is unknown, or cannot hold the model.
     """
-    args = ExportArgs(to=to or form_of(out), **options)  # type: ignore[arg-type]
+    args = ExportArgs(to=form_of(out, to), **options)  # type: ignore[arg-type]
     form: Callable[..., JSON] = resolve_name(FORMS[args.to])
     shown = {"track": tracked(progress)} if args.to == "gguf" else {}
     with on_disk(model, tokenizer, revision, token) as name:

@@ -1,25 +1,25 @@
-"""Run by path in a process of its own: llama.cpp's converter, with seven gaps filled.
+"""Script around llama.cpp's converter that fills seven of its gaps; run in a process of its own.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
-up by name. An export has its base's tokenizer, so the converter's general way takes its place.
+up by name. An export has its base's tokenizer, so the converter's general method is used.
 
-It takes DeepSeek-V3's router for a softmax where the config does not say ``scoring_func``, which
-DeepSeek's own files do and those that transformers writes need not.
+It takes DeepSeek-V3's router for a softmax if the config has no ``scoring_func``, which DeepSeek's
+own files have and those that transformers writes need not.
 
-It knows byte-level vocabularies by a hash over some text, which every new vocabulary changes, and
-asks for it by name. One that splits text as GPT-2 does, and changes nothing of it, is read as that.
+It identifies byte-level vocabularies by a hash over some text, which is different for every new
+vocabulary. One that splits text as GPT-2 does, without normalising it, is written as GPT-2's.
 
-Of SentencePiece's vocabularies it wants the file ``tokenizer.model``, which transformers 5 does not
-write. Without it, all tokens get one score, or are taken for bytes (Gemma 3): llama.cpp would split
-text otherwise than transformers. They get the order of their merges for scores.
+For SentencePiece's vocabularies it needs the file ``tokenizer.model``, which transformers 5 does
+not write. Without it, all tokens get one score, or are taken for bytes (Gemma 3): llama.cpp would
+split text differently from transformers. Their scores become the order of their merges.
 
-It asks Qwen's mixtures for layers that predict further tokens, which transformers does not write:
-where a checkpoint has none, it is told so.
+It expects MTP layers in Qwen's mixtures, which transformers does not write: if a checkpoint has
+none, ``no_mtp`` is set.
 
-What a Nemotron-H config of ours says of layers that differ, it is told in its own words.
+Layers that differ in a Nemotron-H config of ours are given to it in its own format.
 
-It calls a model by its folder, and says what the card there does. A model that is on its way into a
-file is in a folder that nobody named: what is said is of another one.
+It takes a model's name and card from its folder. Here the checkpoint is in a temporary folder, so
+both come from the source's folder.
 """
 
 import importlib.util
@@ -31,25 +31,26 @@ from pathlib import Path
 from typing import Any
 
 UNMERGED = -1e6
-"""The score of tokens that no merge makes, as single characters."""
+"""Score of tokens that no merge makes, such as single characters."""
 SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""Character that SentencePiece writes for a space."""
 
 
 def main(request: str) -> None:
-    """``request`` is the JSON list that :func:`moesaic.exports.llamacpp.convert` sends."""
+    """Run the converter; ``request`` is the JSON list from
+    :func:`moesaic.exports.llamacpp.convert`."""
     script, folder, named, out, outtype, predicting, settings = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     if settings:  # transformers loads no tokenizer beside a config that it does not know
         importlib.import_module("moesaic")
-    split = importlib.util.find_spec("conversion")  # into one file a family, lately
+    split = importlib.util.find_spec("conversion")  # newer versions have one file per family
     glm, base = (
         importlib.import_module(f"conversion.{name}") if split else converter
         for name in ("glm", "base")
     )
     base.ModelBase.no_mtp = not predicting
-    base.ModelBase.settings = settings  # looked at there: one model never gets another's
+    base.ModelBase.settings = settings  # read in ``completed`` below
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     gguf = importlib.import_module("gguf")  # the converter's own
     gguf.LlamaHfVocab.get_token_score = lambda self, token: scores(self.fname_tokenizer).get(
@@ -92,7 +93,8 @@ def main(request: str) -> None:
 
 
 def spelled(plain: Callable[..., None]) -> Callable[..., None]:
-    """What is SentencePiece's, without a file of its own, written as such; else as before."""
+    """Wrap the converter's method to write SentencePiece vocabularies without a file of their
+    own."""
 
     def write(self: Any, *args: object) -> None:
         file = self.dir_model / "tokenizer.json"
@@ -113,10 +115,10 @@ def spelled(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
-    """Text, score and type of every token, one for each row of the embedding.
+    """Return text, score and type of every token, one for each row of the embedding.
 
-    The converter's own way takes added tokens that have a place in the vocabulary, as those that
-    begin a turn, for ordinary text, and has as many tokens as the tokenizer.
+    The converter's own method takes added tokens that are in the vocabulary, such as those that
+    begin a turn, for ordinary text, and has only as many tokens as the tokenizer.
     """
     vocab, kinds = gguf.LlamaHfVocab(model.dir_model), gguf.TokenType
     tokens = [*vocab.all_tokens()][:size]
@@ -125,7 +127,7 @@ def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
             text, score, kind = tokens[number]
             if added.special or model.does_token_look_special(added.content):
                 kind = kinds.CONTROL
-            else:  # llama.cpp looks for it in text as it is
+            else:  # llama.cpp searches for it in the plain text
                 text, kind = text.replace(SPACE.encode(), b" "), kinds.USER_DEFINED
             tokens[number] = text, score, kind
     unused = range(len(tokens), size)
@@ -133,13 +135,13 @@ def entries(model: Any, gguf: Any, size: int) -> list[tuple[bytes, float, int]]:
 
 
 def _tokenizer_in(file: Path) -> dict[str, Any]:
-    """What a ``tokenizer.json`` says; nothing where there is none."""
+    """Return the contents of a ``tokenizer.json``; empty if there is none."""
     plain: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     return plain
 
 
 def falls_back_to_bytes(file: Path) -> bool:
-    """A BPE over characters, as SentencePiece's are in ``tokenizer.json``."""
+    """Return True for a BPE over characters, as SentencePiece's are in ``tokenizer.json``."""
     plain = _tokenizer_in(file)
     model, decoder = plain.get("model") or {}, plain.get("decoder") or {}
     characters = model.get("type") == "BPE" and bool(model.get("byte_fallback"))
@@ -147,7 +149,7 @@ def falls_back_to_bytes(file: Path) -> bool:
 
 
 def begins_with_space(file: Path) -> bool:
-    """Whether a space is put before a text."""
+    """Return True if the tokenizer puts a space before a text."""
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
     first: str = tokenizer.encode("a", add_special_tokens=False).tokens[0]
     return first.startswith(SPACE)
@@ -155,7 +157,7 @@ def begins_with_space(file: Path) -> bool:
 
 @cache
 def scores(file: Path) -> dict[int, float]:
-    """SentencePiece's scores of tokens that come of merges: the sooner, the higher."""
+    """Return SentencePiece's scores of tokens made by merges: the sooner, the higher."""
     model = _tokenizer_in(file)["model"]
     pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(pairs)])}
@@ -163,7 +165,7 @@ def scores(file: Path) -> dict[int, float]:
 
 
 def _splits_as_gpt2(file: Path) -> bool:
-    """A byte-level BPE that splits by GPT-2's own expression, without a normaliser before it."""
+    """Return True for a byte-level BPE that splits as GPT-2 does, without a normaliser."""
     plain = _tokenizer_in(file)
     split = plain.get("pre_tokenizer") or {}
     return (

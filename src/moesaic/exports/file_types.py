@@ -1,4 +1,4 @@
-"""The type of each tensor in a GGUF file of a type such as q4_k_m: llama.cpp's own mixtures.
+"""Type of each tensor in a GGUF file of a type such as q4_k_m: llama.cpp's own mixtures.
 
 Their rule is ``llama_tensor_get_type`` of ggml-org/llama.cpp, src/llama-quant.cpp, for the types
 that :data:`moesaic.config.GgufType` lists, without Falcon's and GLM5-next's exceptions.
@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FILES = {"q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_k_s": "q4_k", "q3_k_m": "q3_k"}
-"""Types of tensors by those of files, where they have other names."""
+"""Types of tensors by those of files, if these have other names."""
 LOW, IQ3 = ("iq2_xxs", "iq2_xs", "iq1_s", "iq1_m"), "iq3_xxs"
 KEPT = re.compile(
     r"_norm\.weight|ffn_gate_(inp|tid2eid)\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|"
     r"shortconv\.conv\.weight|indexer\.[kq]_proj\.weight|attn_rel_b\.weight|position_embd|"
     r"^token_types|time_mix_(first|[wva][012]|g[12]|decay_w[12]|lerp_fused)\.weight"
 )
-"""Names of matrices that stay as they are."""
+"""Pattern of the names of matrices that are not quantised."""
 PARTS = {
     "head": r"^output\.weight",
     "embeddings": r"^(per_layer_)?token_embd\.weight",
@@ -30,12 +30,12 @@ PARTS = {
     "attn_output": r"attn_output\.weight",
     "down": r"ffn_down",
 }
-"""The parts of a model that the rule tells apart, by patterns of tensors' names."""
+"""Parts of a model that the rule distinguishes, by patterns of tensors' names."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The numbers of a model that the rule of types needs."""
+    """Numbers of a model that the rule of types needs."""
 
     arch: str
     layers: int
@@ -45,30 +45,30 @@ class Model:
 
     @property
     def is_70b(self) -> bool:
-        """Its values are a small part of the weights."""
+        """True for models of 70B, whose values are a small part of the weights."""
         layers = {"llama": 80, "qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}.get(self.arch)
         return self.layers == layers and (self.arch != "llama" or self.heads != self.key_heads)
 
 
 def order(name: str) -> tuple[int, str]:
-    """The place of a tensor in a file: by layers, what is in none first."""
+    """Return the sort key of a tensor in a file: by layer, those outside of layers first."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1, name
 
 
 def is_rounded(name: str, shape: Sequence[int]) -> bool:
-    """True of matrices, but for routers and small ones; the length of a row comes first."""
+    """Return True for matrices to quantise: no routers or small ones (row length: ``shape[0]``)."""
     return math.prod(shape[1:]) > 1 and name.endswith("weight") and not KEPT.search(name)
 
 
 def mixture(rows: Mapping[str, int], type: str, model: Model, weighed: bool) -> dict[str, str]:
-    """The types of tensors, whether or not a type's blocks divide their rows.
+    """Return the types of tensors, whether or not a type's blocks divide their rows.
 
     Args:
-        rows: the length of a row, by the names of all that are rounded, in :func:`order`.
-        type: of the file.
-        model: whose they are.
-        weighed: there are weights for inputs.
+        rows: row lengths by the names of all quantised tensors, sorted by :func:`order`.
+        type: type of the file.
+        model: the model's numbers.
+        weighed: True if there is an importance matrix.
     """
     parts = {n: next((p for p, words in PARTS.items() if re.search(words, n)), "") for n in rows}
     if "head" not in parts.values():
@@ -93,13 +93,13 @@ def mixture(rows: Mapping[str, int], type: str, model: Model, weighed: bool) -> 
 def _choices(
     part: str, place: int, values: int, model: Model, weighed: bool
 ) -> dict[str, str | None]:
-    """Return a tensor's type for each type of file; None where it is the file's own."""
+    """Return a tensor's type for each type of file; None for the file's own type."""
 
     def low(chosen: str | None) -> dict[str, str | None]:
         return dict.fromkeys(LOW, chosen)
 
     def more(count: int) -> dict[str, str | None]:
-        """The first and last eighth, and every third between."""
+        """Return q6_k for the first and last eighth, and every third between."""
         many = place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
         return dict.fromkeys(("q4_k_m", "q5_k_m"), "q6_k" if many else None)
 

@@ -1,4 +1,4 @@
-"""An export before it is written."""
+"""Export of a model, decided before it is written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moesaic.types import Config, Values
 
 @dataclass(frozen=True)
 class Export:
-    """The form that a model will have, decided before anything is written."""
+    """Form that a model will have, decided before anything is written."""
 
     config: Config
     write: Callable[[Writer], None]
     costs: Values = field(default_factory=dict)
-    """Neurons before and after filling up, by name."""
+    """Neurons before and after padding, by name."""
     exact: bool = True
-    """False where weights that should be one are nearly one."""
+    """False if weights that should be one are only nearly one."""
 
     @property
     def model_type(self) -> str:
@@ -36,7 +36,7 @@ class Export:
 
 
 def base_config(config: Config, arch: Arch) -> Config:
-    """A converted config as its base's own."""
+    """Return a converted config as its base's own."""
     plain = copy.deepcopy(config)
     per_layer_config.take_back(plain)
     config_class = CONFIG_MAPPING[arch.model_type]
@@ -50,9 +50,11 @@ def base_config(config: Config, arch: Arch) -> Config:
 
 
 def run_script(name: str, request: str, **env: str) -> str | None:
-    """Run a script of this folder in a process of its own; the last line of what went wrong.
+    """Run a script of this folder in a process of its own; return the last line of its error, or
+    None.
 
-    Its folder stays off the path, or its neighbours would pass for packages of the same names.
+    Its folder is kept off the path, or its neighbours would be imported as packages of the same
+    names.
     """
     script = Path(__file__).with_name(name)
     run = subprocess.run(
@@ -66,7 +68,7 @@ def run_script(name: str, request: str, **env: str) -> str | None:
 
 
 def aligned(width: int) -> int:
-    """The next multiple of 8: grouped matrix products want rows of whole 16 bytes.
+    """Return the next multiple of 8: grouped matrix products need rows of whole 16 bytes.
 
     >>> aligned(250)
     256
@@ -75,5 +77,5 @@ def aligned(width: int) -> int:
 
 
 def head_dim_of(config: Config) -> int:
-    """Elements of one attention head."""
+    """Return the number of elements in one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,5 @@
-"""What llama.cpp stops at or computes otherwise: such files are refused before they are made.
+"""Limits of llama.cpp: files that it rejects or computes differently are refused before they are
+made.
 
 Found in ggml-org/llama.cpp: src/models/*.cpp, src/llama-hparams.h, conversion/*.py.
 """
@@ -13,11 +14,11 @@ from moesaic.types import Config
 
 TANH = "gelu_pytorch_tanh"
 OTHERS = {"nemotron_h": "relu2", "gemma4": TANH, "gemma4_text": TANH}
-"""Architectures whose experts have another activation than silu, wherever they are known."""
+"""Activations other than silu that llama.cpp's experts have, by architecture."""
 
 
 def lacking(config: Config) -> list[str]:
-    """Return what llama.cpp lacks for a checkpoint of this config; empty if nothing is known."""
+    """Return the features that llama.cpp lacks for a checkpoint of this config."""
     return list(_lacking(config))
 
 
@@ -27,7 +28,7 @@ def _experts(config: Config) -> int:
 
 
 def _chosen(config: Config) -> list[int]:
-    """Experts that a token runs, in all layers or in each."""
+    """Return the experts per token, in all layers or by layer."""
     names = ("num_experts_per_tok", "moe_k", "moe_topk")
     value = next((n for name in names if (n := getattr(config, name, None))), 0)
     return value if isinstance(value, list) else [value]
@@ -99,7 +100,7 @@ def _deepseek_v4(config: Config) -> Iterator[str]:
 
 
 def _alternating(config: Config) -> Iterator[str]:
-    """gpt-oss: every second layer looks at all tokens, whatever the config says."""
+    """Require gpt-oss's pattern: llama.cpp gives every second layer full attention."""
     sliding = [attention == "sliding_attention" for attention in config.layer_types]
     if sliding != [i % 2 == 0 for i in range(len(sliding))]:
         yield "attention types that do not alternate, sliding first"
@@ -124,4 +125,4 @@ _BY_TYPE: dict[str, Callable[[Config], Iterator[str]]] = {
     "gpt_oss": _alternating,
     "ernie4_5_moe": _ernie,
 }
-"""What its classes of single architectures lack."""
+"""Limits of llama.cpp's classes of single architectures."""

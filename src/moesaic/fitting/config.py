@@ -35,7 +35,7 @@ class FitConfig(Options):
     prices: str = option(
         "",
         "File with the estimated KL of every alternative: read if it exists, otherwise written, so "
-        "that another budget need not estimate anew.",
+        "that another budget need not estimate them again.",
     )
     windows: int = option(
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2

@@ -150,8 +150,8 @@ def opened(
     if not resume:
         if work.exists() and not overwrite:
             raise MoesaicError(
-                f"{work} holds an unfinished search: continue it with resume=True, or start anew "
-                "with overwrite=True."
+                f"{work} holds an unfinished search: continue it with --resume, or start anew "
+                "with --overwrite."
             )
         discard(work)
     search = Search(recipe, config, work, track, tell)

@@ -181,10 +181,15 @@ class Trials:
         work, last = unfinished(out), len(steps) - 1
         for number in range(len(steps)):
             layers = self.work / f"{LAYERS}-{_key(steps_as_json(tuple(steps[: number + 1])))}"
-            if layers.is_dir():
+            if layers.is_dir() and self._on_all_text(layers):
                 to = work if number == last else work / f"step-{number}.layers"
                 shutil.copytree(layers, to, dirs_exist_ok=True)
         return work.exists()
+
+    def _on_all_text(self, layers: Path) -> bool:
+        """Return whether layers were decided on all windows; a run holds others back to compare."""
+        decided = mapping_of(layers / "request.json").get("calibration")
+        return decided == self.texts.both[0].fingerprint
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:

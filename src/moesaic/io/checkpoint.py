@@ -1,21 +1,24 @@
-"""Checkpoints on disk: a lazy safetensors reader, a shard writer, folders that appear whole."""
+"""Checkpoints on disk: a lazy safetensors reader, and a writer of shards.
+
+A tensor that nothing is done to is :class:`Stored`, a place in a file, and is copied from file to
+file. Every other one is a tensor, and written from memory.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-import mmap
 import os
 import re
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
@@ -45,27 +47,23 @@ VARIANT = re.compile(r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]
 PIECES = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Names of files by rank, which transformers would read in the place of all others."""
 TYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, kind)
-    for name, kind in {
-        "U64": "uint64",
-        "I64": "int64",
-        "F64": "float64",
-        "C64": "complex64",
-        "F32": "float32",
-        "U32": "uint32",
-        "I32": "int32",
-        "BF16": "bfloat16",
-        "F16": "float16",
-        "U16": "uint16",
-        "I16": "int16",
-        "F8_E8M0": "float8_e8m0fnu",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "I8": "int8",
-        "U8": "uint8",
-        "BOOL": "bool",
-    }.items()
-    if hasattr(torch, kind)
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 """Types by the names that safetensors gives them, in the order in which it stores them."""
 NAMES = {kind: name for name, kind in TYPES.items()}
@@ -83,11 +81,8 @@ SHAPES = 8
 """Models of which the skeleton is kept in mind."""
 _SHAPES: dict[str, Model] = {}
 
-_STORED: MutableMapping[Tensor, tuple[int, Stored]] = WeakTensorKeyDictionary()
-"""Of tensors as they were read: their address, and their place on disk."""
-PAGES = Path("/proc/self/pagemap")
-"""Eight bytes of Linux a page of memory; the three highest bits: it is in memory, it is in swap,
-it is a file's."""
+Value: TypeAlias = Tensor | Stored
+"""A value to write under a name: a tensor, or the place of bytes that are copied."""
 
 
 class Checkpoint:
@@ -116,8 +111,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of its first tensor that can be computed with: a model's, whose config names
-        none."""
+        """The type of its first tensor that can be computed with, where a config names none."""
         types = (TYPES.get(stored.kind) for stored in self._stored.values())
         return next((kind for kind in types if kind in COMPUTABLE), None)
 
@@ -138,33 +132,26 @@ class Checkpoint:
         Raises:
             MoesaicError: it is missing, or its file is corrupt.
         """
+        stored = self._place(name)
+        if self.weightless:
+            return torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
+        return self._read(name)
+
+    def _place(self, name: str) -> Stored:
+        """Return where a tensor lies on disk."""
         if name not in self._stored:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
         stored = self._stored[name]
         if stored.kind not in TYPES:
             raise MoesaicError(f"{name} is stored as {shown(stored.kind)}, which is not read.")
-        if self.weightless:
-            empty = torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
-            if stored.nbytes:
-                _STORED[empty] = 0, stored
-            return empty
-        return self._read(name)
+        return stored
 
     def _read(self, name: str) -> Tensor:
-        """A tensor's values, mapped: its part of the file is in memory no longer than it is."""
-        stored = self._stored[name]
-        kind, shape = TYPES[stored.kind], tuple(stored.shape)
-        if not stored.nbytes:
-            return torch.empty(shape, dtype=kind)
-        with _reading(stored.path):
-            bytes = np.memmap(stored.path, np.uint8, "c", stored.begin, (stored.nbytes,))
-        tensor = torch.from_numpy(bytes).view(kind).reshape(shape)
-        _STORED[tensor] = tensor.data_ptr(), stored
-        return tensor
+        return mapped(self._stored[name])
 
-    def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """A tensor as the files have it: its parts, by their names there."""
-        yield name, self.tensor(name)
+    def stored(self, name: str) -> Iterator[tuple[str, Stored]]:
+        """Return a tensor as the files have it: the places of its parts, by their names there."""
+        yield name, self._place(name)
 
     def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
         """New values of a tensor as a file like these has them.
@@ -181,11 +168,11 @@ class Checkpoint:
         return tuple(self._stored[name].shape)
 
     def is_floating(self, name: str) -> bool:
-        """Whether a tensor is of a floating-point type, by a name of :meth:`names`."""
+        """True if a tensor is of a floating-point type, by a name of :meth:`names`."""
         return "F" in self._stored[name].kind
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose names start with ``prefix``, without it."""
+        """Return the tensors whose names start with ``prefix``, by their names without it."""
         names = (name for name in self.names() if name.startswith(prefix))
         return {name.removeprefix(prefix): self.tensor(name) for name in names}
 
@@ -279,7 +266,7 @@ def check_whole(folder: Path) -> None:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether a name is that of a file beside the one that says it, and of no other.
+    """True if a name is that of a file beside the one that names it.
 
     >>> [_is_plain(name) for name in ("a.safetensors", "../a.safetensors", "..", "", 3)]
     [True, False, False, False, False]
@@ -297,45 +284,35 @@ def _reading(file: Path) -> Iterator[None]:
         raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
 
 
-def place(tensor: Tensor) -> Stored | None:
-    """Where a tensor lies on disk; None where its values are not as they were read."""
-    address, stored = _STORED.get(tensor, (0, None))
-    if stored is None or tensor.is_meta:
-        return stored
-    unmoved = tensor.data_ptr() == address and tensor.is_contiguous()
-    same = unmoved and tuple(tensor.shape) == tuple(stored.shape) and _is_as_read(tensor, stored)
-    return stored if same else None
-
-
-def _is_as_read(tensor: Tensor, stored: Stored) -> bool:
-    """Whether nobody has written to a tensor that is mapped from a file.
-
-    What torch counts is no proof: an edit through ``.data`` or numpy is not in it. A page that was
-    written to is no longer the file's; where the system does not tell, values are compared.
-    """
-    first = tensor.data_ptr() // mmap.PAGESIZE
-    count = (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE - first + 1
-    with suppress(OSError), PAGES.open("rb") as pages:
-        pages.seek(8 * first)
-        kinds = np.frombuffer(pages.read(8 * count), np.uint64) >> np.uint64(61)
-        if len(kinds) == count:
-            return bool(np.isin(kinds, (0b000, 0b001, 0b101)).all())
-    now = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return all((now[i * PIECE :][: len(p)] == p).all() for i, p in enumerate(_pieces(stored)))
+def mapped(value: Value) -> Tensor:
+    """Return a tensor's values; stored ones are mapped, and in memory no longer than it is."""
+    if isinstance(value, Tensor):
+        return value
+    kind, shape = TYPES[value.kind], tuple(value.shape)
+    if not value.nbytes:
+        return torch.empty(shape, dtype=kind)
+    with _reading(value.path):
+        bytes = np.memmap(value.path, np.uint8, "c", value.begin, (value.nbytes,))
+    return torch.from_numpy(bytes).view(kind).reshape(shape)
 
 
 class Writer(Protocol):
     """Takes a checkpoint's tensors one by one."""
 
-    def add(self, name: str, tensor: Tensor) -> None: ...
+    def add(self, name: str, value: Value) -> None: ...
 
     def close(self) -> None: ...
 
 
-def _stored_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names in the order in which safetensors stores tensors: the widest types first."""
-    rank = {kind: place for place, kind in enumerate(NAMES)}
-    return sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
+def _kind(value: Value) -> str:
+    """Return the name of a type as safetensors has it."""
+    return value.kind if isinstance(value, Stored) else NAMES[value.dtype]
+
+
+def _stored_order(values: Mapping[str, Value]) -> list[str]:
+    """Return names in the order in which safetensors stores tensors: the widest types first."""
+    rank = {kind: place for place, kind in enumerate(TYPES)}
+    return sorted(values, key=lambda name: (rank[_kind(values[name])], name))
 
 
 LINE = 64
@@ -365,23 +342,24 @@ def align(path: Path) -> None:
     moved.replace(path)
 
 
-def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The header that safetensors writes for some tensors, the number of its bytes before it;
-    spaces behind it let values begin at a whole cache line.
+def header_bytes(values: Mapping[str, Value]) -> bytes:
+    """Return the header that safetensors writes for some tensors, its number of bytes before it.
+
+    Spaces behind it let values begin at a whole cache line.
 
     Raises:
         MoesaicError: one is of a type that no file has.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise MoesaicError(f"{name} is of type {tensor.dtype}, which no file holds.")
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.dtype not in NAMES:
+            raise MoesaicError(f"{name} is of type {value.dtype}, which no file holds.")
     header: JSON = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name in _stored_order(tensors):
-        tensor = tensors[name]
-        end = start + tensor.nbytes
-        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**entry, "data_offsets": [start, end]}
+    for name in _stored_order(values):
+        value = values[name]
+        end = start + value.nbytes
+        entry = {"dtype": _kind(value), "shape": list(value.shape), "data_offsets": [start, end]}
+        header[name] = entry
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return _begun_at_a_line(text)
@@ -440,42 +418,37 @@ class ShardWriter:
     def __init__(self, folder: Path, shard_bytes: int = 2 << 30) -> None:
         self.folder = folder
         self.shard_bytes = shard_bytes
-        self._pending: dict[str, Tensor] = {}
+        self._pending: dict[str, Value] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._total = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor.
+    def add(self, name: str, value: Value) -> None:
+        """Take a tensor, or the place of one that is copied as it is.
 
         Raises:
             MoesaicError: a value, of it or of one that waited with it, is not finite.
         """
-        if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
+        if self._pending and self._pending_bytes + value.nbytes > self.shard_bytes:
             self._flush()
-        self._pending[name] = tensor.contiguous()
-        self._pending_bytes += tensor.nbytes
+        self._pending[name] = value.contiguous() if isinstance(value, Tensor) else value
+        self._pending_bytes += value.nbytes
 
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"
 
     def _save(self, path: Path) -> None:
-        """Write what is pending, as safetensors does.
-
-        Tensors that are as they were read are copied from file to file: they are never in memory,
-        and to meet a mapped file page by page takes several times as long.
-        """
+        """Write what is pending, as safetensors does."""
         with path.open("wb") as file:
             file.write(header_bytes(self._pending))
             for name in _stored_order(self._pending):
-                tensor = self._pending[name]
-                stored = place(tensor)
-                if stored is not None:
-                    _write(name, stored, file)
-                else:
-                    check_finite(name, tensor)
-                    flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-                    file.write(flat.numpy().data)
+                value = self._pending[name]
+                if isinstance(value, Stored):
+                    _write(name, value, file)
+                    continue
+                check_finite(name, value)
+                flat = value.detach().cpu().reshape(-1).view(torch.uint8)
+                file.write(flat.numpy().data)
 
     def _flush(self) -> None:
         self._save(self._path(len(self._shards)))
@@ -547,7 +520,7 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
 
 
 def path_of(model: Model, module: nn.Module) -> str:
-    """What a module of a model is called in it."""
+    """Return the dotted name of a module in its model."""
     return next(name for name, other in model.named_modules() if other is module)
 
 

@@ -21,7 +21,7 @@ SUPPORTED = {
 
 
 def has_products(dtype: torch.dtype, device: str) -> bool:
-    """Whether a device multiplies matrices of a type itself.
+    """True if a device multiplies matrices of a type itself.
 
     Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
     torch spells these out number by number, ten times as slowly as in float32 and more.

@@ -26,7 +26,7 @@ Parts = Mapping[str, Tensor]
 """A weight's stored tensors by what their names end with."""
 FP8 = torch.float8_e4m3fn
 EXPONENTS = 127
-"""What is added to an exponent of two that is stored in a byte."""
+"""The number that is added to an exponent of two to store it in a byte."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of E2M1; the fourth bit is the sign."""
 
@@ -137,16 +137,6 @@ class Format(ABC):
     def values(self, parts: Parts) -> Tensor:
         """The values, float32."""
 
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        """The same as ``values(parts).index_select(axis, order)``; little else is computed.
-
-        Args:
-            parts: the weight's.
-            axis: of the values, counted from the end.
-            order: int64.
-        """
-        return self.values(parts).index_select(axis, order)
-
     @abstractmethod
     def parts(self, values: Tensor, like: Parts) -> Parts:
         """Values in this format, each block with the scale that its largest value asks for.
@@ -255,17 +245,7 @@ class BlockScaled(Format):
     def values(self, parts: Parts) -> Tensor:
         codes, scales = parts.values()
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        return _scaled(_numbers(codes), _scales(scales), self.block(codes.shape))
-
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        codes, scales = parts.values()
-        if axis < -2 or scales.dim() < 2:
-            return super().taken(parts, axis, order)
-        block = [*self.block(codes.shape)]
-        scales = _rows(scales, axis, order // block[axis])  # every row or column has its scale
-        block[axis] = 1
-        chosen = _rows(codes, axis, order)
-        return _scaled(_numbers(chosen), _scales(scales), (block[0], block[1]))
+        return _blockwise(_numbers(codes), _scales(scales), self.block(codes.shape))
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         rows, columns = self.block(values.shape)
@@ -313,10 +293,7 @@ class Halved(BlockScaled):
     def values(self, parts: Parts) -> Tensor:
         codes, scales = parts.values()
         values = _two_a_byte(codes.view(torch.uint8))
-        return _scaled(values, _scales(scales), (1, GROUP))
-
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        return Format.taken(self, parts, axis, order)
+        return _blockwise(values, _scales(scales), (1, GROUP))
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         (code_end, _), (scale_end, like_scales) = like.items()
@@ -441,7 +418,7 @@ class Compressed(Format):
 
     def __init__(self, config: JSON) -> None:
         super().__init__(config)
-        groups: list[JSON] = list((config.get("config_groups") or {}).values())
+        groups = self._groups
         formats = {
             str(config.get("format")),
             *(str(g["format"]) for g in groups if g.get("format")),
@@ -464,9 +441,7 @@ class Compressed(Format):
             raise MoesaicError(
                 "compressed-tensors with static activation scales is not read; dynamic is."
             )
-        weights: list[JSON] = [g.get("weights") or {} for g in groups]
-        packed = [w for w in weights if w.get("type", "int") == "int"]
-        bits = {int(w.get("num_bits", 8)) for w in packed}
+        bits = {int(w.get("num_bits", 8)) for w in self._weights if w.get("type", "int") == "int"}
         if not bits <= {4, 8} or len(bits) > 1:
             widths = " and ".join(map(str, sorted(bits)))
             raise MoesaicError(
@@ -477,11 +452,19 @@ class Compressed(Format):
         """Codes of a word."""
 
     @property
+    def _groups(self) -> list[JSON]:
+        """The settings of each group of modules."""
+        return list((self.config.get("config_groups") or {}).values())
+
+    @property
+    def _weights(self) -> list[JSON]:
+        """The settings of the weights of each group of modules."""
+        return [group.get("weights") or {} for group in self._groups]
+
+    @property
     def columns(self) -> int:
-        declared = (self.config.get("config_groups") or {}).values()
-        weights: list[JSON] = [group.get("weights") or {} for group in declared]
-        sizes = (w.get("group_size") or (w.get("block_structure") or (0, 0))[1] for w in weights)
-        return max([0, *map(int, sizes)])
+        structures = ((w.get("block_structure") or (0, 0), w) for w in self._weights)
+        return max([0, *(int(w.get("group_size") or block[1]) for block, w in structures)])
 
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         names = {
@@ -537,9 +520,8 @@ class Compressed(Format):
         """
         grid = (*scales, *[1] * (2 - len(scales)))
         if len(grid) == 2:
-            declared = self.config.get("config_groups") or {}
-            weights = (group.get("weights") or {} for group in declared.values())
-            for block in (w["block_structure"] for w in weights if w.get("block_structure")):
+            blocks = (w.get("block_structure") for w in self._weights)
+            for block in filter(None, blocks):
                 if grid == tuple(-(-n // int(b)) for n, b in zip(shape, block, strict=True)):
                     return int(block[0]), int(block[1])
             if all(n % parts == 0 for n, parts in zip(shape, grid, strict=True)):
@@ -556,19 +538,15 @@ class Compressed(Format):
 
     def check_settings(self) -> None:
         super().check_settings()
-        declared = (self.config.get("config_groups") or {}).values()
-        weights: list[JSON] = [group.get("weights") or {} for group in declared]
-        blocks = [int(n) for w in weights for n in w.get("block_structure") or ()]
+        blocks = [int(n) for w in self._weights for n in w.get("block_structure") or ()]
         if min([1, *self._group_sizes(), *blocks]) < 1:
             raise ValueError("a group or a block of weights has no size")
 
     def _group_sizes(self) -> set[int]:
         """Columns of a group, where a config says that all weights are in groups."""
-        declared = (self.config.get("config_groups") or {}).values()
-        weights: list[JSON] = [group.get("weights") or {} for group in declared]
-        if any(w.get("strategy") != "group" or not w.get("group_size") for w in weights):
+        if any(w.get("strategy") != "group" or not w.get("group_size") for w in self._weights):
             return set()
-        return {int(w["group_size"]) for w in weights}
+        return {int(w["group_size"]) for w in self._weights}
 
     def _codes(self, parts: Parts) -> Tensor:
         """The codes (O, I), zero points not taken off."""
@@ -609,22 +587,8 @@ class Compressed(Format):
         block = self._block(codes.shape, scales.shape)
         values = _numbers(codes)
         if zeros is not None:
-            values -= _spread(zeros.float(), codes.shape, block)
-        return _scaled(values, scales, block)
-
-    def taken(self, parts: Parts, axis: int, order: Tensor) -> Tensor:
-        codes, scales, zeros = self._codes(parts), parts["_scale"].float(), self._zeros(parts)
-        if scales.dim() < 2 or scales.shape[axis] == 1:
-            return super().taken(parts, axis, order)
-        block = [*self._block(codes.shape, scales.shape)]
-        blocks, block[axis] = order // block[axis], 1
-        chosen = _numbers(_rows(codes, axis, order))
-        wide = [
-            _spread(_rows(part.float(), axis, blocks), chosen.shape, (block[0], block[1]))
-            for part in (scales, zeros)
-            if part is not None
-        ]
-        return (chosen - wide[1] if len(wide) > 1 else chosen) * wide[0]
+            _blockwise(values, zeros.float(), block, Tensor.sub_)
+        return _blockwise(values, scales, block)
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         before = self._codes(like)
@@ -735,7 +699,7 @@ PIECE = 1 << 18
 
 
 def _by_pieces(read: Callable[[Tensor], Tensor], codes: Tensor, each: int = 1) -> Tensor:
-    """What a function makes of codes (..., N), so many of each one; float32 (..., each N)."""
+    """Apply a function to codes (..., N), ``each`` values of one; float32 (..., each N)."""
     values = torch.empty(*codes.shape[:-1], each * codes.shape[-1], device=codes.device)
     if values.is_meta:
         return values
@@ -765,24 +729,28 @@ def e4m3(codes: Tensor) -> Tensor:
     return (sign | size << 7 | nan).view(torch.float16) * 256
 
 
-def _scaled(values: Tensor, grid: Tensor, block: Sequence[int]) -> Tensor:
-    """Values (..., O, I) times their block's number, in place; the last blocks may be cut off."""
+def _blockwise(
+    values: Tensor,
+    grid: Tensor,
+    block: Sequence[int],
+    change: Callable[[Tensor, Tensor], object] = Tensor.mul_,
+) -> Tensor:
+    """Change values (..., O, I) by their block's number, in place; the last blocks may be cut off.
+
+    Args:
+        values: float32.
+        grid: a number for each block.
+        block: its rows and columns.
+        change: of a view of the values, in place; by default times the number.
+    """
     rows, columns = block
     grid = grid if grid.dim() > 1 else grid.view(-1, 1)
     wide = grid.repeat_interleave(columns, -1)[..., : values.shape[-1]]
     whole = values.shape[-2] // rows
     blocks = values[..., : whole * rows, :].unflatten(-2, (whole, rows))
-    blocks *= wide[..., :whole, :].unsqueeze(-2)
-    values[..., whole * rows :, :] *= wide[..., whole:, :]
+    change(blocks, wide[..., :whole, :].unsqueeze(-2))
+    change(values[..., whole * rows :, :], wide[..., whole:, :])
     return values
-
-
-def _spread(grid: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
-    """A number for each block as a number for each value."""
-    if grid.dim() < 2:
-        grid = grid.view(-1, 1)
-    wide = grid.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return wide[..., : shape[-2], : shape[-1]]
 
 
 def _spoken(shape: Sequence[int]) -> str:

@@ -1,9 +1,9 @@
 """GGUF files, llama.cpp's own: unpacked once into a folder of safetensors in the cache.
 
-transformers reads a file whole. What it knows is used one tensor at a time, so that a file may be
-larger than memory: a file's config and tokenizer, the names of weights, and what undoes llama.cpp's
-converter: processors of values for most architectures, conversions from llama.cpp's names to its
-own for the newest. gguf-py reads headers and knows the types.
+gguf-py reads headers, maps tensors and knows their types. transformers reads the config and the
+tokenizer, and its tables undo what llama.cpp's converter did: processors of values for most
+architectures, conversions from llama.cpp's names to its own for the newest. Its loader is not used:
+it needs accelerate, takes Mixtral for a dense Llama, and leaves random what a file lacks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,13 @@ from moesaic.io.trust import pretrained
 from moesaic.types import JSON, Config, Model
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
-Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
 FORMAT = 3
-"""Of folders in the cache."""
+"""The format of folders in the cache."""
 COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
 """Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
@@ -54,80 +53,64 @@ UNUSED = re.compile(r"^rope_(freqs|factors)")
 _NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
 
+class Part(NamedTuple):
+    """A weight in a file: a tensor, or one of the experts that are stacked in it."""
+
+    stored: ReaderTensor
+    expert: int | None
+    shape: list[int]
+    """In published checkpoints."""
+
+
 class Tensors(Checkpoint):
-    """The tensors of a GGUF file in float32, by llama.cpp's own names.
+    """The tensors of a GGUF file in float32.
 
     Args:
         file: the file.
         folder: where it is unpacked.
-        places: of the tensors in the file, see :func:`_stored`.
+        parts: of the file, by the names by which they are read.
+        processor: transformers', which undoes what llama.cpp's converter does to values; None if
+            they are taken as they are.
     """
 
-    def __init__(self, file: Path, folder: Path, places: Mapping[str, JSON]) -> None:
-        self.file, self._places = file, places
+    def __init__(
+        self,
+        file: Path,
+        folder: Path,
+        parts: Mapping[str, Part],
+        processor: TensorProcessor | None = None,
+    ) -> None:
+        self.file, self._parts, self._processor = file, parts, processor
         super().__init__(folder)
 
     def _survey(self) -> None:
         """Note what is read by which name. No bytes of the file are its values."""
-        shapes = {name: place["shape"] for name, place in self._places.items()}
-        self._stored = {n: Stored(self.file, "F32", shape, 0, 0) for n, shape in shapes.items()}
-
-    def _values(self, name: str) -> Numbers:
-        """What the file holds at the place of a name."""
-        place = self._places[name]
-        raw = np.fromfile(self.file, np.uint8, place["nbytes"], offset=place["begin"])
-        if raw.size < place["nbytes"]:
-            raise MoesaicError(f"{self.file} is missing, truncated or corrupt: {name} ends early.")
-        return values(raw, place["type"], place["stored_shape"])
+        self._stored = {n: Stored(self.file, "F32", p.shape, 0, 0) for n, p in self._parts.items()}
 
     def _read(self, name: str) -> Tensor:
-        return torch.from_numpy(self._values(name))
+        stored, expert, shape = self._parts[name]
+        numbers = values(stored.data if expert is None else stored.data[expert], stored.tensor_type)
+        if self._processor is not None:
+            # without names of its own to look up, a processor leaves stacked experts apart
+            about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
+            processed = self._processor.process(weights=numbers, name=str(stored.name), **about)
+            numbers = processed.weights
+        return torch.from_numpy(np.require(numbers, np.float32, ["C", "W"])).view(shape)
 
 
-class Processed(Tensors):
-    """The same, named and shaped as published checkpoints have them.
-
-    Args:
-        processor: transformers', which undoes what llama.cpp's converter does to values.
-        given: of :class:`Tensors`.
-    """
-
-    def __init__(self, processor: TensorProcessor, *given: Any) -> None:
-        self._processor = processor
-        super().__init__(*given)
-
-    def _read(self, name: str) -> Tensor:
-        # without names of its own to look up, a processor leaves stacked experts apart
-        about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
-        about["name"] = self._places[name]["stored"]
-        weights = self._processor.process(weights=self._values(name), **about).weights
-        return torch.from_numpy(np.ascontiguousarray(weights)).view(self.shape(name))
-
-
-def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
-    """What stored bytes stand for.
-
-    Args:
-        raw: uint8.
-        kind: one of llama.cpp's names of types.
-        shape: of the values.
-
-    Returns:
-        float32 of that shape.
+def values(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> Numbers:
+    """Return the values, float32, of stored data.
 
     Raises:
         NotImplementedError: the type is not known.
     """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    from gguf import dequantize
 
-    type = GGMLQuantizationType[kind]
-    block, size = GGML_QUANT_SIZES[type]
-    rows = raw.reshape(-1, shape[-1] // block * size)
-    return dequantize(rows, type).reshape(shape)
+    return dequantize(data, kind)
 
 
 def _stamp(file: Path) -> list[int]:
-    """What tells that a file was changed."""
+    """Return what changes when a file is changed."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
@@ -183,19 +166,18 @@ def _unfold(file: Path, work: Path) -> None:
         )
     config, attributes = _config(reader, architecture, file)
     model = skeleton(config, torch.float32)
-    odd = sorted(k for k in {str(t.tensor_type.name) for t in reader.tensors} if not _is_read(k))
-    if odd:
+    if odd := sorted(k.name for k in {t.tensor_type for t in reader.tensors} if not _is_read(k)):
         raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
     read: Callable[[str], Tensor]
     if is_gguf_arch_supported(architecture):
-        tensors = Tensors(file, work, {str(t.name): _stored(t) for t in reader.tensors})
+        whole = {str(t.name): Part(t, None, _shape(t)) for t in reader.tensors}
         steps = get_gguf_conversion_mapping(architecture, config)
-        naming = Naming(tensors, config.model_type, steps=steps)
+        naming = Naming(Tensors(file, work, whole), config.model_type, steps=steps)
         names, read = _converted(file, naming, model), naming.read
     else:
-        places = _places(file, reader, architecture, model)
+        parts = _parts(file, reader, architecture, model)
         processor = TENSOR_PROCESSORS.get(architecture, Plain)(config=attributes)
-        names, read = [*places], Processed(processor, file, work, places).tensor
+        names, read = [*parts], Tensors(file, work, parts, processor).tensor
     writer = ShardWriter(work)
     for name in names:
         writer.add(name, read(name).contiguous())
@@ -208,7 +190,7 @@ def _unfold(file: Path, work: Path) -> None:
 
 
 def _field(reader: GGUFReader, name: str) -> Any:
-    """What a file says of itself under a name; None where it says nothing."""
+    """Return a field of a file's header; None if it has none of that name."""
     field = reader.fields.get(name)
     return None if field is None else field.contents()
 
@@ -248,7 +230,7 @@ def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
         raise MoesaicError(message) from None
     state = model.state_dict()
     stored = {*naming.in_memory.values()}
-    # layers that predict further tokens, which transformers does not read
+    # MTP layers, which transformers does not read
     left = {name for name in stored - state.keys() if not name.startswith("mtp.")}
     _check_left(file, [name for name, to in naming.in_memory.items() if to in left], model)
     return [name for name in state if name in stored]
@@ -269,8 +251,8 @@ def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
         )
 
 
-def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, JSON]:
-    """The places of a model's weights in a file, by their names in published checkpoints.
+def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, Part]:
+    """Return a model's weights in a file, by their names in published checkpoints.
 
     Raises:
         MoesaicError: some are not there or of another shape, or more is there.
@@ -279,14 +261,14 @@ def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> 
 
     there = {str(tensor.name): tensor for tensor in reader.tensors}
     expected = revert_weight_conversion(model, dict(model.state_dict()))
-    named, places, used = _namer(architecture, model.config.num_hidden_layers), {}, set()
+    named, parts, used = _namer(architecture, model.config.num_hidden_layers), {}, set()
     for name, meta in expected.items():
         stored = next((n for n in named(name) if n in there), None)
         if stored is not None:
             used.add(stored)
-            places[name] = _place(file, name, there[stored], tuple(meta.shape))
+            parts[name] = _part(file, name, there[stored], [*meta.shape])
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = sorted(name for name in expected if name not in places and name not in tied)
+    missing = sorted(name for name in expected if name not in parts and name not in tied)
     left = [name for name in there if name not in used]
     if missing:
         more = sorted(name for name in left if not UNUSED.search(name))[:3]
@@ -297,16 +279,15 @@ def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> 
             "it was made from."
         )
     _check_left(file, left, model)
-    return places
+    return parts
 
 
-def _is_read(kind: str) -> bool:
-    """Whether there are values for a type."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+def _is_read(kind: GGMLQuantizationType) -> bool:
+    """True if there are values for a type."""
+    from gguf import GGML_QUANT_SIZES
 
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     try:
-        values(np.zeros(size, np.uint8), kind, [block])
+        values(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
         return False
     return True
@@ -340,37 +321,29 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
     return named
 
 
-def _place(file: Path, name: str, tensor: ReaderTensor, shape: tuple[int, ...]) -> JSON:
-    """Where a weight lies, and as what; of an expert, its part of the stacked ones.
+def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part:
+    """Return a weight; of an expert, its part of the stacked ones.
 
     Raises:
         MoesaicError: it is of another shape than the config says.
     """
-    place, expert = _stored(tensor), _NUMBER.search(name)
-    stored_shape = place["stored_shape"]
+    match, stored, count = _NUMBER.search(name), _shape(tensor), 1
+    expert = int(match[1]) if match else None
     if expert is not None:
-        count, *stored_shape = stored_shape
-        place["nbytes"] //= count
-        place["begin"] += int(expert[1]) * place["nbytes"]
-    if sorted(n for n in stored_shape if n > 1) != sorted(n for n in shape if n > 1) or (
-        expert is not None and int(expert[1]) >= count
-    ):
-        actual, expected = (" x ".join(map(str, sizes)) for sizes in (stored_shape, shape))
+        count, *stored = stored
+    if _sizes(stored) != _sizes(shape) or (expert or 0) >= count:
+        actual, expected = (" x ".join(map(str, sizes)) for sizes in (stored, shape))
         raise MoesaicError(
             f"{tensor.name} in {file} is of shape {actual}, and its config asks for {expected}: "
             f"{name}."
         )
-    return {**place, "shape": list(shape), "stored_shape": stored_shape}
+    return Part(tensor, expert, shape)
 
 
-def _stored(tensor: ReaderTensor) -> JSON:
-    """Where a tensor lies, and as what."""
-    shape = [int(n) for n in reversed(tensor.shape.tolist())]
-    return {
-        "stored": str(tensor.name),
-        "type": str(tensor.tensor_type.name),
-        "shape": shape,
-        "stored_shape": shape,
-        "begin": int(tensor.data_offset),
-        "nbytes": int(tensor.n_bytes),
-    }
+def _sizes(shape: list[int]) -> list[int]:
+    """Return what is alike in all shapes that the same values may be in."""
+    return sorted(n for n in shape if n > 1)
+
+
+def _shape(tensor: ReaderTensor) -> list[int]:
+    return [int(n) for n in reversed(tensor.shape.tolist())]

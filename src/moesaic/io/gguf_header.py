@@ -1,4 +1,4 @@
-"""What a GGUF file's header says, bounded before any library builds something of it.
+"""Headers of GGUF files, bounded before any library builds something of them.
 
 The format is that of ggml's ``docs/gguf.md``: a magic, a version, numbers of tensors and of fields,
 the fields, and what is said of each tensor. Nothing here reads a tensor.
@@ -16,7 +16,7 @@ from moesaic.errors import shown
 from moesaic.io.headers import check_counts
 
 MOST = {"fields": 10_000, "tensors": 200_000, "values": 4_000_000, "dimensions": 8}
-"""Of a header at most: the largest vocabularies have 300,000 tokens, as many merges, scores and
+"""Limits of a header: the largest vocabularies have 300,000 tokens, as many merges, scores and
 types."""
 NAME, WORD, TEXT = 1000, 4096, 1 << 24
 """Bytes of a name, of a string in a list, and of any other string at most."""

@@ -1,4 +1,4 @@
-"""What files say before they are trusted: JSON, and the headers of safetensors files.
+"""JSON files and headers of safetensors files, checked before they are trusted.
 
 Both come from strangers: what they hold is bounded and of the types that are expected before
 anything is made of it. Nothing here reads a tensor.
@@ -30,7 +30,7 @@ ODD = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError,
     AssertionError, SafetensorError, struct.error,
 )  # fmt: skip
-"""What readers raise over a file that is not as they expect; a RecursionError is a RuntimeError."""
+"""Exceptions of readers over a file that is not as they expect, RecursionError included."""
 LAYERS, EXPERTS = 1000, 10_000
 """Decoder layers and experts at most; the most known are 126 and 1,024. More are a mistake, and
 would take minutes to be found out."""
@@ -106,7 +106,7 @@ def _whole(digits: str) -> int:
 
 
 def _parts(value: object) -> Iterable[object]:
-    """What is directly in a list or a mapping; nothing in anything else."""
+    """Return the values directly in a list or a mapping; nothing for anything else."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

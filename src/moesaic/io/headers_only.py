@@ -22,6 +22,7 @@ from moesaic.io.checkpoint import (
     TYPES,
     Checkpoint,
     ShardWriter,
+    Value,
     header_bytes,
     shape_of,
 )
@@ -58,12 +59,12 @@ class Outliner(ShardWriter):
         _write_outline(path, self._pending)
 
 
-def _write_outline(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_outline(path: Path, values: Mapping[str, Value]) -> None:
     """A safetensors file's header; what follows it is as long as values would be."""
-    header = header_bytes(tensors)
+    header = header_bytes(values)
     with path.open("wb") as file:
         file.write(header)
-        file.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
+        file.truncate(len(header) + sum(v.nbytes for v in values.values()))
 
 
 def headers_of_model(

@@ -37,7 +37,7 @@ HEADLESS: dict[str, str] = {
 
 
 def predicts_tokens(model_type: str) -> bool:
-    """Whether there is a causal language model of a type: transformers' own, or one of these.
+    """True if there is a causal language model of a type: transformers' own, or one of these.
 
     Those are made when they are first asked for.
     """

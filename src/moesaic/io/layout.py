@@ -1,4 +1,4 @@
-"""What lies where in a result's folder.
+"""Names of the files in a result's folder.
 
 At its top lies what transformers and engines know by name. What is ours lies in a folder of its
 own, for some engines read by pattern: vLLM takes every ``*.safetensors`` for weights of the model.
@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
     "*.tiktoken",
     "*.model",
 )
-"""What a tokenizer is read from."""
+"""Files from which a tokenizer is read."""
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers keeps chat templates beside the default one."""
 SIDE_FILES = (
@@ -37,7 +37,7 @@ SIDE_FILES = (
     "*processor_config.json",
     "LICENSE*",
 )
-"""What a rewritten checkpoint takes over from its source as it is."""
+"""Files that a rewritten checkpoint takes over from its source as they are."""
 
 READ = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*")
 """Names of files that one engine or another takes for weights of the model beside them."""
@@ -57,7 +57,7 @@ def our_folder(folder: Path) -> Path:
 
 
 def placed(folder: Path, name: str) -> Path:
-    """Where a file of ours lies in a result's folder, or would lie.
+    """Return the path of a file of ours in a result's folder, whether it is there or not.
 
     A folder that a plan alone was saved to has it at the top.
     """

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens beside a model's own (multi-token prediction), by name.
+"""MTP layers (multi-token prediction), which predict further tokens beside a model's own, by name.
 
 They are published as layers behind the last (``num_nextn_predict_layers``: DeepSeek-V3, GLM-4.5) or
 under a name of their own (``mtp.``: Qwen3-Next, Nemotron-H). transformers loads no model with them;
@@ -19,19 +19,19 @@ _MTP = re.compile(r"(?:^|\.)mtp[._]")
 
 
 def mtp_layers(config: Config) -> int:
-    """As many as a config says."""
+    """Return the number of MTP layers in a config."""
     return max((int(getattr(config, name, None) or 0) for name in COUNTS), default=0)
 
 
 def leave_out(config: Config) -> None:
-    """Say in a config that there are no such layers, in place."""
+    """Let a config say that there are no MTP layers, in place."""
     for name in COUNTS:
         if getattr(config, name, None):
             setattr(config, name, 0)
 
 
 def is_mtp(name: str, count: int) -> bool:
-    """Whether a tensor belongs to a layer that predicts further tokens.
+    """True if a tensor belongs to an MTP layer.
 
     Args:
         name: its own, on disk or in memory.

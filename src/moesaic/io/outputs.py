@@ -1,7 +1,8 @@
-"""Files and folders that are made: checked beforehand, whole or absent, nothing foreign replaced.
+"""Files and folders that are made: whole or absent, one run at a time, nothing foreign replaced.
 
-What a folder holds stands in a list of its own (:data:`moesaic.io.layout.FILES`), so that nothing
-is ever deleted that this package did not write.
+An output is written under a hidden name beside its own and renamed when it is whole. What a folder
+holds stands in a list of its own (:data:`moesaic.io.layout.FILES`), so that nothing is ever deleted
+that this package did not write.
 """
 
 from __future__ import annotations
@@ -14,11 +15,8 @@ import re
 import secrets
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 
 from moesaic.errors import MoesaicError
@@ -26,59 +24,34 @@ from moesaic.io.headers import mapping_of
 from moesaic.io.layout import FILES, FOLDER, misread, our_folder
 from moesaic.io.names import NAMES
 
-try:
-    import fcntl
-except ImportError:  # Windows: two runs of one output are found out at the end only
-    fcntl = None  # type: ignore[assignment]
-
 DRAWN = "<!-- made by Moesaic -->"
 """In every page and drawing, so that it can be told from anybody else's."""
 STATISTICS = re.compile(rb'.{8}\{"__metadata__": \{"moesaic": ', re.DOTALL)
 GGUF = re.compile(b"GGUF")
 """The beginnings of files that are made, by which others of their kind are known."""
-DAY = 86_400.0
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-SCRATCH = (
-    "request.json",
-    "machine.json",
-    "layer-*.safetensors",
-    "stats*.safetensors",
-    "step-*.json",
-    "tried-*.json",
-    "best.yaml",
-    "*.stats",
-    ".*.writing",
-    ".*.lock",
+SCRATCH = re.compile(
+    r"(request|machine)\.json|(layer-|stats).*\.safetensors|(step|tried)-.*\.json|best\.yaml|"
+    r".*\.stats|\..*\.(writing|lock)"
 )
 """Files at the top of a folder that keeps an unfinished run or search."""
-MOUNTS = Path("/proc/self/mounts")
-"""Linux's list of what is mounted: the second word of each line is the place."""
-_HELD: dict[Path, int] = {}
-"""Locks that this process holds, and the thread that does."""
 
 
 # --- checks, before any work is done -------------------------------------------------------------
 
 
 def unfinished(out: str | Path) -> Path:
-    """The folder where an unfinished run keeps its finished layers."""
-    out = Path(out)
-    return out.with_name(out.name + ".partial")
+    """Return the folder where an unfinished run keeps its finished layers."""
+    return Path(f"{Path(out)}.partial")
 
 
 def searched(out: str | Path) -> Path:
-    """The folder where an unfinished search keeps what it has tried."""
-    out = Path(out)
-    return out.with_name(out.name + ".search")
+    """Return the folder where an unfinished search keeps what it has tried."""
+    return Path(f"{Path(out)}.search")
 
 
 def _check_place(out: Path) -> None:
-    """Refuse an output that cannot be written where it is to be.
-
-    Raises:
-        MoesaicError: it has no name, or one that is no UTF-8, or what should be the folder around
-            it is a file, or may not be written to.
-    """
+    """Refuse an output that cannot be written where it is to be, or that another run is writing."""
     try:
         str(out).encode()
     except UnicodeEncodeError:
@@ -90,16 +63,17 @@ def _check_place(out: Path) -> None:
         raise MoesaicError(f"{out} cannot be made: {around} is a file.")
     if not os.access(around, os.W_OK | os.X_OK):
         raise MoesaicError(f"{out} cannot be made: {around} may not be written to.")
+    if _lock_of(out).exists():  # a run's, or left by one that was killed
+        with _locked(out):
+            pass
 
 
-def check_free(out: Path, overwrite: bool = False) -> None:
-    """Refuse to replace what nobody asked to be replaced.
-
-    Raises:
-        MoesaicError: ``out`` exists and ``overwrite`` is False.
-    """
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Refuse to replace what nobody asked to be replaced."""
     if os.path.lexists(out) and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+        raise MoesaicError(
+            f"{out} exists. Choose another name, or pass --overwrite (in Python overwrite=True)."
+        )
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
@@ -113,10 +87,8 @@ def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
         MoesaicError: one of them is ``out``, lies in it, or holds it as a file.
     """
     place = out.resolve()
-    for name in filter(None, map(str, inputs)):
+    for name in filter(os.path.lexists, filter(None, map(str, inputs))):
         read = Path(name).resolve()
-        if not os.path.lexists(name):
-            continue
         if place in (read, *read.parents):
             where = "is" if place == read else "lies in"
             raise MoesaicError(f"{name} {where} {out}, and is read. Choose another OUT.")
@@ -142,25 +114,17 @@ def check_file(
         MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
     """
     _check_place(out)
-    _check_idle(out)
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
-    check_free(out, overwrite)
+    _check_free(out, overwrite)
     check_inputs(out, inputs)
-    if kind is not None and out.exists() and not _begins(out, kind):
-        raise MoesaicError(
-            f"{out} exists, and is no file such as this command makes; it will not be overwritten. "
-            "Choose another name."
-        )
-
-
-def _begins(file: Path, kind: re.Pattern[bytes]) -> bool:
-    """Whether a file is of a kind, or empty."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        start = opened.read(64)
-    return not start or kind.match(start) is not None
+    if kind is not None and out.exists():
+        start = out.open("rb").read(64) if out.is_file() else b"?"
+        if start and not kind.match(start):
+            raise MoesaicError(
+                f"{out} exists, and is no file such as this command makes; it will not be "
+                "overwritten. Choose another name."
+            )
 
 
 def check_drawing(out: Path, *suffixes: str) -> None:
@@ -188,7 +152,6 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
             lies in it, or in a folder of its unfinished run.
     """
     _check_place(out)
-    _check_idle(out)
     if out.name in NAMES and out.parent.resolve() == Path.cwd():
         raise MoesaicError(
             f"{out} would be read in the place of the model of that name from now on. Choose "
@@ -197,40 +160,28 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
     if out.is_symlink():
         raise MoesaicError(f"{out} is a link. Give the name of the folder itself, or another one.")
     if not _is_empty(out):
-        check_free(out, overwrite)
-    inputs = [*inputs]
-    for place in (out, unfinished(out), searched(out)):
+        _check_free(out, overwrite)
+    inputs, work = [*inputs], (unfinished(out), searched(out))
+    for place in (out, *work):
         check_inputs(place, inputs)
     if out.exists():
         _check_ours(out)
-    if overwrite:
-        for place in (unfinished(out), searched(out)):
-            _check_scratch(place)
+    for place in work if overwrite else ():
+        _check_scratch(place)
 
 
 def _is_empty(out: Path) -> bool:
-    """True if an output is a folder without anything in it, such as one made for it.
-
-    False of one that is mounted, which no other can take the place of.
-    """
-    if not out.is_dir() or out.is_symlink() or any(out.iterdir()):
-        return False
-    with suppress(OSError):
-        mounts = [line.split()[1] for line in MOUNTS.read_text().splitlines()]
-        return str(out.resolve()).replace(" ", r"\040") not in mounts
-    return not out.is_mount()
+    """True if an output is a folder with nothing in it that another can take the place of."""
+    return out.is_dir() and not (out.is_symlink() or out.is_mount() or any(out.iterdir()))
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse to delete a folder unless this package made it and every file in it.
-
-    Raises:
-        MoesaicError: names a file that it did not write.
-    """
+    """Refuse to delete a folder unless this package made it and every file in it."""
     if not folder.is_dir():
         raise MoesaicError(f"{folder} is a file; it will not be overwritten by a folder.")
-    files = _inside(folder)
-    ours = _listed(folder)
+    files, ours = _inside(folder), set()
+    with suppress(MoesaicError, KeyError, TypeError):
+        ours = {*map(str, mapping_of(folder / FOLDER / FILES)["files"])}
     if files and not ours:
         raise MoesaicError(f"{folder} was not made by Moesaic; it will not be overwritten.")
     if others := sorted(files - ours):
@@ -242,138 +193,98 @@ def _check_ours(folder: Path) -> None:
 
 
 def _check_scratch(folder: Path) -> None:
-    """Refuse to delete what has the name of an unfinished run's folder and is none.
-
-    Raises:
-        MoesaicError: names a file that is of no run.
-    """
-    if not os.path.lexists(folder):
-        return
-    if folder.is_symlink() or not folder.is_dir():
+    """Refuse to delete what has the name of an unfinished run's folder and is none."""
+    if folder.is_symlink() or folder.is_file():
         raise MoesaicError(f"{folder} is no folder of an unfinished run. Move it away.")
-    for file in sorted(folder.iterdir()):
-        scratch = not file.is_dir() and any(fnmatch(file.name, name) for name in SCRATCH)
-        if not scratch and (file.is_symlink() or not file.is_dir()):
+    for file in sorted(folder.iterdir()) if folder.exists() else ():
+        if file.is_symlink() or not (file.is_dir() or SCRATCH.fullmatch(file.name)):
             raise MoesaicError(
                 f"{folder} holds {file.name}, which is of no unfinished run. Move it away."
             )
 
 
 def _inside(folder: Path) -> set[str]:
-    """All files and links under a folder, by their paths in it; links are not followed."""
-    names = set()
-    for place, folders, files in os.walk(folder):
-        links = [name for name in folders if Path(place, name).is_symlink()]
-        names |= {Path(place, name).relative_to(folder).as_posix() for name in (*files, *links)}
-    return names
-
-
-def _listed(folder: Path) -> set[str]:
-    """The files in a folder that this package says it wrote; none where it says nothing."""
-    with suppress(MoesaicError, KeyError, TypeError):
-        return {*map(str, mapping_of(folder / FOLDER / FILES)["files"])}
-    return set()
+    """Return the paths of all files and links under a folder; links are not followed."""
+    paths = (Path(at, name) for at, *both in os.walk(folder) for names in both for name in names)
+    return {p.relative_to(folder).as_posix() for p in paths if p.is_symlink() or not p.is_dir()}
 
 
 # --- one run at a time ---------------------------------------------------------------------------
-
-
-@contextmanager
-def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
-    """Inside, no other run, of this process or of another, writes an output.
-
-    It is said if there is something in its place: whoever comes here has checked that it may go.
-
-    Args:
-        out: a file or a folder.
-        wait: for another run that does, instead of refusing.
-
-    Raises:
-        MoesaicError: another run does.
-    """
-    file = _lock_of(out)
-    if _HELD.get(file) == threading.get_ident():
-        yield
-        return
-    created = [place for place in file.parents if not place.exists()]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lock = _locked(file, wait)
-    _HELD[file] = threading.get_ident()
-    try:
-        if out.is_file() or (out.is_dir() and _inside(out)):
-            logging.getLogger(__name__).warning("%s, made before, will be replaced.", out)
-        if lock is not None:
-            _sweep(out)
-        yield
-    finally:
-        del _HELD[file]
-        if lock is not None:
-            file.unlink(missing_ok=True)
-            os.close(lock)
-        for place in created:
-            with suppress(OSError):  # what was made in it stays
-                place.rmdir()
-
-
-def _check_idle(out: Path) -> None:
-    """Refuse an output that another run is writing, and clear up behind one that was killed.
-
-    Raises:
-        MoesaicError: one is.
-    """
-    file = _lock_of(out)
-    if _HELD.get(file) != threading.get_ident() and file.exists():
-        lock = _locked(file)
-        if lock is not None:
-            _sweep(out)
-            file.unlink(missing_ok=True)
-            os.close(lock)
 
 
 def _lock_of(out: Path) -> Path:
     return out.parent.resolve() / f".{out.name}.lock"
 
 
-def _locked(file: Path, wait: bool = False) -> int | None:
-    """A lock that ends with this process at the latest; None where the file system has none."""
-    if fcntl is None:
-        return None
-    while True:
-        lock = os.open(file, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.path.samestat(os.fstat(lock), os.lstat(file)):  # its holder may have removed it
-                return lock
-        except BlockingIOError:
-            os.close(lock)
-            out = file.name.removeprefix(".").removesuffix(".lock")
-            raise MoesaicError(f"Another run is writing {file.with_name(out)}.") from None
-        except FileNotFoundError:
-            pass
-        except OSError:
-            os.close(lock)
-            return None
-        os.close(lock)
+@contextmanager
+def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold an output's lock, which ends with this process at the latest; a thread may nest them.
+
+    Yields:
+        True if this thread had not held it before. What killed runs left is removed then.
+    """
+    from filelock import FileLock, Timeout  # which wrong requests need not wait for
+
+    file = _lock_of(out)
+    created = [place for place in file.parents if not place.exists()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file, is_singleton=True)
+    first = not lock.is_locked
+    try:
+        lock.acquire(-1 if wait else 0)
+    except Timeout:
+        raise MoesaicError(f"Another run is writing {out}.") from None
+    try:
+        if first:
+            _sweep(out)
+        yield first
+    finally:
+        if first:
+            with suppress(OSError):  # Windows keeps it while it is open
+                file.unlink()
+        lock.release()
+        for place in created:
+            with suppress(OSError):  # what was made in it stays
+                place.rmdir()
+
+
+@contextmanager
+def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
+    """Inside, no other run, of this process or of another, writes an output.
+
+    Warns if there is something in its place: callers have checked that it may be replaced.
+
+    Args:
+        out: a file or a folder.
+        wait: for another run that writes it, instead of refusing.
+
+    Raises:
+        MoesaicError: another run writes it.
+    """
+    with _locked(out, wait) as first:
+        if first and (out.is_file() or (out.is_dir() and _inside(out))):
+            logging.getLogger(__name__).warning("%s, made before, will be replaced.", out)
+        yield
 
 
 # --- whole or absent -----------------------------------------------------------------------------
 
 
 def _beside(out: Path, what: str = "writing") -> Path:
-    """A hidden name beside an output that nobody can foresee."""
+    """Return a hidden name beside an output that nobody can foresee."""
     return out.with_name(f".{out.name}.{secrets.token_hex(8)}.{what}")
 
 
 def _empty(path: Path) -> Path:
-    """The same path, with a new file there: nothing that exists, and no link, is written to."""
+    """Make a new file, and return its path: nothing that exists, and no link, is written to."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666))
     return path
 
 
-def _left(out: Path, ending: str = "writing") -> list[Path]:
-    """What killed runs left beside an output, and what is being written now."""
+def _left(out: Path) -> list[Path]:
+    """Return what killed runs left beside an output, and what is being written now."""
     names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
-    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.{ending}")
+    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
     return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
 
 
@@ -382,14 +293,12 @@ def _sweep(out: Path) -> None:
 
     An older output that was about to be replaced gets its name back if the new one had not got it.
     """
-    for old in _left(out, "replaced"):
-        if os.path.lexists(out):
-            old.rename(_beside(out))  # removed below
-        else:
-            old.rename(out)
-            logging.getLogger(__name__).warning("%s is back: a run was killed replacing it.", out)
     for path in _left(out):
-        if path.is_dir() and not path.is_symlink():
+        if path.suffix == ".replaced" and not os.path.lexists(out):
+            path.rename(out)
+            logging.getLogger(__name__).warning("%s is back: a run was killed replacing it.", out)
+        elif path.is_dir() and not path.is_symlink():
+            path = path.rename(_beside(out))  # half of one must not come back
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
@@ -397,9 +306,9 @@ def _sweep(out: Path) -> None:
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """A file to write that gets its name when it is whole, and is gone if that fails.
+    """A file to write that gets its name when it is whole, and is removed if that fails.
 
-    What has its name by then is replaced.
+    A file that has the name by then is replaced.
 
     Args:
         file: to make, with the folder around it.
@@ -414,10 +323,6 @@ def whole_file(file: Path) -> Iterator[Path]:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-        for path in _left(file):  # of runs that were killed; others may be writing the same
-            with suppress(OSError):
-                if time.time() - path.lstat().st_mtime > DAY:
-                    path.unlink()
 
 
 def put_file(work: Path, file: Path, overwrite: bool) -> None:
@@ -427,19 +332,17 @@ def put_file(work: Path, file: Path, overwrite: bool) -> None:
         MoesaicError: the name is taken, and ``overwrite`` is False.
     """
     if not overwrite:
-        try:
+        with suppress(OSError):  # the name is taken, or the file system has no links
             os.link(work, file)  # a rename would replace
-        except OSError:  # the name is taken, or the file system has no links
-            check_free(file)
-        else:
             work.unlink()
             return
+        _check_free(file, overwrite)
     work.replace(file)
 
 
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside an output for what is made on the way; gone afterwards.
+    """A hidden folder beside an output for what is made on the way; removed afterwards.
 
     If this process is killed, the next run of the output removes it.
 
@@ -447,7 +350,7 @@ def scratch_folder(out: Path) -> Iterator[Path]:
         out: a file or a folder, which no other run writes meanwhile.
 
     Raises:
-        MoesaicError: another run does.
+        MoesaicError: another run writes it.
     """
     with output_lock(out):
         work = _beside(out)
@@ -486,21 +389,17 @@ def whole_folder(
 
 
 def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
-    """Give a whole folder its name; what has it is removed when the new one is there.
-
-    Raises:
-        MoesaicError: the name is taken, and not to be replaced.
-    """
+    """Give a whole folder its name; what has it is removed when the new one is there."""
     if not out.exists() or _is_empty(out):
         try:
             if out.exists():
                 out.rmdir()
             work.rename(out)
         except OSError:
-            check_free(out)
+            _check_free(out, overwrite=False)
             raise
         return
-    check_free(out, overwrite)
+    _check_free(out, overwrite)
     _check_ours(out)
     if _exchanged(work, out):
         return  # the old one has the new one's name, by which it is removed
@@ -533,7 +432,7 @@ def remove(folder: Path) -> None:
 
 
 def resumable(out: str | Path) -> bool:
-    """Whether an unfinished run of an output left anything that another would go on from."""
+    """Return True if an unfinished run of an output left layers to continue from."""
     return any(unfinished(out).rglob("*.safetensors"))
 
 
@@ -565,7 +464,7 @@ def write_drawing(file: Path, text: str) -> None:
 
 
 def marked(text: str) -> str:
-    """HTML or SVG with a mark that it is ours behind its first tag.
+    """Return HTML or SVG with a mark that it is ours behind its first tag.
 
     >>> marked("<svg><path/></svg>")
     '<svg><!-- made by Moesaic --><path/></svg>'

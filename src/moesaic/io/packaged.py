@@ -10,7 +10,7 @@ from types import ModuleType
 
 from moesaic.errors import MoesaicError
 from moesaic.io.names import PACKAGED, cache_folder
-from moesaic.io.outputs import whole_file
+from moesaic.io.outputs import output_lock, whole_file
 
 
 def packaged_file(name: str) -> Path:
@@ -40,6 +40,6 @@ def _put_together(package: ModuleType) -> Path:
     """One file in the cache of a package that has parts, and knows the whole one's checksum."""
     file: Path = cache_folder() / package.MODEL_NAME
     if not file.is_file():
-        with whole_file(file) as partial:
+        with output_lock(file, wait=True), whole_file(file) as partial:
             package.assemble(partial, overwrite=True)  # it is there, and empty
     return file

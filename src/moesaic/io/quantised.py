@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.fingerprint import Stored
 from moesaic.io.formats import (
     BlockScaled,
     Compressed,
@@ -86,7 +87,7 @@ def _method_of(config: JSON) -> str:
 
 
 def described(config: Values, folder: Path) -> JSON:
-    """What a folder says of the format that its weights are stored in; empty where it is none.
+    """Return the settings of the format of a folder's weights; empty if there are none.
 
     Args:
         config: of ``config.json``, whose language model may have words of its own.
@@ -201,7 +202,7 @@ class Packed(Tensor):
         args: tuple[object, ...] = (),
         kwargs: Values | None = None,
     ) -> object:
-        """What reaches torch after all is done with values."""
+        """Compute with values whatever reaches torch in another way."""
         return func(*_plain(args), **_plain(kwargs or {}))
 
 
@@ -210,7 +211,7 @@ PROPERTIES = {
     *(getattr(Tensor, name).__get__ for name in _SIZES),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
 }
-"""What a tensor says of itself without its values."""
+"""Properties of a tensor that need no values."""
 
 
 def _plain(argument: T) -> T:
@@ -227,15 +228,14 @@ def _plain(argument: T) -> T:
 
 
 def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
-    """What was chosen of a weight, as bytes where they can be; None of one without bytes."""
+    """Return the chosen part of a weight, as bytes if possible; None if the weight has no bytes."""
     if not isinstance(source, Packed) or source.format is None:
         return None
     axis = axis % source.dim() - source.dim()
     parts = source.format.chosen(source.parts, axis, order)
     if parts is not None:
         return Packed(source.format, parts, source._row)
-    values = source.format.taken(source.parts, axis, order)
-    return values[0] if source._row else values
+    return source.plain.index_select(axis, order)
 
 
 def _cast(source: Packed, dtype: torch.dtype) -> Tensor | None:
@@ -286,10 +286,8 @@ class QuantisedCheckpoint(Checkpoint):
         stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
         self._formats: dict[str, Format] = {}
-        try:
+        with reading(folder):
             weights = list(format.weights({n: s.kind for n, s in self._stored.items()}))
-        except ValueError as error:
-            raise MoesaicError(f"{folder} cannot be read: {error}.") from error
         for weight, ends in weights:
             stored = {end: stored_name(weight, end) for end in ends}
             missing = [part for part in stored.values() if part not in self._stored]
@@ -320,28 +318,24 @@ class QuantisedCheckpoint(Checkpoint):
         if stored is None:
             return super().tensor(name)
         parts = {end: super(QuantisedCheckpoint, self).tensor(p) for end, p in stored.items()}
-        try:
+        with reading(f"{name} in {self.folder}"):
             return Packed.of(self._formats[name], parts)
-        except ValueError as error:
-            raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._parts.get(name)
         if stored is None:
             return super().shape(name)
-        try:
+        with reading(f"{name} in {self.folder}"):
             shapes = {end: tuple(self._stored[part].shape) for end, part in stored.items()}
             return self._formats[name].shape(shapes)
-        except ValueError as error:
-            raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
     def is_floating(self, name: str) -> bool:
         return name in self._parts or super().is_floating(name)
 
-    def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, name: str) -> Iterator[tuple[str, Stored]]:
         self._note(name, name)
         for part in self._parts.get(name, {"": name}).values():
-            yield part, super().tensor(part)
+            yield part, self._place(part)
 
     def _note(self, name: str, origin: str) -> None:
         if expert_number(origin) is not None and origin not in self._parts:

@@ -23,7 +23,7 @@ from moesaic.types import Made, Model, Tokenizer
 def source_or_model(
     model: object, revision: str | None = None, token: str | bool | None = None
 ) -> Source | Model:
-    """What a verb was given as a model: a loaded one itself, or the one of that name.
+    """Return the model that a verb was given: a loaded one itself, or the source of a name.
 
     Args:
         model: a name or folder, a loaded model, or what a verb returned.
@@ -97,7 +97,7 @@ def untouched(*models: object) -> Iterator[None]:
 
 
 def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
-    """The same function, after which the loaded models among its arguments are as they were."""
+    """Decorate a function: the loaded models among its arguments are left as they were."""
 
     @wraps(verb)
     def called(*args: P.args, **options: P.kwargs) -> T:

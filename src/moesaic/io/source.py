@@ -77,7 +77,7 @@ class Source:
 
     @property
     def beside(self) -> bool:
-        """Whether it has parts beside a language model, such as one that sees."""
+        """True if it has parts beside a language model, such as a vision tower."""
         config, text_config = self._configs
         return config is not text_config
 
@@ -153,7 +153,7 @@ class Source:
             )
 
     def _heads_differ(self, config: Config) -> bool:
-        """Whether head and embedding are both stored with values of their own.
+        """True if head and embedding are both stored with values of their own.
 
         transformers unties them then, whatever the config says.
         """
@@ -241,7 +241,7 @@ class Source:
         return (model if device_map is not None else model.to(device)).eval()
 
     def _pretrained(self, arguments: JSON) -> tuple[Model, Values]:
-        """As ``from_pretrained``; the weights have values, whatever they are stored as."""
+        """Load as ``from_pretrained`` does, and dequantise weights."""
         checkpoint = self.checkpoint
         # sizes that do not fit are refused by us
         options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -179,7 +179,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """What a rewritten checkpoint takes over from a folder: no weights, no code, no link out."""
+    """Yield the files that a rewritten checkpoint takes over: no weights, no code, no link out."""
     weights = misread(folder)
     for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
         if not file.is_file() or file.name in weights or file.suffix == ".py":

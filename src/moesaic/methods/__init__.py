@@ -1,8 +1,8 @@
-"""The methods: one folder a paper, found by name and imported when they are needed.
+"""Methods by name, one folder per paper, imported only when they are used.
 
-A method is a config (what can be asked for, what it says of itself; imports no torch) and a
-:class:`~moesaic.methods.base.Method` (what it does). Other packages add methods by an entry point
-``VERB.NAME`` in the group ``moesaic.methods`` that names the config's class.
+A method is a config (its options, title and paper; imports no torch) and a
+:class:`~moesaic.methods.base.Method` (the computation). Other packages add methods by an entry
+point ``VERB.NAME`` in the group ``moesaic.methods`` that names the config's class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moesaic.methods.base import Method
 
 VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
-"""The commands that make a model of a model, by name."""
+"""Commands that make one model from another (:class:`~moesaic.config.Verb`), by name."""
 
 METHODS: Registry[type[MethodConfig]] = Registry(
     "moesaic.methods",
@@ -37,12 +37,12 @@ METHODS: Registry[type[MethodConfig]] = Registry(
         "tune.sft": "moesaic.train.tune.config:TuneConfig",
     },
 )
-"""The configs of all methods by ``VERB.NAME``; the first of a verb is its default,
-with its bundle ``best`` where it has one."""
+"""Config classes of all methods by ``VERB.NAME``. A verb's first method, with its bundle ``best``
+if it has one, is the default."""
 
 
 def methods_of(verb: str) -> dict[str, type[MethodConfig]]:
-    """The configs of a verb's methods by name, the default first.
+    """Return the config classes of a verb's methods by name, the default first.
 
     Raises:
         MoesaicError: there is no such verb.
@@ -54,10 +54,10 @@ def methods_of(verb: str) -> dict[str, type[MethodConfig]]:
 
 
 def implementation(config: MethodConfig) -> Method[MethodConfig, Arch]:
-    """Return the :class:`~moesaic.methods.base.Method` that carries a config out; imports torch.
+    """Return the :class:`~moesaic.methods.base.Method` that carries out a config; imports torch.
 
     Raises:
-        MoesaicError: a library that it needs is not installed.
+        MoesaicError: a library that the method needs is not installed.
     """
     library, extra = config.library
     if library and find_spec(library) is None:

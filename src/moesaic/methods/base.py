@@ -1,4 +1,4 @@
-"""The one interface of all methods, trained or not."""
+"""Interface of all methods, trained or not."""
 
 from __future__ import annotations
 
@@ -25,88 +25,88 @@ M = TypeVar("M", bound="Method[Any, Any]")
 
 @dataclass
 class Decision:
-    """What a method made of a model."""
+    """Result of a method's run on one model."""
 
     plan: Plan | None
-    """What was decided; of a method that trains, where training began; None where a converted
+    """Plan of the result. For methods that train: the plan before training. None if a converted
     model was only trained further."""
     analyses: Mapping[int, Values] = field(default_factory=dict)
-    """What was seen of each layer, as plain JSON."""
+    """Observations by layer index, as plain JSON."""
     comparisons: Mapping[str, Plan] = field(default_factory=dict)
-    """Plans of the variants that were asked for, from the same statistics."""
+    """Plans of the requested variants, decided from the same statistics."""
     summary: Values = field(default_factory=dict)
-    """What was found of the whole model, as plain JSON; training curves under ``training``."""
+    """Observations about the whole model, as plain JSON; training curves under ``training``."""
     trained: Model | None = None
-    """The live model where weights were trained: no plan can rebuild it."""
+    """Live model with trained weights, which no plan can rebuild; None if nothing was trained."""
     retrained: Mapping[str, Callable[[], Model]] = field(default_factory=dict)
-    """Comparisons that no plan can rebuild, trained ones among them: by name a function that
-    returns the live model."""
+    """Variants that no plan can rebuild, such as trained ones: functions that return the live
+    model, by name."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a method says of its result, in words, for titles and cards."""
+    """Sentences about a method's result, for titles and model cards."""
 
     title: str
-    """A clause: ``pruned by REAP to 6 of 8 experts``. The model's name stands before it."""
+    """Clause that follows the model's name, such as ``pruned by REAP to 6 of 8 experts``."""
     text: str
-    """One or two sentences: what the result is, as against the model it was made from."""
+    """One or two sentences: how the result differs from the model it was made from."""
     output: Values = field(default_factory=dict)
     """Keys that programs rely on in ``--json``."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A result as it is known before weights or text are looked at."""
+    """Shape of a result, known before weights or text are read."""
 
     plan: Plan
-    """Any decision that weighs as much as the one that will be made; empty where a model is only
-    trained further."""
+    """Any plan of the same size as the final one; empty if a model is only trained further."""
     exact: bool = True
-    """The result will be of this very shape; otherwise near it."""
+    """True if the result will have exactly this shape, False if only nearly."""
     statistics: int = 0
     """Bytes of the largest layer's statistics."""
     backward: bool = False
-    """Hidden states of all layers are kept, for a pass backward."""
+    """True if hidden states of all layers are kept for a backward pass."""
     trained: int = 0
-    """Parameters that learn; the whole model is then in memory."""
+    """Number of trainable parameters; if above 0, the whole model is in memory."""
 
 
 class Method(ABC, Generic[C, A]):
-    """Decides what to make of a model, by the options of its config."""
+    """Base class of all methods: decides how to change a model, by the options of its config."""
 
     ratio: str = "stored"
-    """What says most of its results; see :class:`moesaic.record.Step`."""
+    """Size ratio shown as the headline of most results; see :class:`moesaic.record.Step`."""
 
     varies: ClassVar[str] = "variant"
-    """The option that comparisons differ in."""
+    """Name of the option in which comparisons differ."""
 
     def __init__(self, config: C) -> None:
         self.config = config
 
     def compared(self: M, names: Iterable[str]) -> dict[str, M]:
-        """The same method by other options, by the comparison's name."""
+        """Return copies of this method with the option :attr:`varies` set to each name, by name."""
         return {n: type(self)(replace(self.config, **{self.varies: n})) for n in names}
 
     @abstractmethod
     def find(self, config: Config) -> A:
-        """The architecture of a model's config.
+        """Return the architecture of a model's config.
 
         Raises:
-            MoesaicError: the method cannot take such a model; says what would work.
+            MoesaicError: the method does not support such a model; names what would work.
         """
 
     def resolve_defaults(self, job: Job[A]) -> Iterator[str]:
-        """Decide the options that were left open, by the model: :attr:`config` has none after.
+        """Replace options left at None by values for this model; afterwards :attr:`config` has
+        none.
 
-        Layers are refitted by default, but for decisions from statistics. Windows are no longer
-        than the model's positions.
+        Layers are refitted by default, unless decisions come from a file of statistics. Windows are
+        at most as long as the model's positions.
 
         Yields:
-            a sentence for each that is not what would lose least, and why.
+            a sentence and its reason for each default that is not the most accurate one.
 
         Raises:
-            MoesaicError: an option was given that this model does not allow.
+            MoesaicError: this model does not allow a given option.
         """
         config: Any = self.config
         calibration, text = job.args.calibration, job.args.text
@@ -116,7 +116,7 @@ class Method(ABC, Generic[C, A]):
             text = getattr(config, "train", calibration.source)
         if hasattr(config, "length") and needs_tokenizer(text):
             most = positions(job.original.config) or config.length
-            if config.length == type(config).length > most:  # nobody asked for it
+            if config.length == type(config).length > most:  # not set by the caller
                 self.config = config = replace(config, length=most)
             check_length(config.length, job.original.config)
         if "refit" in vars(config) and config.refit is None:
@@ -126,24 +126,25 @@ class Method(ABC, Generic[C, A]):
 
     @abstractmethod
     def run(self, job: Job[A]) -> Decision:
-        """Look at the model, and decide.
+        """Run the method on a job's model and text, and return its decision.
 
         Raises:
             MoesaicError: the request cannot be met.
         """
 
     def outline(self, job: Job[A]) -> Outline:
-        """The shape of what :meth:`run` will make, and the memory that this needs.
+        """Return the shape of what :meth:`run` will make, and the memory that it needs.
 
-        Only headers are read: ``job.shape`` is a skeleton, and ``job.tokens`` are not asked for.
+        Reads only headers: ``job.shape`` is a skeleton on the meta device, ``job.tokens`` is not
+        used.
 
         Raises:
-            MoesaicError: the request cannot be met, or the method cannot tell beforehand.
+            MoesaicError: the request cannot be met, or the method cannot estimate it.
         """
         raise MoesaicError(f"{self.config.title} cannot tell beforehand what it will make.")
 
     def effective(self, plan: Plan | None) -> C:
-        """The options without additions that no layer of a plan has, for words."""
+        """Return the config for titles and text, with ``refit`` off if no layer was refitted."""
         config: Any = self.config
         if plan is None or not getattr(config, "refit", False):
             return config
@@ -154,16 +155,16 @@ class Method(ABC, Generic[C, A]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        """What came of it, in words. Says what was done and nothing else.
+        """Return a title and sentences that describe the result and nothing else.
 
         Args:
-            layers: all decoder layers of the result.
+            layers: records of all decoder layers of the result.
             decision: what :meth:`run` returned.
-            active: the result's active ratio, measured where it was measured.
+            active: the result's share of active parameters, None if it was not measured.
         """
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
-        """What is drawn of it.
+        """Return the figures of a result for the report.
 
         Args:
             layers: all decoder layers of the result, as this step alone made them.
@@ -176,17 +177,17 @@ class Method(ABC, Generic[C, A]):
 
 
 class DenseMethod(Method[C, Arch]):
-    """A method that takes dense models."""
+    """Base class of methods for dense models."""
 
     def find(self, config: Config) -> Arch:
-        """The architecture of a dense model's config.
+        """Return the architecture of a dense model's config.
 
         Raises:
-            MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+            MoesaicError: the model is a mixture, was converted before, or is unknown.
         """
         return dense_arch(config)
 
 
 def weights_of(layers: list[LayerRecord], decision: Decision) -> str:
-    """The greatest change of weights in a result, one of :data:`moesaic.record.WEIGHTS`."""
+    """Return the greatest change of weights in a result, one of :data:`moesaic.record.WEIGHTS`."""
     return "trained" if decision.trained is not None else strongest([x.weights for x in layers])

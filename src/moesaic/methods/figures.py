@@ -1,4 +1,4 @@
-"""Figures that several methods have: plain data, drawn by :mod:`moesaic.report`."""
+"""Figures shared by several methods: plain data, drawn by :mod:`moesaic.report`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from moesaic.record import Bars, Column, Figure, Heat, LayerRecord, Lines, Row, 
 from moesaic.types import Values
 
 MOST = 400
-"""Points of a line."""
+"""Most points of a line."""
 SHADES = "The darker an expert, the more of its layer’s calls on the calibration text it had."
 
 
 def finite(value: object) -> float | None:
-    """A finite number to five digits, as a figure holds it; None of anything else."""
+    """Return a finite number to five digits, as a figure holds it; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")
 
 
 def series(name: str, points: Iterable[tuple[object, object]]) -> Series:
-    """A line through those points that are known, thinned where they are many."""
+    """Return a line through the points whose coordinates are finite, thinned to ``MOST`` points."""
     every = ((finite(x), finite(y)) for x, y in points)
     complete = [(x, y) for x, y in every if x is not None and y is not None]
     return Series(name, tuple(complete[:: -(-len(complete) // MOST) or 1]))
 
 
 def lines(section: str, title: str, curves: Sequence[Series], y: str, **more: Any) -> list[Figure]:
-    """Lines by layer, or by what ``x`` says; nothing where nothing is known."""
+    """Return a figure of lines by layer, or by the field ``x``; [] if no line has points."""
     filled = tuple(s for s in curves if s.points)
     return [Lines(section=section, title=title, series=filled, y=y, **more)] if filled else []
 
@@ -41,11 +41,11 @@ def bars(
     layers: Sequence[LayerRecord],
     columns: Mapping[tuple[str, str], Sequence[object]],
 ) -> list[Figure]:
-    """Columns of bars, a row a layer; nothing where nothing is known.
+    """Return a figure with columns of bars, one row per layer; [] if there are no values.
 
     Args:
         section: the heading.
-        title: of the figure.
+        title: the figure's title.
         caption: how to read it.
         layers: the rows.
         columns: by name and format, a value a layer.
@@ -67,7 +67,8 @@ def heat(
     columns: Sequence[str] = (),
     **more: Any,
 ) -> list[Figure]:
-    """Rows of shades; nothing where there are none. Columns are numbered where they have no names.
+    """Return a figure with rows of shaded cells; [] without rows. Columns without names are
+    numbered.
 
     ``more`` are further fields of :class:`~moesaic.record.Heat`.
     """
@@ -82,7 +83,7 @@ def heat(
 
 
 def calls(layer: LayerRecord, count: int) -> tuple[float | None, ...]:
-    """The share of a layer's calls that each expert had; None where that was not counted."""
+    """Return each expert's share of its layer's calls (count,); None if calls were not counted."""
     counts = list(layer.analysis.get("calls") or ())
     total = sum(counts)
     return tuple(
@@ -93,12 +94,12 @@ def calls(layer: LayerRecord, count: int) -> tuple[float | None, ...]:
 def kept(
     layers: Iterable[LayerRecord], section: str = "Which experts stay", lost: str = ""
 ) -> list[Figure]:
-    """Which experts stay in each layer, how often each was called, and what the layer loses.
+    """Draw which experts of each layer are kept, how often each was called, and the layer's loss.
 
     Args:
-        layers: those whose shape says the experts ``before``, and which were ``kept``.
+        layers: records; used if their shape has ``before`` (a count) and ``kept`` (experts).
         section: the heading.
-        lost: what the loss is, in words.
+        lost: meaning of the loss, in words.
     """
     cut = [layer for layer in layers if "kept" in layer.shape and "before" in layer.shape]
     rows = [
@@ -123,7 +124,7 @@ def kept(
 
 
 def refitted(layers: Iterable[LayerRecord]) -> list[Figure]:
-    """The error of each layer's output before and after its down projections were refitted."""
+    """Draw the error of each layer's output before and after its down projections were refitted."""
     errors = [
         (layer.index, 100 * refit["lost"], 100 * refit["lost"] * (1 - refit["recovered"]))
         for layer in layers
@@ -146,11 +147,11 @@ def refitted(layers: Iterable[LayerRecord]) -> list[Figure]:
 
 
 def trained(training: Values) -> list[Figure]:
-    """Every figure that training logged, by step; one that never changes is only said.
+    """Draw every value that training logged, by step; one that never changes goes into the caption.
 
     Args:
-        training: ``what`` was trained, the ``losses`` logged at each step, their ``labels``,
-            ``trained_parameters`` and ``total_parameters``.
+        training: ``what`` was trained, the values (``losses``) logged at each step, their
+            ``labels``, ``trained_parameters`` and ``total_parameters``.
     """
     curves = _curves(training.get("losses") or ())
     labels = {name: name.replace("_", " ") for name in curves} | (training.get("labels") or {})
@@ -180,7 +181,7 @@ def trained(training: Values) -> list[Figure]:
 
 
 def _curves(logs: Sequence[Values]) -> dict[str, Series]:
-    """What was logged, by name, over the steps."""
+    """Return the logged values over the steps, by name."""
     names = dict.fromkeys(name for log in logs for name in log if name != "step")
     curves = {
         name: series("", [(log.get("step"), log.get(name)) for log in logs]) for name in names

@@ -1,10 +1,9 @@
-"""Methods that decide layer by layer: one run and one outline for all of them.
+"""Run and outline shared by all methods that decide layer by layer.
 
-A method says what layers may become (``sizes``), what statistics it ``needs`` or makes itself
-(``observe``), what it would make of a layer at each size (``decide``), and where a budget goes
-(``allocate``). Everything else is here: the model or a file of statistics, layers that were decided
-before, several processes, comparisons, the refit, and what can be told beforehand, by the same
-``decide``.
+A method defines the ``sizes`` a layer may have, the statistics that it ``needs`` or computes itself
+(``observe``), the plan of a layer at each size (``decide``), and how a budget is divided
+(``allocate``). Everything else is here: the model or a file of statistics, layers decided before,
+several processes, comparisons, the refit, and the outline, made by the same ``decide``.
 """
 
 from __future__ import annotations
@@ -38,43 +37,43 @@ from moesaic.plans.regression import significantly_worse
 from moesaic.types import JSON
 
 S = TypeVar("S")
-"""What a layer may become, such as a number of experts."""
+"""Size of a layer, such as a number of experts."""
 RESULT = "result"
-"""The name of what was asked for, beside its comparisons."""
+"""Name of the requested result, beside its comparisons."""
 Decided = Mapping[S, tuple[LayerPlan, JSON]]
-"""By size a layer's plan, and what was seen on the way; of losses ``relative_loss``."""
+"""Plan and observations of a layer by size; ``relative_loss`` is the loss used by ``allocate``."""
 
 
 @dataclass
 class Case(Generic[A]):
-    """One layer that is to be decided."""
+    """One layer to decide, with its statistics and tokens."""
 
     index: int
     job: Job[A]
     stats: LayerStats | None
-    """What was observed; None where nothing is known but the layer's shape."""
+    """Statistics of the layer; None if only its shape is known, as in a dry run."""
     site: Site[Any] | None = None
-    """The layer and its tokens, where ``needs`` asked for them."""
+    """Layer and its tokens, if ``needs`` includes them."""
     statistic: Any = None
-    """What the method's ``observe`` made of them."""
+    """Result of the method's ``observe``."""
 
     @property
     def view(self) -> FFN:
-        """The layer's view; without values where the model is on disk."""
+        """View of the layer's FFN; without values if the model is on disk."""
         return self.job.arch.view(self.job.layers[self.index])
 
 
 class LayerMethod(Method[C, A], Generic[C, A, S]):
-    """Decides on one layer after the other."""
+    """Base class of methods that decide one layer after the other."""
 
     words: ClassVar[str] = "Deciding layers"
-    """For the progress bar."""
+    """Label of the progress bar."""
 
-    # --- what a method says ----------------------------------------------------------------------
+    # --- what a method defines -------------------------------------------------------------------
 
     @abstractmethod
     def sizes(self, job: Job[A]) -> Mapping[int, Sequence[S]]:
-        """What each layer that is decided may become; only shapes are looked at.
+        """Return the sizes that each decided layer may have; only shapes are read.
 
         Raises:
             MoesaicError: the request cannot be met.
@@ -83,7 +82,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     @property
     @abstractmethod
     def needs(self) -> Collection[str]:
-        """The statistics that :meth:`decide` reads, of :data:`moesaic.observation.stats.NEEDS`."""
+        """Statistics that :meth:`decide` reads, of :data:`moesaic.observation.stats.NEEDS`."""
 
     @property
     def gram_bytes(self) -> int:
@@ -91,22 +90,22 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         return 0
 
     def observe(self, site: Site[Any]) -> Any:
-        """A statistic of the method's own, from a layer's tokens; the same for all comparisons."""
+        """Compute the method's own statistic of a layer's tokens, shared by all comparisons."""
 
     @abstractmethod
     def decide(self, case: Case[A], sizes: Sequence[S]) -> Decided[S]:
-        """What a layer becomes at each size.
+        """Return the plan of a layer at each size.
 
         Args:
-            case: the layer. Without statistics that it needs: any decision that weighs as much.
+            case: the layer. If statistics are missing, any plan of the same size is returned.
             sizes: of :meth:`sizes`.
         """
 
     def allocate(self, losses: Mapping[int, Mapping[S, float]]) -> Mapping[int, S]:
-        """The size that each layer gets.
+        """Return the size that each layer gets.
 
         Args:
-            losses: by layer and size the ``relative_loss``; 0 where none was told.
+            losses: ``relative_loss`` by layer and size; 0 if a method gives none.
         """
         return {i: next(iter(of_layer)) for i, of_layer in losses.items()}
 
@@ -119,32 +118,32 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         return {}
 
     def tag(self, size: S) -> str:
-        """A size in the name of a file."""
+        """Return a size as part of a file's name."""
         return str(size)
 
     def finish(self, job: Job[A], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
-        """A plan's layers, once all are known."""
+        """Adjust the layers of a plan once all are known."""
         return layers
 
     def summary(self, job: Job[A], losses: Mapping[int, Mapping[S, float]]) -> JSON:
-        """What was found of the whole model, as plain JSON."""
+        """Return observations about the whole model, as plain JSON."""
         return {}
 
     def passing_on(
         self, site: Site[FFN], layer: LayerPlan
     ) -> AbstractContextManager[nn.Module | None]:
-        """Of options that are ``progressive``: inside, a layer passes on what it became makes."""
+        """Return a context in which the layer's plan replaces it, for ``progressive``."""
         raise NotImplementedError
 
     @property
     def final(self) -> bool:
-        """What is decided of a layer of one size is what the plan holds: ``finish`` leaves it."""
+        """True if the plan holds each decision as it was made: ``finish`` does not change it."""
         return True
 
     # --- the run ---------------------------------------------------------------------------------
 
     def _option(self, name: str) -> bool:
-        """Whether an option that some configs have is on."""
+        """Return True if the config has an option of this name and it is on."""
         return bool(getattr(self.config, name, False))
 
     @torch.no_grad()
@@ -161,10 +160,10 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         calibration, refit = observation.calibration, self._option("refit")
         text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
-            "config": asdict(config),
+            **job.asked(config),
             "compare": list(job.args.compare),
             "stats": observation.file,
-            "calibration": job.tokens.fingerprint if refit else calibration,
+            "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
         finished = job.finished(request)
         self._decide(job, methods, sizes, observation, finished)
@@ -208,7 +207,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         observation: Observation,
         finished: Finished,
     ) -> None:
-        """Decide on every layer that is not finished, for all comparisons and sizes."""
+        """Decide every unfinished layer, for all comparisons and sizes."""
         missing: dict[int, list[str]] = {}
         for name, method in methods.items():
             for i, options in sizes[name].items():
@@ -246,22 +245,22 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                 finished.add(name, i, layer, analysis)
 
     def _at_once(self, job: Job[A], needs: Collection[str], options: Sequence[S]) -> bool:
-        """Whether a layer is refitted as it is decided, on the tokens that are at hand."""
+        """Return True if a layer is refitted as it is decided, on the tokens then in memory."""
         alone = len(options) == 1 and self.final and not self._option("progressive")
         return self._option("refit") and alone and shows_tokens(job, needs)
 
     def _key(self, name: str, size: S) -> str:
-        """The name under which a layer of a size is kept."""
+        """Return the name under which a layer's decision at a size is stored."""
         return f"{name}-{self.tag(size)}"
 
-    # --- beforehand ------------------------------------------------------------------------------
+    # --- the outline -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def outline(self, job: Job[A]) -> Outline:
-        """What :meth:`decide` makes of layers of which nothing is known but their shapes."""
+        """Outline a run by :meth:`decide` on layers of which only the shapes are known."""
         sizes = self.sizes(job)
         decided = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
-        # what is spent by layer will differ: as if each lost more than the one before
+        # sizes will differ by layer: assume that each layer's loss is above that of the one before
         losses = {
             i: {size: loss * (1 + n) for size, loss in of_layer.items()}
             for n, (i, of_layer) in enumerate(_losses(decided).items())
@@ -277,7 +276,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
 
 def _losses(decided: Mapping[int, Decided[S]]) -> dict[int, dict[S, float]]:
-    """What was told of every layer and size."""
+    """Return the ``relative_loss`` of every layer and size, 0 if a decision has none."""
     return {
         i: {
             size: float(analysis.get("relative_loss", 0.0))

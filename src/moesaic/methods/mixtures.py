@@ -1,4 +1,4 @@
-"""Shared by the methods that make a mixture of experts smaller."""
+"""Helpers shared by the methods that make a mixture of experts smaller."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moesaic.types import Config
 
 
 def original(config: Config, instead: str) -> MoEArch:
-    """The architecture of a mixture of experts that was not converted before.
+    """Return the architecture of a mixture of experts that was not converted before.
 
     Raises:
-        MoesaicError: it was converted, with the advice what to do ``instead``; or it is no mixture
-            of experts that is known.
+        MoesaicError: the model was converted (the message ends with ``instead``), or is no known
+            mixture of experts.
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} was reduced already; {instead}.")
@@ -27,10 +27,10 @@ def original(config: Config, instead: str) -> MoEArch:
 
 
 def unskipped(config: Config) -> MoEArch:
-    """The architecture of a mixture of experts whose routers skip nothing.
+    """Return the architecture of a mixture of experts whose routers skip no experts.
 
     Raises:
-        MoesaicError: they do, or it is no mixture of experts that is known.
+        MoesaicError: the model skips already, or is no known mixture of experts.
     """
     if any(h["kind"] == SkippingLayer.kind for stack in headers_of(config).values() for h in stack):
         raise MoesaicError("This model skips already; start from the one it was made from.")
@@ -38,7 +38,7 @@ def unskipped(config: Config) -> MoEArch:
 
 
 def routed_layers(job: Job[MoEArch]) -> list[int]:
-    """The decoder layers that route.
+    """Return the indices of the decoder layers that route.
 
     Raises:
         MoesaicError: there is none.
@@ -50,7 +50,7 @@ def routed_layers(job: Job[MoEArch]) -> list[int]:
 
 
 def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:
-    """The fewest experts that a router can do with: as many as a token runs, in its groups."""
+    """Return the fewest experts that a router can work with: the top-k, spread over its groups."""
     groups = arch.group_count(config)
     if groups == 1:
         return top_k
@@ -60,7 +60,7 @@ def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:
 
 
 def span(counts: Collection[int]) -> str:
-    """The least and the greatest of some numbers; nothing of none.
+    """Return the least and the greatest of some numbers as a range; "0" without numbers.
 
     >>> span([6, 4]), span([8, 8]), span([])
     ('4–6', '8', '0')
@@ -70,7 +70,7 @@ def span(counts: Collection[int]) -> str:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Layers in words.
+    """Return layer indices in words.
 
     >>> listed([1]), listed([0, 2, 5]), listed([])
     ('layer 1', 'layers 0, 2 and 5', 'no layer')

@@ -1,7 +1,7 @@
-"""Plans of mixtures recovered in closed form.
+"""Refit of plans of mixtures in closed form, after all layers were decided.
 
-One more pass over the layers where what becomes of one is known only after all were looked at: how
-many experts stay, or which layers are condensed. Others are refitted as they are decided.
+Needed if a layer's plan depends on all layers, as the number of kept experts or the choice of
+condensed layers may; it takes one more pass. Other layers are refitted as they are decided.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ def recover(
     *,
     propagate: bool = False,
 ) -> tuple[dict[str, Plan], dict[str, dict[int, JSON]]]:
-    """Refit every layer of some plans of one model; see :meth:`LayerPlan.refit`.
+    """Refit every layer of several plans of one model; see :meth:`LayerPlan.refit`.
 
     Several processes share the layers, unless each layer needs those before it.
 
     Args:
         job: the model and the calibration tokens.
-        plans: by name; "result" is the one that matters.
-        finished: layers that were refitted before, and where new ones are kept.
-        propagate: fit each layer on what the converted layers before it pass on; of one plan.
+        plans: by name; "result" is the one to write.
+        finished: store of refitted layers; new ones are added.
+        propagate: fit each layer on the output of the converted layers before it; for a single
+            plan.
 
     Returns:
-        the plans, and by plan and layer ``lost``, ``recovered`` and ``strength`` for the record.
+        the refitted plans, and by plan and layer ``lost``, ``recovered`` and ``strength``.
 
     Raises:
-        MoesaicError: layers of some plan's kind are not refitted.
+        MoesaicError: layers of some plan's kind cannot be refitted.
     """
     layers = sorted({i for plan in plans.values() for i in plan.layers})
     missing = {
@@ -83,5 +84,5 @@ def recover(
 
 
 def refit_name(name: str) -> str:
-    """A plan's name after its layers were refitted."""
+    """Return the key of a plan's refitted layers."""
     return f"{name}-refit"

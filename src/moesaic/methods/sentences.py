@@ -1,4 +1,4 @@
-"""Phrases that methods share in what they say of their results."""
+"""Phrases that methods share in the sentences about their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 
 def percent(share: float) -> str:
-    """A share in percent, with a space that does not break.
+    """Return a share in percent, with a space that does not break.
 
     >>> percent(0.804).replace(chr(160), " ")
     '80 %'
@@ -17,7 +17,7 @@ def percent(share: float) -> str:
 
 
 def number(count: int) -> str:
-    """A count as text has it.
+    """Return a count as text has it.
 
     >>> number(1), number(12)
     ('one', '12')
@@ -26,7 +26,7 @@ def number(count: int) -> str:
 
 
 def some(count: int, total: int) -> str:
-    """How many layers: ``all layers``, ``2 of 8 layers``.
+    """Return how many layers, in words: ``all layers``, ``2 of 8 layers``.
 
     >>> some(8, 8), some(2, 8)
     ('all layers', '2 of 8 layers')
@@ -35,15 +35,15 @@ def some(count: int, total: int) -> str:
 
 
 def carved(config: MethodConfig, active: float | None) -> str:
-    """The title's clause of a carved model; ``active``, where it is known, is the share of its
-    projections that a token uses."""
+    """Return the title's clause of a carved model; ``active`` is the share of its projections that
+    a token uses, None if unknown."""
     comma = "," if config.beyond else ""
     target = "" if active is None else f"{comma} to {percent(active)} active"
     return f"carved{credited(config, 'with')}{target}"
 
 
 def credited(config: MethodConfig, by: str) -> str:
-    """The end of a title's clause: ``by`` or ``with`` a method, and what was done beyond it."""
+    """Return the end of a title's clause: ``by`` or ``with`` a method, and additions to it."""
     if not config.beyond:
         return f" {by} {config.base_label}"
     return f", beyond {config.base_label} ({', '.join(config.beyond)})"

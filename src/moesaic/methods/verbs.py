@@ -1,4 +1,4 @@
-"""What the verbs say of themselves."""
+"""Commands that make one model from another: names, help texts and examples."""
 
 from __future__ import annotations
 

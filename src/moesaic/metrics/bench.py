@@ -35,7 +35,7 @@ def bench(
     token: str | bool | None = None,
     **options: int,
 ) -> dict[str, JSON]:
-    """Speed of models, the peak memory of each in its own process.
+    """Return the speed of models, and the peak memory of each in its own process.
 
     They are timed in turn, round by round, if there is room for all at once; else one by one.
 
@@ -107,7 +107,7 @@ def _measured(
 
 
 def _length(settings: Bench, sources: Iterable[Source]) -> int:
-    """Tokens of the prompt.
+    """Return the number of tokens of the prompt.
 
     Raises:
         MoesaicError: they, and what follows them, are beyond a model's positions.
@@ -125,14 +125,14 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
 
 
 def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
-    """The first model's tokens of a text, as numbers that all the models know."""
+    """Return the first model's tokens of a text, as numbers that all the models know."""
     first = next(iter(sources.values()))
     ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
     return ids % min(source.config.vocab_size for source in sources.values())
 
 
 def _active(model: Model) -> int:
-    """Parameters that a token uses; all, of a model whose architecture we do not know."""
+    """Return the parameters that a token uses; all if the architecture is not known."""
     try:
         return model_size(model).active_parameters
     except MoesaicError:

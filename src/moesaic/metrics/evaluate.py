@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def evaluate(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Score:
-    """Perplexity, size and routing of a model on a text; divergence, tasks and generations.
+    """Return perplexity, size and routing of a model on a text; KL, tasks and generations.
 
     A model given by name that does not fit into memory is read layer by layer. Several processes,
     as torchrun starts them, share the batches; all must call this, and each returns everything.
@@ -72,7 +73,7 @@ def evaluate(
         tasks: as for :func:`moesaic.data.questions.wanted_tasks`.
         limit: questions of each task at most; None for all.
         shots: examples before each question; None for the task's own.
-        generations: continue fixed prompts, and tell how the continuations repeat themselves.
+        generations: continue fixed prompts, and measure how the continuations repeat themselves.
         stream: read models given by name layer by layer in any case.
         baselines: types of :data:`~moesaic.config.ROUNDED`; the original, given by name, is
             measured quantised to each.
@@ -119,15 +120,7 @@ def evaluate(
         for name in models:
             repetition = repeated(result.model(name), tokenizer, track=track)
             result.scores[name] = replace(result.scores[name], generations=repetition)
-    quantised: dict[str, Score] = {}
-    if baselines and isinstance(original, Source):
-        from moesaic.metrics.rounding import rounded_scores
-
-        if not have_room([original], device, torch.float32):
-            raise MoesaicError(f"baselines needs {original.name} in float32, and it does not fit.")
-        reference = Layerwise(original, device, dtype, keep=True)
-        rounded = rounded_scores(original, reference, tokens, baselines, device, track)
-        quantised = {type: score for type, score, _ in rounded}
+    quantised = result.quantised(baselines, track)
     against_score = result.scores.get("original")
     return replace(result.scores["model"], against=against_score, baselines=quantised)
 
@@ -144,9 +137,33 @@ class Scored:
     """There was room for all of them."""
     device: str
     dtype: torch.dtype | None
+    original: Source | None
+    """The original, where it is on disk."""
+
+    @cached_property
+    def reference(self) -> Layerwise:
+        """The original from disk, which is passed once for all that is compared with it."""
+        assert self.original is not None
+        return Layerwise(self.original, self.device, self.dtype, keep=True)
+
+    def quantised(self, types: Sequence[str], track: Track) -> dict[str, Score]:
+        """Return the scores of the original quantised to some types, with the bytes of such files.
+
+        Raises:
+            MoesaicError: there is no room for the original in float32.
+        """
+        if not types or self.original is None:
+            return {}
+        if not have_room([self.original], self.device, torch.float32):
+            raise MoesaicError(f"baselines needs {self.original.name} in float32: no room for it.")
+        from moesaic.metrics.rounding import rounded_scores
+
+        place = (self.device, track)
+        rounded = rounded_scores(self.original, self.reference, self.tokens, types, *place)
+        return {type: score for type, score, _ in rounded}
 
     def model(self, name: str) -> Model:
-        """One of the models, loaded."""
+        """Return one of the models, loaded."""
         run = self.runs[name]
         if isinstance(run, Layerwise):
             run = Whole.of(run.source, self.device, self.dtype)
@@ -202,7 +219,9 @@ def scored(
     items = track(models.items(), "Loading models", len(models)) if sources else models.items()
     runs = {name: opened(model) for name, model in items}
     measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
-    result = Scored(tokens, measured, runs, together, device, dtype)
+    original = models.get("original")
+    on_disk = original if isinstance(original, Source) else None
+    result = Scored(tokens, measured, runs, together, device, dtype, on_disk)
     if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
         asked = [] if process()[0] else [*runs]  # lm-eval answers the first process alone
@@ -220,7 +239,7 @@ def scored(
 def with_tasks(
     score: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None
 ) -> Score:
-    """A score with its tasks' figures, beside the original's where they are not its own."""
+    """Return a score with its tasks' figures, beside the original's where those are others."""
     if original is None or tasks is original:
         return replace(score, tasks=tasks)
     recovery = recovery_ratio(tasks, original)
@@ -228,7 +247,7 @@ def with_tasks(
 
 
 def named(track: Track, name: str) -> Track:
-    """Progress whose labels say of which model."""
+    """Return progress whose labels name the model."""
     return lambda items, label, total=None: track(items, f"{label}, {name}", total)
 
 
@@ -238,7 +257,7 @@ def named(track: Track, name: str) -> Track:
 def measured_text(
     source: Source, settings: Evaluation, stats: str = ""
 ) -> tuple[Tokens, Tokenizer | None]:
-    """The windows that a model, and what is made of it, are measured on; its tokenizer.
+    """Return the windows that a model and its results are measured on, and its tokenizer.
 
     The tokenizer is None where the model has none, and nothing that is asked for needs one.
 
@@ -280,7 +299,7 @@ def _tokenizer(
     settings: Evaluation,
     tokenizer: Tokenizer | None,
 ) -> Tokenizer | None:
-    """The tokenizer that text, tasks and generations take; None where they need none.
+    """Return the tokenizer that text, tasks and generations take; None if they need none.
 
     Raises:
         MoesaicError: there is none, or a token is not the same to both models.
@@ -299,8 +318,10 @@ def _tokenizer(
 
 
 def text_behind(folder: Path) -> tuple[list[RowRange], list[str]]:
-    """The rows that a result of ours was calibrated on, and the names of text that it was trained
-    on; those of the results that it was made of are among them. Nothing of any other model."""
+    """Return the rows that a result of ours was calibrated on, and the text that it was trained on.
+
+    Those of the results that it was made of are among them. Both are empty for any other model.
+    """
     file = placed(folder, RECORD)
     if not file.is_file():
         return [], []
@@ -348,7 +369,7 @@ def _check_rows(used: Iterable[RowRange], tokens: Tokens, name: str) -> None:
 
 
 def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
-    """Whether a device has room for all of these models at once."""
+    """Return True if a device has room for all of these models at once."""
     types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
     need = sum(sum(sizes_in(shape_of(config), kind)) for config, kind in types)
     return ROOM * need <= free_bytes(device)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,15 +15,15 @@ from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text import Tokens, positions
 from moesaic.distributed import own_device
+from moesaic.errors import MoesaicError
 from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_tasks
-from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.forward import Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
-from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratios
+from moesaic.metrics.speed import Speed, against, compare_speed, peak_memory
 from moesaic.metrics.tasks import measure_tasks
 from moesaic.types import JSON, Model, Tokenizer, Track, silent
 
@@ -35,12 +34,12 @@ NEW_TOKENS = 32
 
 
 class Measurement:
-    """A saved result beside its original and comparisons: same text, one after another; speed.
+    """Measurements of a saved result beside its original and comparisons, on the same text.
 
     Original and result are held together if there is room for both, and timed in turn, round by
     round. Otherwise they are scored layer by layer from disk, and one is held at a time, to
     generate and to be timed; what even that has no room for is left out. The record says so.
-    Each is loaded once. Of several processes all make this object, which scores the two, and the
+    Each is loaded once. Several processes all make this object, which scores the two, and the
     first goes on with :meth:`figures`.
 
     Args:
@@ -77,7 +76,7 @@ class Measurement:
         self._sizes: dict[str, int] = {}
 
     def figures(self, comparisons: Mapping[str, Callable[[], Model]]) -> JSON:
-        """All that is measured.
+        """Measure everything that was asked for.
 
         Args:
             comparisons: other models by name, each built when its turn comes; they are compared
@@ -93,11 +92,11 @@ class Measurement:
             for group in [["original", "result"]] if together else [["original"], ["result"]]:
                 speeds |= self._of_loaded(group)
             self._compared(comparisons)
-            self._rounded()
+            self._quantised()
         else:
             logger.warning(
                 "There is no room for a whole model in memory: continuations, speed, comparisons "
-                "and rounding are left out."
+                "and quantised baselines are left out."
             )
         files = {n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")}
         routing = self._scores["result"].routing
@@ -112,7 +111,7 @@ class Measurement:
         return {**measured, **(self._speed(speeds) if speeds else {})}
 
     def _of_loaded(self, names: list[str]) -> dict[str, Speed]:
-        """Everything that takes models in memory, each loaded once; their speeds, if asked for."""
+        """Measure what takes models in memory, each loaded once; return speeds, if asked for."""
         runs = self._scored.runs
         waiting = self.track(names, "Loading models", len(names))
         if all(isinstance(runs[name], Whole) for name in names):
@@ -125,7 +124,7 @@ class Measurement:
         return compare_speed(models, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
 
     def _continue(self, name: str, model: Model) -> None:
-        """A model's continuations."""
+        """Keep a model's continuations."""
         if self.tokenizer is None:
             return
         if self.settings.generations:
@@ -140,13 +139,13 @@ class Measurement:
             )
 
     def _compared(self, comparisons: Mapping[str, Callable[[], Model]]) -> None:
-        """Scores and continuations of other models, of which one is held at a time."""
+        """Score and continue other models, of which one is held at a time."""
         self._scored.runs.clear()
         settings, original = self.settings, self._scores["original"]
         wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
         for name, build in comparisons.items():
             shown, run = named(self.track, name), Whole(build())
-            self._scores[name] = scores([run, self._reference], self.tokens, shown)[0]
+            self._scores[name] = scores([run, self._scored.reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None
                 tasks = measure_tasks(run.shape, self.tokenizer, wanted, settings.limit)
@@ -154,25 +153,15 @@ class Measurement:
             self._continue(name, run.shape)
             del run  # before the next one comes
 
-    def _rounded(self) -> None:
-        """The original rounded to GGUF's types, where there is room for it in float32."""
-        original, device = self.sources["original"], self._scored.device
-        if not self.settings.baselines:
+    def _quantised(self) -> None:
+        """Score the original quantised to GGUF's types, where there is room for it in float32."""
+        try:
+            scores = self._scored.quantised(self.settings.baselines, self.track)
+        except MoesaicError as error:
+            logger.warning("%s It is left out.", error)
             return
-        if not have_room((original,), device, torch.float32):
-            logger.warning("There is no room for the original in float32: it is not rounded.")
-            return
-        rounded = rounded_scores(
-            original, self._reference, self.tokens, self.settings.baselines, device, self.track
-        )
-        for type, quality, _ in rounded:
-            self._scores[type], self._sizes[type] = quality, quality.total_bytes
-
-    @cached_property
-    def _reference(self) -> Layerwise:
-        """The original, which is passed once for all that is compared with it."""
-        place = self._scored.device, self._scored.dtype
-        return Layerwise(self.sources["original"], *place, keep=True)
+        self._scores |= scores
+        self._sizes = {type: score.total_bytes for type, score in scores.items()}
 
     @property
     def _prompt(self) -> torch.Tensor:
@@ -180,7 +169,7 @@ class Measurement:
         return self.tokens.input_ids[:1, : max(2, min(512, room))]
 
     def _speed(self, speeds: Mapping[str, Speed]) -> JSON:
-        """Speeds, the peak memory of each model in a process of its own, and ratios by round."""
+        """Return speeds, the peak memory of each model in its own process, and their ratios."""
         length, place = self._prompt.shape[1], (self._scored.device, self._scored.dtype)
         names = ("original", "result")
 
@@ -193,17 +182,17 @@ class Measurement:
         timed = {
             name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown
         }
-        by_round = ratios(speeds["result"], speeds["original"])
-        medians = {what: rounds.median for what, rounds in by_round.items()}
-        spreads = {f"{what}_spread": list(rounds.spread) for what, rounds in by_round.items()}
+        found = against(speeds["result"], speeds["original"], 1.0)
+        ratios = {what: ratio["ratio"] for what, ratio in found.items()}
+        spreads = {f"{what}_spread": ratio["spread"] for what, ratio in found.items()}
         return {
             "speed_interleaved": self._scored.together,
             "speed": timed,
-            "speed_ratio": {**medians, **spreads},
+            "speed_ratio": {**ratios, **spreads, "rounds": self.settings.rounds},
         }
 
     def _circumstances(self) -> JSON:
-        """What was measured on, and how."""
+        """Return the text and the settings of the measurement."""
         settings, config = self.settings, self.sources["original"].config
         extra: JSON = {"bos": True} if self.tokens.begun else {}
         if settings.tasks:

@@ -1,7 +1,7 @@
-"""Rounding alone: what a user would take instead of a smaller model, measured beside it.
+"""Quantisation alone: what a user would take instead of a smaller model, measured beside it.
 
-Matrices hold the values that a GGUF file of a plain type does, rounded by the gguf package itself,
-in blocks of 32 along a row; everything else, routers too, stays in float32 as in llama.cpp's files.
+Matrices hold the values that a GGUF file of a plain type does, quantised by the gguf package, in
+blocks of 32 along a row; everything else, routers too, is float32 as in llama.cpp's files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moesaic.metrics.score import Score, scores
 from moesaic.types import Model, Track, silent
 
 BLOCK = 32
-"""Weights of a row that are rounded together."""
+"""Weights of a row that are quantised together."""
 
 
 @torch.no_grad()
 def rounded(model: Model, type: str) -> int:
-    """Round a live model's matrices in place.
+    """Quantise a live model's matrices in place.
 
     Args:
         model: in float32.
@@ -68,18 +68,18 @@ def rounded_scores(
     device: str = "cpu",
     track: Track = silent,
 ) -> Iterator[tuple[str, Score, Score]]:
-    """A model rounded to some types, one held at a time, compared with itself.
+    """Yield the scores of a model quantised to some types, one held at a time, beside its own.
 
     Args:
         source: the model, for which there is room in float32.
-        reference: the same model, not rounded.
+        reference: the same model, not quantised.
         tokens: what both are measured on.
         types: of :data:`~moesaic.config.ROUNDED`.
         device: where to compute.
         track: shows progress.
 
     Yields:
-        the type, what came of it, whose bytes are those of a file, and the reference's own figures.
+        the type, its score, whose bytes are those of a file, and the score of the reference.
     """
     for type in types:
         run = Whole.of(source, device, torch.float32)

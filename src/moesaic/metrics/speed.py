@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.types import JSON, Model, Track, Values, logits_alone, silent
+from moesaic.types import JSON, Model, Track, Values, cache_of, logits_alone, silent
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Speed:
     """Seconds from prompt to first new token."""
 
     def as_json(self) -> JSON:
-        """Medians under the names that programs rely on, and the spread.
+        """Return medians under the names that programs rely on, and the spread.
 
         Returns:
             ``prefill_tokens_per_second``, ``decode_tokens_per_second`` and ``first_token_seconds``,
@@ -60,7 +60,7 @@ class Speed:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """Return seconds, once the device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -68,7 +68,7 @@ def clock(device: torch.device) -> float:
 
 @torch.inference_mode()
 def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
+    """Return seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
     prompt = prompt.to(model.device)
     start = clock(prompt.device)
     options = {"use_cache": True, **logits_alone(model.config)}
@@ -76,7 +76,7 @@ def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
     token = out.logits[:, -1:].argmax(-1)
     prefilled = clock(prompt.device)
     for _ in range(new_tokens):
-        out = model(input_ids=token, past_key_values=out.past_key_values, **options)
+        out = model(input_ids=token, **cache_of(out), **options)
         token = out.logits[:, -1:].argmax(-1)
     return prefilled - start, clock(prompt.device) - prefilled
 
@@ -114,8 +114,9 @@ def interleaved(
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     for number in track(range(rounds + 1), "Speed", rounds + 1):
-        for name, run in runners.items():
-            took = run(prompt, new_tokens)
+        turns = [*runners][:: 1 if number % 2 else -1]  # none always follows the other
+        for name in turns:
+            took = runners[name](prompt, new_tokens)
             if number:
                 seconds[name].append(took)
     return {
@@ -128,18 +129,8 @@ def interleaved(
     }
 
 
-def ratios(ours: Speed, theirs: Speed) -> dict[str, Timing]:
-    """Of ``prefill`` and ``decode`` ours over theirs round by round: what to quote, since machines
-    drift."""
-    pairs = {"prefill": (ours.prefill, theirs.prefill), "decode": (ours.decode, theirs.decode)}
-    return {
-        what: Timing(tuple(a / b for a, b in zip(one.values, other.values, strict=True)))
-        for what, (one, other) in pairs.items()
-    }
-
-
 def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
-    """How much faster ours is, beside what its active parameters alone would allow.
+    """Return how much faster ours is, beside what its active parameters alone would allow.
 
     Args:
         ours: of the result.
@@ -147,24 +138,29 @@ def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
         ideal: their active parameters over ours, head and embeddings included.
 
     Returns:
-        for ``prefill`` and ``decode`` the median ``ratio`` of the rounds, its ``spread``, the
-        ``ideal`` one, and the ``share`` of it that is reached.
+        for ``prefill`` and ``decode`` the ``ratio`` of the medians, the ``spread`` of the ratios of
+        all rounds (machines drift, so these say whether there is a difference), the number of
+        ``rounds``, the ``ideal`` ratio, and the ``share`` of it that is reached.
     """
-    return {
-        what: {
-            "ratio": rounds.median,
+    pairs = {"prefill": (ours.prefill, theirs.prefill), "decode": (ours.decode, theirs.decode)}
+    found: dict[str, JSON] = {}
+    for what, (one, other) in pairs.items():
+        rounds = Timing(tuple(a / b for a, b in zip(one.values, other.values, strict=True)))
+        ratio = one.median / other.median
+        found[what] = {
+            "ratio": ratio,
             "spread": list(rounds.spread),
+            "rounds": len(rounds.values),
             "ideal": ideal,
-            "share": rounds.median / ideal,
+            "share": ratio / ideal,
         }
-        for what, rounds in ratios(ours, theirs).items()
-    }
+    return found
 
 
 def peak_memory(
     model: Path, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
 ) -> int:
-    """Bytes at the peak of loading a checkpoint, one prompt and some decoding.
+    """Return bytes at the peak of loading a checkpoint, one prompt and some decoding.
 
     Measured in a fresh process: its resident set, or the accelerator's allocations.
 

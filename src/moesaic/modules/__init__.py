@@ -1,4 +1,4 @@
-"""The modules that plans put into a model."""
+"""Modules that plans put into a model."""
 
 from moesaic.modules.condensed_ffn import CondensedFFN, PassThrough
 from moesaic.modules.skipping_router import Skipping, make_skipping, skip, survivors

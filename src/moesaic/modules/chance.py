@@ -1,8 +1,7 @@
 """Random numbers that are functions of a token: of its id, its position, and the decoder layer.
 
-A choice that is drawn from them is the same for a prefix alone, for the whole text, for decoding
-with a cache and in a padded batch: nothing depends on a product's last digits, nor on what ran
-before.
+A choice based on them is the same for a prefix, for the whole text, for decoding with a cache and
+in a padded batch: it depends neither on a product's last digits nor on earlier calls.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.types import Values
+from moesaic.types import Values, cache_of
 
 LOW = 0xFFFFFFFF
-"""The lower 32 bits."""
+"""Mask of the lower 32 bits."""
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """Whole numbers scattered over 32 bits (Wellons' lowbias32); int64, of any shape.
+    """Return integers scattered over 32 bits (Wellons' lowbias32); int64, of any shape.
 
     >>> _hashed(torch.tensor([0, 1, 2])).tolist()
     [0, 1753845952, 3507691905]
@@ -29,10 +28,10 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 class Passage:
-    """The tokens that run through a decoder layer now; the modules of one layer share it.
+    """Tokens that run through a decoder layer now; shared by the modules of one layer.
 
-    Without them, as where hidden states are given instead of ids, every id is 0; and rows that are
-    not those of the batch are at the positions in which they stand.
+    If they are unknown, as with hidden states instead of ids, every id is 0; and if the number of
+    rows differs from the batch's, positions are row indices.
     """
 
     def __init__(self) -> None:
@@ -42,20 +41,20 @@ class Passage:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Passage:
-        """That of a decoder layer, made where it has none."""
+        """Return the passage of a decoder layer, made if it has none."""
         passage: Passage = vars(layer).setdefault("passage", cls())
         return passage
 
     def see(
         self, ids_BL: Tensor, positions_BL: Tensor, layer: int, real_BL: Tensor | None = None
     ) -> None:
-        """Take notice of a batch.
+        """Set the tokens of a batch.
 
         Args:
             ids_BL: token ids.
-            positions_BL: their places in their texts.
-            layer: the number of the decoder layer.
-            real_BL: bool; rows are of these tokens only. None: of all.
+            positions_BL: their positions in their texts.
+            layer: index of the decoder layer.
+            real_BL: bool; only these tokens have rows. None: all.
         """
         self.layer = layer
         self.ids_T, self.positions_T = (
@@ -63,13 +62,13 @@ class Passage:
         )
 
     def uniform(self, rows: int, columns: int, device: torch.device, stream: int = 0) -> Tensor:
-        """Numbers above 0 and below 1 (T, R), float32, of 23 bits.
+        """Return numbers above 0 and below 1 (T, R), float32, of 23 bits.
 
         Args:
             rows: tokens T.
-            columns: numbers of each token R.
-            device: of the numbers.
-            stream: another one is independent of the first.
+            columns: numbers per token R.
+            device: device of the numbers.
+            stream: numbers of different streams are independent.
         """
         ids_T, positions_T = self.ids_T, self.positions_T
         if ids_T is None or positions_T is None or ids_T.numel() != rows:
@@ -82,17 +81,17 @@ class Passage:
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Gumbel noise of numbers between 0 and 1 (ToMoE, Eq. 11)."""
+    """Return Gumbel noise from uniform numbers between 0 and 1 (ToMoE, Eq. 11)."""
     return -(-uniform.log()).log()
 
 
 def places(ids_BL: Tensor, mask: object = None, past: int = 0) -> Tensor:
-    """Positions of tokens in their texts (B, L): padding before a text is none of it.
+    """Return positions of tokens in their texts (B, L), not counting padding before a text.
 
     Args:
         ids_BL: token ids.
-        mask: (B, past + L), 0 or False on padding; anything else says nothing.
-        past: tokens that a cache holds.
+        mask: (B, past + L), 0 or False on padding; anything else is ignored.
+        past: number of tokens in the cache.
 
     >>> places(torch.zeros(2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]])).tolist()
     [[0, 0, 1], [0, 1, 2]]
@@ -106,7 +105,7 @@ def places(ids_BL: Tensor, mask: object = None, past: int = 0) -> Tensor:
 
 
 class Watch:
-    """Before a model's layers run, tells each that draws which tokens come.
+    """Hook that sets the tokens of each layer with a passage before a model's layers run.
 
     Args:
         leaf: the name of the list of layers in the module that runs them.
@@ -117,7 +116,7 @@ class Watch:
 
     @classmethod
     def over(cls, model: nn.Module, layers_path: str) -> None:
-        """Watch a model, if one of its layers draws and nobody does so yet."""
+        """Watch a model, if one of its layers uses random numbers and no hook is there yet."""
         owner, _, leaf = layers_path.rpartition(".")
         body = model.get_submodule(owner)
         draws = any("passage" in vars(layer) for layer in getattr(body, leaf))
@@ -126,17 +125,18 @@ class Watch:
             body.register_forward_pre_hook(cls(leaf).see, with_kwargs=True)
 
     def see(self, body: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
-        """The hook: ``body`` is called with token ids, or with embeddings of them."""
+        """Run as the hook: ``body`` is called with token ids, or with embeddings of them."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None and isinstance(given := kwargs.get("inputs_embeds"), Tensor):
             ids = given.new_zeros(given.shape[:2], dtype=torch.int64)
         if not isinstance(ids, Tensor):
             return
         positions = kwargs.get("position_ids")
-        if isinstance(positions, Tensor):  # of several kinds (K, B, L) the first is that in text
+        if isinstance(positions, Tensor):  # the first of several kinds (K, B, L) is that in text
             positions_BL = (positions[0] if positions.dim() == 3 else positions).expand_as(ids)
         else:
-            count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)
+            cache = next(iter(cache_of(kwargs).values()), None)
+            count = getattr(cache, "get_seq_length", lambda: 0)
             positions_BL = places(ids, kwargs.get("attention_mask"), count())
         for index, layer in enumerate(getattr(body, self.leaf)):
             if (passage := vars(layer).get("passage")) is not None:

@@ -1,4 +1,4 @@
-"""The condensed FFN: the experts that every token runs, as one dense MLP (CD-MoE, Eq. 3)."""
+"""Condensed FFN: the experts that every token runs, as one dense MLP (CD-MoE, Eq. 3)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 
 class CondensedFFN(nn.Module):
-    """``y = down(act(gate x) * up x)``, without biases.
+    """MLP without biases: ``y = down(act(gate x) * up x)``.
 
-    Fixed expert weights are folded into the down projection. Where the base scales its shared path
-    by a gate token by token, the first ``gated`` neurons are that path and ``shared_gate`` scales
+    Fixed expert weights are folded into the down projection. If the base scales its shared path by
+    a gate for each token, the first ``gated`` neurons are that path and ``shared_gate`` scales
     them: sigmoid(g x) down(h) = down(sigmoid(g x) h).
 
     Args:
         hidden_size: D.
-        width: neurons; 0 for a block that adds nothing.
+        width: number of neurons; 0 for a block that adds nothing.
         act: the base's activation function.
-        names: of gate, up and down.
-        gated: neurons that the shared path's gate scales.
-        more: the base's block returns a pair, of which the second part is for the router's loss.
-        device: of the new parameters.
-        dtype: their type.
+        names: names of gate, up and down.
+        gated: number of neurons that the shared path's gate scales.
+        more: True if the base's block returns a pair, whose second part is for the router's loss.
+        device: device of the new parameters.
+        dtype: their dtype.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CondensedFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        with warnings.catch_warnings():  # torch warns of an empty matrix; it is what is meant
+        with warnings.catch_warnings():  # torch warns of an empty matrix, which is intended
             warnings.simplefilter("ignore", UserWarning)
             for name, (rows, columns) in shapes(names, hidden_size, width).items():
                 linear = nn.Linear(columns, rows, bias=False, device=device, dtype=dtype)
@@ -57,14 +57,14 @@ class CondensedFFN(nn.Module):
         return gate, up, down
 
     def forward(self, x: Tensor, **_: object) -> Tensor | tuple[Tensor, None]:
-        """The block's output, of the shape of its input (..., D).
+        """Return the block's output, of the shape of its input (..., D).
 
-        What else the base's block is handed is for its router, and passed over.
+        Other arguments of the base's block are for its router, and are ignored.
         """
         return (self.written(x), None) if self.more else self.written(x)
 
     def written(self, x: Tensor) -> Tensor:
-        """The same, and nothing beside it."""
+        """Return the output alone, never a pair."""
         gate, up, down = self.projections
         h = self.act_fn(gate(x)) * up(x)
         if self.gated:
@@ -79,20 +79,20 @@ class CondensedFFN(nn.Module):
 def shapes(
     names: tuple[str, str, str], hidden_size: int, width: int = 0
 ) -> dict[str, tuple[int, int]]:
-    """Shapes of gate, up and down by name."""
+    """Return the shapes of gate, up and down by name."""
     rows, columns = (width, hidden_size), (hidden_size, width)
     return dict(zip(names, (rows, rows, columns), strict=True))
 
 
 class Nothing(nn.Module):
-    """In the place of a path beside the block that was folded into it: it adds nothing."""
+    """Replacement of a path beside the block that was folded into the block: it adds zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
 
 class PassThrough(nn.Module):
-    """A decoder layer that is gone: no attention, no neurons, its input is its output."""
+    """Removed decoder layer: no attention, no neurons, its input is its output."""
 
     def __init__(self, hidden_size: int, ffn_path: str, names: tuple[str, str, str]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Prompts and decoding: what a converted layer leaves out may be left out at decoding alone.
+"""Prompts and decoding: a converted layer may skip parts only in decoding.
 
-A forward pass over one position a sequence is decoding. Prompts run dense where leaving something
-out would save them nothing: they are as fast so, and lose nothing.
+A forward pass over one position per sequence is decoding. Prompts run dense if skipping parts would
+save no time: they are then as fast, and more exact.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from torch import Tensor, nn
 from moesaic.types import Values
 
 MODES = ("decoding", "always")
-"""When parts are left out; ``always`` is for measuring."""
+"""Modes in which parts are skipped; ``always`` is for measuring."""
 
 
 class Phase:
-    """What the modules of one decoder layer share: whether they leave parts out now."""
+    """State shared by the modules of one decoder layer: whether they skip parts now."""
 
     def __init__(self) -> None:
         self.mode = "decoding"
         self.single = False
-        """One position a sequence is run."""
+        """True if one position per sequence is run."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> Phase:
-        """A phase that is told of everything that a decoder layer runs."""
+        """Return a phase that is updated whenever a decoder layer runs."""
         phase = cls()
         layer.register_forward_pre_hook(phase.see, with_kwargs=True)
         return phase
 
     def see(self, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Values) -> None:
-        """Before the layer runs: hidden states (B, L, D) of one position are decoded."""
+        """Run as a hook before the layer: hidden states (B, L, D) of one position are decoding."""
         hidden = args[0] if args else kwargs["hidden_states"]
         self.single = hidden.shape[1] == 1
 
     @property
     def skips(self) -> bool:
-        """Parts are left out now."""
+        """True if parts are skipped now."""
         return self.mode == "always" or (self.single and self.mode == "decoding")
 
 
 @contextmanager
 def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Inside, a model's layers leave parts out in this mode, one of :data:`MODES`.
+    """Set the mode of a model's layers, one of :data:`MODES`, while the context lasts.
 
-    With ``always`` every token is treated as at decoding.
+    With ``always`` every token is treated as in decoding.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")

@@ -1,4 +1,4 @@
-"""A router that leaves out experts of little weight (NAEE, Sec. 3.3 and App. A.2)."""
+"""Router that skips experts of little weight (NAEE, Sec. 3.3 and App. A.2)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ RULES = ("top2", "tail")
 
 
 def survivors(weights_TK: Tensor, beta: float, rule: str) -> Tensor:
-    """The experts of a token that stay, for weights in falling order (T, K), bool.
+    """Return the kept experts of a token, for weights in falling order (T, K), bool.
 
-    ``top2``: the second goes when w_2 < beta w_1 (Sec. 3.3). ``tail``: the smallest i stay for
-    which the sum of the others is below beta times the sum of all (App. A.2).
+    ``top2``: the second is skipped if w_2 < beta w_1 (Sec. 3.3). ``tail``: the first i are kept,
+        for
+    the smallest i for which the others sum to less than beta times the sum of all (App. A.2).
 
     >>> w = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
     >>> survivors(w, 0.5, "top2").tolist(), survivors(w, 1 / 3, "tail").tolist()
@@ -27,7 +28,7 @@ def survivors(weights_TK: Tensor, beta: float, rule: str) -> Tensor:
         stays_TK = torch.ones_like(weights_TK, dtype=torch.bool)
         stays_TK[:, 1] = weights_TK[:, 1] >= beta * weights_TK[:, 0]
         return stays_TK
-    tail_TK = weights_TK.flip(-1).cumsum(-1).flip(-1)  # what goes if the experts from here on go
+    tail_TK = weights_TK.flip(-1).cumsum(-1).flip(-1)  # the weight of the experts from here on
     stays_TK = tail_TK >= beta * tail_TK[:, :1]
     stays_TK[:, 0] = True
     return stays_TK
@@ -36,10 +37,10 @@ def survivors(weights_TK: Tensor, beta: float, rule: str) -> Tensor:
 def skip(
     weights_TK: Tensor, chosen_TK: Tensor, beta: float, rule: str, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The weights and experts that are left, heaviest first.
+    """Return the weights and indices of the kept experts, heaviest first.
 
-    Survivors take over the weight of those that go, in proportion. A skipped place has weight 0
-    and the number ``count``, which no expert has.
+    Kept experts take over the weight of the skipped ones, in proportion. A skipped place has weight
+    0 and the index ``count``, which no expert has.
 
     >>> skip(torch.tensor([[0.1, 0.9]]), torch.tensor([[4, 2]]), 0.5, "top2", 8)
     (tensor([[1., 0.]]), tensor([[2, 8]]))
@@ -56,7 +57,7 @@ def skip(
 
 
 class Skipping(nn.Module):
-    """Mixed into a router's class: same weights, same names, and some experts skipped."""
+    """Mixin for a router's class: same weights, same names, and some experts skipped."""
 
     beta: float
     rule: str
@@ -68,9 +69,9 @@ class Skipping(nn.Module):
 
 @remade
 def _skipping(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a router that skips."""
+    """Return a subclass of a router's class that skips."""
 
-    @wraps(base.forward)  # what a router is handed beside hidden states is read off its signature
+    @wraps(base.forward)  # other code reads a router's arguments from its signature
     def forward(self: Skipping, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
         return Skipping.forward(self, *args, **kwargs)
 
@@ -79,10 +80,10 @@ def _skipping(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -> None:
-    """Let a router skip, in place, and let the experts know that it may."""
+    """Make a router skip, in place, and let its experts accept skipped places."""
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is not one of {RULES}")
     router.__class__ = _skipping(type(router))
     vars(router).update(beta=beta, rule=rule)
-    # transformers' word for: some chosen experts may not be here; their number is the count
+    # transformers' flag for chosen experts that are elsewhere, whose index is the count
     experts._is_expert_parallel = True

@@ -1,4 +1,4 @@
-"""Experts of different widths: every neuron is stored once, and none that is zero.
+"""Experts of different widths: every neuron is stored once, without zeros.
 
 Shape suffixes: T tokens, E experts, D hidden size, W neurons of the widest expert, N tokens of one
 expert, H neurons of one, R neurons of all experts.
@@ -17,26 +17,27 @@ from moesaic.arch.mixture import Experts, each_with_its_tokens
 from moesaic.dynamic import Dynamic, remade
 
 UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
-"""Of each expert in turn gates, then ups (2 R, D); and columns of the down projection (R, D)."""
+"""Names of tensors: each expert's gates, then ups (2 R, D); columns of its down projection (R,
+D)."""
 
 
 class _UnevenExperts(nn.Module):
-    """Mixed into the class of a layer's experts: each is as wide as it is."""
+    """Mixin for the class of a layer's experts: each has its own width."""
 
     slices: Sequence[tuple[int, int]]
-    """The first row of each expert in ``down_rows``, and the one behind its last."""
+    """First row of each expert in ``down_rows``, and the row after its last."""
     gate_up_rows: Tensor
     down_rows: Tensor
     _apply_gate: Callable[[Tensor], Tensor]
 
     def weights_of(self, number: int) -> tuple[Tensor, Tensor]:
-        """Gates and ups of an expert (2 H, D), and its down projection turned (H, D)."""
+        """Return gates and ups of an expert (2 H, D), and its down projection transposed (H, D)."""
         start, stop = self.slices[number]
         return self.gate_up_rows[2 * start : 2 * stop], self.down_rows[start:stop]
 
     @property
     def gate_up_proj(self) -> Tensor:
-        """A copy as the base holds it, filled up with zeros (E, 2 W, D)."""
+        """Copy in the base's layout, padded with zeros (E, 2 W, D)."""
         room = max(stop - start for start, stop in self.slices)
         filled = []
         for number, (start, stop) in enumerate(self.slices):
@@ -48,12 +49,12 @@ class _UnevenExperts(nn.Module):
 
     @property
     def down_proj(self) -> Tensor:
-        """A copy as the base holds it, filled up with zeros (E, D, W)."""
+        """Copy in the base's layout, padded with zeros (E, D, W)."""
         downs = [self.weights_of(number)[1].T for number in range(len(self.slices))]
         room = max(down.shape[1] for down in downs)
         return torch.stack([F.pad(down, (0, room - down.shape[1])) for down in downs])
 
-    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    # Group sizes differ by call: if traced, each of them would be compiled anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         y_TD = torch.zeros_like(hidden_states)
@@ -67,12 +68,12 @@ class _UnevenExperts(nn.Module):
 
 @remade
 def _uneven(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a layer's experts whose widths may differ."""
+    """Return a subclass of a layer's experts whose widths may differ."""
     return Dynamic(f"Uneven{base.__name__}", (_UnevenExperts, base), {})  # type: ignore[return-value]
 
 
 def make_uneven(experts: Experts, widths: Sequence[int]) -> None:
-    """Give routed experts widths of their own, in place; new parameters are on meta.
+    """Give routed experts widths of their own, in place; new parameters are on the meta device.
 
     Args:
         experts: the module of all of a layer's experts.
@@ -90,7 +91,7 @@ def make_uneven(experts: Experts, widths: Sequence[int]) -> None:
 
 
 def flat(gate_up_EWD: Tensor, down_EDW: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Both tensors of such experts, from those of experts that are filled up.
+    """Return both tensors of uneven experts, from those of padded experts.
 
     Args:
         gate_up_EWD: gates, then ups, of each expert (E, 2 W, D).

@@ -1,1 +1,1 @@
-"""A model seen layer by layer: the stream of its layers, and statistics of what passes."""
+"""Observation of a model: the stream of its layers, and statistics of their activations."""

@@ -1,7 +1,7 @@
 """Backpropagation layer by layer: the loss's gradient, from the last layer to the first.
 
-One layer's weights are in memory at a time: the tokens go forward once, what enters every layer is
-kept (on disk above a limit), and the gradient goes back layer by layer, each run again.
+One layer's weights are in memory at a time: after one forward pass, which keeps every layer's input
+(on disk above a limit), the gradient is carried back layer by layer, each run again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moesaic.observation.stream import Block, LayerStream, Spill
 from moesaic.types import Track
 
 LIMIT = 1 << 30
-"""Bytes of what enters the layers that are kept in memory."""
+"""Bytes of the layers' inputs kept in memory."""
 Watch = Callable[[Block], AbstractContextManager[object]]
 
 
@@ -31,11 +31,12 @@ def backward(
     Args:
         stream: the model, and the tokens; padding is left out of the loss.
         layers: the layers that are watched; those before the first of them are not run again.
-        watch: of a layer, open: entered while every batch in turn runs forward and then backward.
+        watch: returns a context for an open layer, in which every batch in turn runs forward and
+            then backward.
         track: shows progress.
 
     Yields:
-        the number of a watched layer that all batches have passed, while it is open.
+        the index of each watched layer after all batches have passed it, while it is open.
     """
     states, kwargs = stream.record()
     batches = len(states)
@@ -64,7 +65,7 @@ def backward(
 def _through_layer(
     block: Block, entering: Spill, handed: list[object], gradients: Spill, batches: int
 ) -> None:
-    """Every batch back through one layer; ``gradients`` become those at what enters it."""
+    """Carry every batch back through one layer; ``gradients`` become those at its input."""
     for b in range(batches):
         with torch.enable_grad():
             leaf = entering[block.index * batches + b].detach().requires_grad_()
@@ -74,7 +75,7 @@ def _through_layer(
 
 
 def _head_gradients(stream: LayerStream[object], states: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Batches of the loss's gradient at the last layer's output (B, L, D)."""
+    """Yield batches of the loss's gradient at the last layer's output (B, L, D)."""
     leaves, outputs = tee(last.detach().requires_grad_() for last in states)
     heads = stream.heads(outputs, logits=True, gradients=True)
     for leaf, (logits, batch) in zip(leaves, heads, strict=True):

@@ -1,8 +1,8 @@
-"""What changing some layers does to a model's output, for many changes at once.
+"""KL at a model's output after changing some layers, for many changes in one pass.
 
-Every change goes its own way from the first layer that it alone changes; as long as changes have
-been alike, they go together. So a model that is read from disk is read once for all of them, and
-layers before a change are run once for all.
+Every change branches off at the first layer in which it differs; until then it shares the hidden
+states of others. So a model is read from disk once for all of them, and layers before a change are
+run once for all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moesaic.surgery import applied
 from moesaic.types import Track, silent
 
 StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module]]
-"""Makes of a layer what stands in its place while the context lasts."""
+"""Function from a layer to a context with the module that replaces it."""
 Original = Callable[[Sequence[Tokens]], Iterator[tuple[torch.Tensor, Tokens]]]
-"""What a model makes of batches of tokens: the logits (B, L, V) of each, and the tokens."""
+"""Function from batches of tokens to the logits (B, L, V) and tokens of each."""
 Change = Mapping[int, LayerPlan | StandIn]
-"""Some layers of a model, by number, as they would be."""
+"""Plans, or functions that replace a layer, by layer index."""
 LIMIT = 4 << 30
 """Bytes of hidden states that all branches together keep in memory."""
 
@@ -35,16 +35,16 @@ LIMIT = 4 << 30
 def branches(
     stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
 ) -> list[Spill]:
-    """The last layer's output under each of several changes.
+    """Return the last layer's output under each of several changes.
 
     Args:
         stream: the model, and the tokens.
-        changes: whole layers; what several share in a layer is one object.
+        changes: changes of whole layers; those that share a layer's change hold the same object.
         track: shows progress.
 
     Returns:
-        for each change its hidden states, one entry a batch (B, L, D), to be cleared by the caller;
-        those of changes that are the same are one object.
+        for each change its hidden states, one entry per batch (B, L, D), to be cleared by the
+        caller; equal changes share one object.
     """
     states, kwargs = stream.record()
     groups = [(list(range(len(changes))), states)]
@@ -70,7 +70,7 @@ def branches(
 def changed(
     layer: nn.Module, arch: Arch, plan: LayerPlan | StandIn | None
 ) -> AbstractContextManager[nn.Module | None]:
-    """Inside, what stands in a layer's place under a plan; None where nothing does."""
+    """Return a context with the module that replaces a layer under a plan; None without a plan."""
     if plan is None:
         return nullcontext()
     return applied(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
@@ -83,22 +83,22 @@ def divergences(
     track: Track = silent,
     original: Original | None = None,
 ) -> torch.Tensor:
-    """KL(original || changed) of the next token's distribution, in nats a token.
+    """Return KL(original || changed) of the next token's distribution, in nats per token.
 
     Args:
         stream: the model, and the tokens.
-        changes: as of :func:`branches`.
+        changes: as for :func:`branches`.
         track: shows progress.
-        original: what is compared with, where the model is another one already.
+        original: logits to compare with; by default those of the unchanged stream.
 
     Returns:
-        for each change and window (C, N), float64. Windows weigh as much as they have tokens: the
-        mean over windows is the mean over all tokens.
+        KL by change and window (C, N), float64. Windows are weighted by their tokens: the mean over
+        windows is the mean over all tokens.
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
     ours = finals[len(first) :]
-    different = [*dict.fromkeys(ours)]  # what is the same model is one object
+    different = [*dict.fromkeys(ours)]  # equal changes share one object
     windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
     sums_CN, tokens_N = list[torch.Tensor](), list[int]()
     try:
@@ -128,5 +128,5 @@ def divergences(
 
 
 def _rows(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The windows of batches, each a batch of its own: logits of all at once would be too large."""
+    """Yield windows as batches of their own: logits of several would be too large."""
     return (window for batch in batches for window in batch.split(1))

@@ -5,8 +5,8 @@ error, every token's router logits and the inner products of all its experts' ou
 of batches, processes and machines merge.
 
 Shape suffixes: T tokens, N or a block B of them, S sampled ones, E experts, A those and the shared
-ones that the router weighs, D hidden size, P = A (A + 1) / 2 packed pairs, X what a router decides
-on (:mod:`moesaic.arch.routing`).
+ones that the router weighs, D hidden size, P = A (A + 1) / 2 packed pairs, X inputs of a router's
+decision (:mod:`moesaic.arch.routing`).
 """
 
 from __future__ import annotations
@@ -30,50 +30,53 @@ from moesaic.observation.stream import Site
 from moesaic.observation.tap import square_sums
 
 PARTS = ("weights", "outputs", "pairs", "gram", "neurons")
-"""What may be observed beside the router: ``spread_E``; ``norm_E``, ``square_E`` and ``gated_E``;
-``pair_EE``; ``gram_SP`` with ``cross_SA`` and ``delta_S``; ``neurons``. What was not is empty."""
+"""Statistics that may be observed besides the router: ``spread_E``; ``norm_E``, ``square_E`` and
+``gated_E``; ``pair_EE``; ``gram_SP`` with ``cross_SA`` and ``delta_S``; ``neurons``. Others are
+empty."""
 EMPTY = torch.empty(0, dtype=torch.float64)
 BLOCK_BYTES = 128 << 20
-"""Expert outputs held at a time."""
+"""Bytes of expert outputs in memory at once."""
 
 
 @dataclass
 class ExpertStats:
-    """One routed layer's statistics, on the CPU."""
+    """Statistics of one routed layer, on the CPU."""
 
     calls_E: Tensor
-    """int64: |T_j|, tokens routed to each expert."""
+    """|T_j|, tokens routed to each expert, int64.
+    """
     gate_E: Tensor
-    """float64: sum of the combine weights g_j over T_j."""
+    """Sum of the combine weights g_j over T_j, float64."""
     norm_E: Tensor
-    """float64: sum of |f_j| over T_j."""
+    """Sum of |f_j| over T_j, float64."""
     square_E: Tensor
-    """float64: sum of |f_j|^2 over T_j."""
+    """Sum of |f_j|^2 over T_j, float64."""
     gated_E: Tensor
-    """float64: sum of g_j |f_j| over T_j."""
+    """Sum of g_j |f_j| over T_j, float64."""
     pair_EE: Tensor
-    """float64: sum of g_i g_j <f_i, f_j> over tokens."""
+    """Sum of g_i g_j <f_i, f_j> over tokens, float64."""
     spread_E: Tensor
-    """float64: mean |w| over root mean square of w, of each expert's weights."""
+    """Mean |w| over root mean square of w, of each expert's weights, float64."""
     bias_E: Tensor
-    """The router's choice bias, or its factors by expert; empty if it has neither."""
+    """Choice bias of the router, or its factors by expert; empty if it has neither."""
     batch_T: Tensor
-    """int64: the calibration batch that each token belongs to."""
+    """Calibration batch of each token, int64."""
     logits_TX: Tensor
-    """float32: what the router decided on, a row of X numbers a token."""
+    """Inputs of the router's decision, X numbers per token, float32."""
     sampled_T: Tensor
-    """bool: tokens of which the Gram matrix is kept."""
+    """Tokens of which the Gram matrix is kept, bool."""
     gram_SP: Tensor
-    """float32: <f_i, f_j> for i <= j, packed, one row a sampled token."""
+    """<f_i, f_j> for i <= j, packed, one row per sampled token, float32."""
     cross_SA: Tensor
-    """float64: <f_j, delta>, delta being what the layer's input lost before; empty without."""
+    """<f_j, delta>, delta being the output error from earlier layers, float64; empty without."""
     delta_S: Tensor
-    """float64: |delta|^2; empty without."""
+    """|delta|^2, float64; empty without.
+    """
     neurons: NeuronStats
 
     @classmethod
     def none(cls, experts: int, always: int = 0) -> ExpertStats:
-        """Nothing observed of so many routed experts, and shared ones that the router weighs."""
+        """Return empty statistics of routed, and ``always`` weighed shared experts."""
         weighed = experts + always
         return cls(
             calls_E=torch.zeros(experts, dtype=torch.int64),
@@ -95,7 +98,7 @@ class ExpertStats:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were observed."""
+        """Number of observed tokens."""
         return len(self.batch_T)
 
     @property
@@ -105,11 +108,11 @@ class ExpertStats:
 
     @property
     def weighed(self) -> int:
-        """The same with shared experts that the router weighs."""
+        """Routed experts, plus shared experts that the router weighs."""
         return (isqrt(8 * self.gram_SP.shape[1] + 1) - 1) // 2
 
     def check(self) -> None:
-        """Refuse statistics whose parts are not of one size.
+        """Refuse statistics whose parts differ in size.
 
         Raises:
             ValueError: names the part.
@@ -127,7 +130,7 @@ class ExpertStats:
                 raise ValueError(f"{name} is of shape {list(tensor.shape)}, not {expected}")
 
     def merge(self, other: ExpertStats) -> ExpertStats:
-        """The statistics of both token sets together, tokens in the order of their batches."""
+        """Return the statistics of both token sets, tokens in the order of their batches."""
         order_T = torch.cat([self.batch_T, other.batch_T]).argsort(stable=True)
         batch_S = [s.batch_T[s.sampled_T] for s in (self, other)]
         order_S = torch.cat(batch_S).argsort(stable=True)
@@ -148,25 +151,25 @@ class ExpertStats:
 
     @classmethod
     def merged(cls, parts: Iterable[ExpertStats]) -> ExpertStats:
-        """The statistics of several token sets together."""
+        """Return the statistics of several token sets together."""
         return reduce(cls.merge, parts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields by name, those of neurons under ``neurons.``."""
+        """Return the fields by name, those of neurons under ``neurons.``."""
         outer = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "neurons"}
         inner = {f"neurons.{name}": tensor for name, tensor in self.neurons.tensors().items()}
         return {name: tensor.contiguous() for name, tensor in {**outer, **inner}.items()}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> ExpertStats:
-        """The inverse of :meth:`tensors`."""
+        """Return statistics from the output of :meth:`tensors`."""
         inner = {n.removeprefix("neurons."): t for n, t in tensors.items() if "." in n}
         outer = {n: t for n, t in tensors.items() if "." not in n}
         return cls(neurons=NeuronStats.of_tensors(inner), **outer)
 
 
 def packed(gram_SEE: Tensor) -> Tensor:
-    """The upper triangle, row after row (S, P).
+    """Return the upper triangle of symmetric matrices, row after row (S, P).
 
     >>> packed(torch.tensor([[[1.0, 2.0], [2.0, 3.0]]]))
     tensor([[1., 2., 3.]])
@@ -176,13 +179,13 @@ def packed(gram_SEE: Tensor) -> Tensor:
 
 
 def unpacked(gram_SP: Tensor, experts: int) -> Tensor:
-    """The symmetric matrices again (S, E, E), float64."""
+    """Return packed matrices as symmetric ones (S, E, E), float64."""
     places_EE = packed_places(experts).to(gram_SP.device)
     return gram_SP.index_select(1, places_EE.flatten()).view(-1, experts, experts).double()
 
 
 def packed_places(experts: int) -> Tensor:
-    """Where the entries of a matrix are when it is packed (E, E).
+    """Return the index of each entry of a matrix when it is packed (E, E).
 
     >>> packed_places(2).tolist()
     [[0, 1], [1, 2]]
@@ -195,22 +198,22 @@ def packed_places(experts: int) -> Tensor:
 
 
 def gram_room(tokens: int, experts: int) -> int:
-    """Bytes of the Gram matrices of a layer's tokens."""
+    """Return the bytes of the Gram matrices of a layer's tokens."""
     return tokens * experts * (experts + 1) // 2 * 4
 
 
 def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:
-    """The share of tokens whose Gram matrices fit ``limit_bytes``."""
+    """Return the share of tokens whose Gram matrices fit ``limit_bytes``."""
     need = gram_room(tokens, experts)
     return min(1.0, limit_bytes / need) if need else 1.0
 
 
 def evenly(count: int, share: float, before: int = 0) -> Tensor:
-    """The tokens of ``count`` that are sampled, spread evenly: bool (count,).
+    """Return which of ``count`` tokens are sampled, spread evenly: bool (count,).
 
     Args:
         count: tokens of a batch.
-        share: of all tokens that are sampled; a batch may be too small for one.
+        share: share of all tokens to sample; a batch may be too small for one.
         before: tokens of the batches before it.
 
     >>> evenly(6, 0.5).tolist()
@@ -221,7 +224,7 @@ def evenly(count: int, share: float, before: int = 0) -> Tensor:
 
 
 def _spread_of(view: MoEFFN, i: int) -> float:
-    """mean |w| / rms(w) over gate, up and down of expert ``i``: 1 where all are equally large."""
+    """Return mean |w| / rms(w) over gate, up and down of expert ``i``; 1 if all are equal."""
     weights = [w.float() for w in view.weights_of(i)]
     count = sum(w.numel() for w in weights)
     mean = sum(w.abs().sum(dtype=torch.float64).item() for w in weights) / count
@@ -236,13 +239,13 @@ def observe_experts(
     gram_share: float = 1.0,
     parts: Collection[str] = PARTS,
 ) -> ExpertStats:
-    """Run a site's tokens through its router and experts, and keep what decisions need.
+    """Run a site's tokens through its router and experts, and return the statistics.
 
     Args:
         site: a routed layer.
         batches: the numbers of the site's batches; None for 0, 1, 2 ...
         gram_share: the share of tokens whose Gram matrices are kept.
-        parts: what is wanted, of :data:`PARTS`; no expert is run for less than it takes.
+        parts: statistics to compute, of :data:`PARTS`; experts run only if one needs their outputs.
     """
     view = site.view
     numbers = range(len(site)) if batches is None else batches
@@ -258,14 +261,14 @@ def observe_experts(
 
 
 class _Observer:
-    """One layer's experts, observed batch by batch."""
+    """Observer of one layer's experts, batch by batch."""
 
     def __init__(self, view: MoEFFN, share: float, parts: Collection[str]) -> None:
         self.view, self.share, self.parts = view, share, parts
         self.of_weights = weight_stats(view) if "neurons" in parts else NeuronStats.none()
 
     def batch(self, x_TD: Tensor, target_TD: Tensor | None, number: int) -> ExpertStats:
-        """The statistics of one batch (T, D)."""
+        """Return the statistics of one batch (T, D)."""
         view, routing = self.view, self.view.routing
         logits_TX = view.logits(x_TD).float()
         w_TE = routing.weights(logits_TX)
@@ -289,7 +292,7 @@ class _Observer:
         return stats
 
     def _alone(self, stats: ExpertStats, x_TD: Tensor, w_TE: Tensor) -> None:
-        """Sizes of outputs, expert after expert: none is kept."""
+        """Sum the sizes of outputs, expert after expert; no output is kept."""
         sums_3E = torch.zeros(3, self.view.count, dtype=torch.float64)
         for i in stats.calls_E.nonzero().flatten().tolist():
             rows = w_TE[:, i].nonzero().flatten()
@@ -305,12 +308,12 @@ class _Observer:
         w_TE: Tensor,
         sampled_T: Tensor,
     ) -> None:
-        """Outputs of several experts of a token side by side, block by block."""
+        """Sum over outputs of several experts for the same token, block by block."""
         parts, routed_TE = set(self.parts), w_TE != 0
         energy_EM = torch.zeros_like(self.of_weights.energy_EM)
 
         def show(tokens: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
-            """Sums over the tokens that are routed to expert i; the others' weights are zero."""
+            """Add the squares over tokens routed to expert i; the weights of others are zero."""
             if "neurons" in parts:
                 energy_EM[i] += square_sums(h_NM.float() * w_TE[tokens[rows], i, None])
 
@@ -344,15 +347,15 @@ class _Observer:
     def _outputs(
         self, x_TD: Tensor, ran_TE: Tensor, show: Callable[[Tensor, int, Tensor, Tensor], None]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Experts' outputs, as many tokens at a time as there is room for.
+        """Yield experts' outputs, for as many tokens at a time as fit into memory.
 
         Args:
             x_TD: a batch.
-            ran_TE: the experts that are run for a token.
-            show: is shown each expert's number, tokens, their rows among these, and h.
+            ran_TE: the experts to run for each token.
+            show: called with each expert's tokens, its index, their rows among these, and h.
 
         Yields:
-            tokens (N,), and what every expert makes of each (N, A, D), float64.
+            tokens (N,), and every expert's output for each (N, A, D), float64.
         """
         rows = max(1, BLOCK_BYTES // (self.view.weighed * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
@@ -364,7 +367,7 @@ class _Observer:
 
 @dataclass
 class _OutputSums:
-    """What is summed, or kept, of experts' outputs."""
+    """Sums over experts' outputs, and Gram matrices that are kept."""
 
     size_3E: Tensor
     pair_EE: Tensor
@@ -391,7 +394,7 @@ class _OutputSums:
             self.deltas.append(delta_SD.square().sum(-1).cpu())
 
     def fill(self, stats: ExpertStats, parts: Collection[str]) -> None:
-        """Put what was asked for into the statistics of a batch."""
+        """Write the computed parts into the statistics of a batch."""
         if "outputs" in parts:
             stats.norm_E, stats.square_E, stats.gated_E = (sum_E.clone() for sum_E in self.size_3E)
         if "pairs" in parts:
@@ -403,7 +406,8 @@ class _OutputSums:
 
 
 def _sizes(square_NE: Tensor, w_NE: Tensor) -> Tensor:
-    """Sums over tokens of |f|, |f|^2 and g |f|: (N, E) to (3, E), or of one expert (N,) to (3,).
+    """Return sums over tokens of |f|, |f|^2 and g |f|: (N, E) to (3, E), or of one expert (N,) to
+    (3,).
 
     >>> _sizes(torch.tensor([4.0, 9.0]), torch.tensor([0.5, 1.0])).tolist()
     [5.0, 13.0, 4.0]
@@ -419,14 +423,14 @@ def observed(
     gram_bytes: int,
     parts: Collection[str] = PARTS,
 ) -> ExpertStats:
-    """A layer's statistics over the tokens of all processes, the same in each.
+    """Return a layer's statistics over the tokens of all processes, the same in each.
 
     Args:
         site: the layer, and this process's share of the tokens.
         tokens: those of all processes.
-        numbers: of the batches in this process's share; None where the site has all tokens.
+        numbers: indices of the batches in this process's share; None if the site has all tokens.
         gram_bytes: memory for the layer's Gram matrices; 0 for none.
-        parts: what is wanted, of :data:`PARTS`.
+        parts: statistics to compute, of :data:`PARTS`.
 
     Raises:
         MoesaicError: not even one token's Gram matrix fits.
@@ -444,7 +448,7 @@ def observed(
 
 
 def routing_of(job: Job[MoEArch], layer: int, stats: ExpertStats) -> RoutingFunction:
-    """A layer's routing function, ready to decide over recorded logits."""
+    """Return a layer's routing function, ready to decide on recorded logits."""
     routing = job.arch.mixture(job.layers[layer]).routing
     start = f"{job.arch.layer_prefix(layer)}{job.arch.inside}"
     routing.fill(lambda name, _: job.naming.read(start + name))

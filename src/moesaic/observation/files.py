@@ -1,4 +1,4 @@
-"""A model observed once, for any number of decisions: the file of ``observe``."""
+"""Statistics file of ``observe``: a model observed once, for any number of decisions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
 from moesaic.observation.stream import Site
-from moesaic.plan import BaseShape, differing
+from moesaic.plan import BaseShape, MadeFrom
 from moesaic.types import JSON, Model, Values
 
 FORMAT = 4
@@ -58,7 +58,7 @@ def observe(
     """Observe a model once; ``prune``, ``slim`` and ``skip`` then decide without running it.
 
     The file serves every criterion and size of ``prune``, ``skip``, and the scores of ``slim`` that
-    look at single neurons; of a dense model these alone.
+    read single neurons; for a dense model only the last.
 
     Args:
         model: a loaded PreTrainedModel, or a name.
@@ -67,10 +67,10 @@ def observe(
             reconstruction with them.
         overwrite: replace ``out`` if it exists.
         resume: continue an unfinished run of the same.
-        options: of :meth:`moesaic.config.RunArgs.of`: calibration, samples, device and so on.
+        options: those of :meth:`moesaic.config.RunArgs.of`: calibration, samples, device and so on.
 
     Returns:
-        the file.
+        the path of the file.
 
     Raises:
         MoesaicError: the request cannot be met.
@@ -99,15 +99,16 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     if folder.exists() and not resume:
         if not overwrite:
             raise MoesaicError(
-                f"{folder} holds an unfinished run: continue it with resume=True, or start "
-                "anew with overwrite=True."
+                f"{folder} holds an unfinished run: continue it with resume=True (--resume), or "
+                "start anew with overwrite=True (--overwrite)."
             )
         if process()[0] == 0:
             discard(folder)
-    wait_for_all()  # nobody looks for finished layers in what is going away
+    wait_for_all()  # or a process would look for finished layers in a folder that is being deleted
     done = [i for i in layers if _layer_file(folder, i).exists()]
     for i in done:
-        differences = [*differing(StatsFile(_layer_file(folder, i)).header, request)]
+        stored = MadeFrom(StatsFile(_layer_file(folder, i)).header)
+        differences = stored.differs(MadeFrom(request))
         if differences:
             raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
     if len(done) < len(layers):
@@ -126,14 +127,14 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
                 _save_layer(stats, folder, site.index, request)
     if process()[0] == 0:
         join({i: _layer_file(folder, i) for i in layers}, out, request)
-    wait_for_all()  # nobody goes on without the file, and all have seen which layers were done
+    wait_for_all()  # the file is complete, and all processes have read which layers were done
     if process()[0] == 0:
         discard(folder)
     return out
 
 
 def observed_layers(job: Job[Arch]) -> list[int]:
-    """The layers that are observed: those that route, or all of a dense model.
+    """Return the layers to observe: those that route, or all of a dense model.
 
     Raises:
         MoesaicError: there is none.
@@ -146,20 +147,20 @@ def observed_layers(job: Job[Arch]) -> list[int]:
     return routed
 
 
-# --- the file -------------------------------------------------------------------------------------
+# --- the file ------------------------------------------------------------------------------------
 
 
 def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
-    """A statistics file of this model.
+    """Return the statistics file of this model.
 
     Raises:
-        MoesaicError: it is of another model, or lacks what is needed.
+        MoesaicError: the file is of another model, or lacks what is needed.
     """
     file = StatsFile(Path(path))
     job.warn_of_text()
     base = plain(job.base)
-    stored = {"routing": base["routing"], **file.header["base"]}  # which older files do not say
-    differences = [*differing({"base": stored}, {"base": base})]
+    stored = {"base": {"routing": base["routing"], **file.header["base"]}}
+    differences = MadeFrom(stored).differs(MadeFrom({"base": base}))
     if differences:
         raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
     if needs_gram and not file.header["gram"]:
@@ -168,7 +169,7 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
 
 
 def plain(base: BaseShape) -> JSON:
-    """A base's shape as JSON reads it back."""
+    """Return a base's shape as JSON reads it back."""
     return json.loads(json.dumps(asdict(base)))
 
 
@@ -187,10 +188,10 @@ _MUST = ("base", "dtype", "layers", "gram", "calibration", "tokens")
 
 
 class StatsFile:
-    """Statistics of a whole model in one safetensors file; read one layer at a time.
+    """Statistics of a whole model in one safetensors file, read one layer at a time.
 
     Raises:
-        MoesaicError: it does not exist, is not such a file, or is of another version's format.
+        MoesaicError: the file does not exist, is no statistics file, or has another format version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -215,28 +216,28 @@ class StatsFile:
         self.header: JSON = header
         """``base``, ``dtype``, ``layers``, ``gram``, and of the text ``calibration``, ``tokens``,
         ``sources``, whether windows begin with BOS (``bos``), their number (``samples``) and
-        ``length``, where these are known."""
+        ``length``, if these are known."""
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the statistics themselves."""
+        """Fingerprint of the statistics themselves."""
         return of_stored(stored_in(self.path))
 
     @property
     def sources(self) -> list[JSON]:
-        """The rows that were observed, as records have them; none where nobody said."""
+        """Rows of text that were observed, as in records; empty if unknown."""
         return list(self.header.get("sources", ()))
 
     @property
     def layers(self) -> list[int]:
-        """The decoder layers that were observed."""
+        """Indices of the observed decoder layers."""
         return list(self.header["layers"])
 
     def layer(self, index: int) -> ExpertStats:
-        """One layer's statistics.
+        """Return one layer's statistics.
 
         Raises:
-            MoesaicError: they are not whole.
+            MoesaicError: they are incomplete or damaged.
         """
         what = f"{self.path}: layer {index}"
         with reading(what, "Observe the model again."):
@@ -250,7 +251,7 @@ class StatsFile:
 
 
 def _save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
-    """Keep one layer's statistics on disk; they are there whole or not at all."""
+    """Write one layer's statistics to disk, atomically."""
     with whole_file(_layer_file(folder, index)) as partial:
         save_file(stats.tensors(), partial, metadata=_metadata(header))
 
@@ -260,12 +261,12 @@ def _metadata(header: JSON) -> dict[str, str]:
 
 
 def _layer_file(folder: Path, index: int) -> Path:
-    """The file that keeps one layer's statistics until all are there."""
+    """Return the file of one layer's statistics until all layers are observed."""
     return folder / f"stats-{index:04d}.safetensors"
 
 
 def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
-    """Join layers' files into one, byte by byte: nothing is held in memory."""
+    """Join layers' files into one, byte by byte, without loading them."""
     index: JSON = {"__metadata__": _metadata(header)}
     start = 0
     spans: list[tuple[Path, int]] = []

@@ -1,4 +1,4 @@
-"""A model and the tokens to observe it on: what every method works with."""
+"""Input of every method: a model, and the tokens to observe it on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import RunArgs
+from moesaic.config import MethodConfig, RunArgs
 from moesaic.data.rows import Row
 from moesaic.data.text import (
     SAMPLES,
@@ -47,17 +47,17 @@ logger = logging.getLogger(__name__)
 A_co = TypeVar("A_co", bound=Arch, covariant=True)
 V = TypeVar("V")
 HELD_BACK = 8
-"""One of so many calibration windows compares decisions that the others made."""
+"""Number of calibration windows of which one is held out to compare decisions."""
 
 
 class Job(Generic[A_co]):
-    """A model, its architecture and its calibration tokens, opened when they are asked for.
+    """Model, architecture and calibration tokens of a run, opened when they are first used.
 
     Args:
-        args: what was asked for.
-        find: the architecture of a model's config; refuses models that the method cannot take.
-        length: tokens of a calibration window, where the request says nothing.
-        shape: a skeleton of the model, where one is at hand.
+        args: the request.
+        find: returns the architecture of a model's config, or refuses the model.
+        length: tokens of a calibration window, unless the request sets it.
+        shape: a skeleton of the model, if there is one already.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Job(Generic[A_co]):
         self.dtype, self.track = args.dtype, args.track
         model = args.model
         self.original: Model = source_or_model(model, args.revision, args.token)
-        """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
+        """Model of the caller, or the :class:`~moesaic.io.source.Source` to read from disk."""
         self.device = own_device(args.device)
-        """Where to compute. A live model that is on an accelerator is not moved."""
+        """Device to compute on. A live model that is on an accelerator is not moved."""
         self.home = "cpu"
-        """Where a live model belongs once nothing is computed any more."""
+        """Device to which a live model returns after the run."""
         if not isinstance(self.original, Source):
             self._check_in_memory(self.original)
             self.home = str(self.original.device)
@@ -85,7 +85,7 @@ class Job(Generic[A_co]):
                 self.device = self.home
         self.arch: A_co = find(self.original.config)
         self.observed: JSON = {}
-        """The header of the file of statistics that was decided from; empty without one."""
+        """Header of the statistics file used for the decision; empty without one."""
         self._length = length
 
     @staticmethod
@@ -103,23 +103,23 @@ class Job(Generic[A_co]):
 
     @property
     def on_disk(self) -> bool:
-        """The model was given by name."""
+        """True if the model was given by name."""
         return isinstance(self.original, Source)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The one that was given, else the model's own; None for a loaded model without one."""
+        """Tokenizer that was passed, else the model's own; None for a loaded model without one."""
         if self.args.tokenizer is None:
             return tokenizer_of(self.args.model, self.original)
         return self.args.tokenizer
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The calibration tokens.
+        """Calibration tokens.
 
         Raises:
             MoesaicError: there is no such text, too little of it, no tokenizer for it, or a token
-                in it that the model does not know.
+                in it is outside the model's vocabulary.
         """
         text, calibration = self.args.text, self.args.calibration
         config = self.original.config
@@ -144,8 +144,7 @@ class Job(Generic[A_co]):
         return text
 
     def warn_of_text(self) -> None:
-        """Warn where a multimodal mixture is decided on by text: experts that only pictures or
-        sounds use look unused."""
+        """Warn if a multimodal mixture is calibrated on text alone."""
         config = self.original.config
         whole = self.original.beside if self.on_disk else config.get_text_config() is not config
         if whole and isinstance(self.arch, MoEArch):
@@ -155,7 +154,7 @@ class Job(Generic[A_co]):
             )
 
     def _windows(self, text: str | Sequence[Row], samples: int | None) -> Tokens:
-        """So many windows of a text."""
+        """Return this many windows of a text."""
         calibration, most = self.args.calibration, positions(self.original.config)
         return calibration_tokens(
             text,
@@ -168,15 +167,15 @@ class Job(Generic[A_co]):
         )
 
     def tokenizer_for(self, text: object) -> Tokenizer | None:
-        """The tokenizer for a text; None for token ids, which need none."""
+        """Return the tokenizer for a text; None for token ids, which need none."""
         return self.tokenizer if needs_tokenizer(text) else None
 
     def held_back(self) -> Tokens:
-        """Windows to compare decisions on that nothing is decided on: one in :data:`HELD_BACK`, and
-        two where there are four.
+        """Return held-out windows to compare decisions on: one in :data:`HELD_BACK`, and two of
+        four.
 
-        Where the text has more than was asked for they share nothing with :attr:`tokens`; else,
-        and where the caller passed tokens, they are taken away from those; a single window serves
+        If the text has more than the requested windows, they share nothing with :attr:`tokens`;
+        else, and if the caller passed tokens, they are removed from those; a single window serves
         both.
         """
         every = self.tokens
@@ -190,7 +189,7 @@ class Job(Generic[A_co]):
         return every.rows(slice(count - few, None))
 
     def _other_windows(self, every: Tokens, count: int) -> Tokens | None:
-        """So many windows of the text beside some; None where the text is too short."""
+        """Return this many windows of the text outside ``every``; None if the text is too short."""
         calibration = self.args.calibration
         if self.args.text is not None:
             return None
@@ -204,16 +203,16 @@ class Job(Generic[A_co]):
 
     @property
     def planned_tokens(self) -> int:
-        """Calibration tokens that were asked for; :attr:`tokens` may be fewer."""
+        """Number of requested calibration tokens; :attr:`tokens` may be fewer."""
         calibration = self.args.calibration
         return (calibration.samples or SAMPLES) * (calibration.length or self._length)
 
     @cached_property
     def shape(self) -> Model:
-        """The model, or a skeleton of it on the meta device.
+        """Model, or a skeleton of it on the meta device.
 
         Raises:
-            MoesaicError: the checkpoint does not hold what its config says.
+            MoesaicError: the checkpoint's tensors do not match its config.
         """
         if not self.on_disk:
             return self.original
@@ -223,26 +222,26 @@ class Job(Generic[A_co]):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers of :attr:`shape`."""
+        """Decoder layers of :attr:`shape`."""
         return self.arch.layers(self.shape)
 
     @property
     def naming(self) -> Naming:
-        """The names of the checkpoint's tensors, on disk and in memory."""
+        """Names of the checkpoint's tensors, on disk and in memory."""
         return self.original.naming
 
     @property
     def format(self) -> Format | None:
-        """What the checkpoint's quantised weights stay in; None where all become plain."""
+        """Format that the checkpoint's quantised weights keep; None if all become plain."""
         kept = self.on_disk and self.dtype is None
         checkpoint = self.original.checkpoint if kept else None
         return checkpoint.format if isinstance(checkpoint, QuantisedCheckpoint) else None
 
     @cached_property
     def mtp_layers(self) -> int:
-        """Layers that predict further tokens.
+        """Number of MTP layers.
 
-        Of a loaded model as many as its config says, for it has none any more.
+        For a loaded model, which has none any more, the number in its config.
         """
         if not self.on_disk:
             return mtp_layers(self.original.config)
@@ -250,7 +249,7 @@ class Job(Generic[A_co]):
 
     @cached_property
     def base(self) -> BaseShape:
-        """What a plan for this model will ask of its source."""
+        """Shape and fingerprint of the source, which plans store and check."""
         original = self.original
         weights = original.fingerprint if self.on_disk else of_model(original)
         name = original.name if self.on_disk else str(original.config._name_or_path)
@@ -259,21 +258,21 @@ class Job(Generic[A_co]):
 
     @property
     def _type(self) -> torch.dtype:
-        """The floating-point type that the model runs in."""
+        """Floating-point dtype that the model runs in."""
         if not self.on_disk:
             return self.original.dtype
         return self.original.config.dtype if self.dtype is None else self.dtype
 
     @property
     def working_type(self) -> torch.dtype | None:
-        """The type in which layers from disk are looked at; None for the checkpoint's own."""
+        """Dtype in which layers from disk are observed; None for the checkpoint's own."""
         return working_type(self.original.config, self.dtype, self.device) if self.on_disk else None
 
     def request(self, values: Values) -> JSON:
-        """Everything that a run must have in common with the one that it continues.
+        """Return everything in which a run must agree with the one that it continues.
 
         Args:
-            values: what identifies the run beside the model: config, comparisons, text.
+            values: what identifies the run besides the model: config, comparisons, text.
         """
         return {
             "base": asdict(self.base),
@@ -282,9 +281,16 @@ class Job(Generic[A_co]):
             **values,
         }
 
+    @property
+    def text(self) -> JSON:
+        """Options and fingerprint of the calibration text; options explain another fingerprint."""
+        windows, tokens = self.tokens.input_ids.shape
+        made = {"windows": windows, "tokens": tokens, "fingerprint": self.tokens.fingerprint}
+        return {**asdict(self.args.calibration), **made}
+
     @cached_property
     def share(self) -> tuple[Tokens, list[int]]:
-        """The tokens that fall to this process, and the numbers of their batches."""
+        """Tokens of this process, and the indices of their batches."""
         return shared_out(self.tokens, *process())
 
     def stream(
@@ -294,13 +300,14 @@ class Job(Generic[A_co]):
         tokens: Tokens | None = None,
         **options: Any,
     ) -> LayerStream[V]:
-        """The wanted layers one by one, from memory or from disk.
+        """Return a stream of the given layers, from memory or from disk.
 
         Args:
             layers: the decoder layers to stop at.
-            view: what a method sees of a layer, such as ``job.arch.dense`` or ``job.arch.mixture``.
+            view: function from a layer to its view, such as ``job.arch.dense`` or
+                ``job.arch.mixture``.
             tokens: what to run through the model; the calibration tokens by default.
-            options: of :class:`~moesaic.observation.stream.LayerStream`.
+            options: further arguments of :class:`~moesaic.observation.stream.LayerStream`.
         """
         tokens = self.tokens if tokens is None else tokens
         if self.on_disk:
@@ -318,10 +325,10 @@ class Job(Generic[A_co]):
         return LayerStream(self.original, self.arch, tokens, layers, view=view, **options)
 
     def live(self, inplace: bool | None = None) -> Model:
-        """A model to train or to change: read from disk, the caller's own, or a copy of it.
+        """Return a model to train or to change: read from disk, the caller's own, or a copy of it.
 
         Args:
-            inplace: take the caller's own; None for what was asked for.
+            inplace: True for the caller's own; None for the request's ``inplace``.
         """
         import copy
 
@@ -331,11 +338,15 @@ class Job(Generic[A_co]):
             inplace = self.args.inplace
         return self.original if inplace else copy.deepcopy(self.original)
 
+    def asked(self, config: MethodConfig) -> JSON:
+        """Return the request for a method, as a user wrote it: verb, method and options."""
+        return {"verb": config.verb, "method": config.name, "config": asdict(config)}
+
     def finished(self, request: Values) -> Finished:
-        """Layers of this request that were decided before, and where new ones are kept.
+        """Return the store of layers of this request that were decided before.
 
         Args:
-            request: what identifies the run beside the model: config, comparisons, tokens.
+            request: what identifies the run besides the model: config, comparisons, tokens.
 
         Raises:
             MoesaicError: the folder for progress holds another run.
@@ -344,7 +355,7 @@ class Job(Generic[A_co]):
 
 
 class Finished:
-    """Layers that were decided, kept on disk too if there is a folder for them."""
+    """Store of decided layers, on disk too if there is a folder for them."""
 
     def __init__(self, folder: Path | None, request: Values) -> None:
         self.store: dict[tuple[str, int], tuple[LayerPlan, JSON]] = {}
@@ -360,13 +371,13 @@ class Finished:
         return self.store[key]
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
-        """Keep a decided layer.
+        """Store a decided layer.
 
         Args:
-            name: of the result or comparison that it belongs to.
-            index: its number.
-            layer: the decision.
-            analysis: the measurements that it rests on, as plain JSON.
+            name: the result or comparison that it belongs to.
+            index: index of the layer.
+            layer: the plan.
+            analysis: measurements behind the decision, as plain JSON.
         """
         self.store[name, index] = (layer, analysis)
         if self._file is not None and process()[0] == 0:

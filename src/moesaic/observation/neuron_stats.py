@@ -25,30 +25,30 @@ from moesaic.observation.tap import Event, Masks, square_sums, tapped
 
 @dataclass
 class NeuronStats:
-    """One layer's neurons, on the CPU. The sums are over tokens, the sizes are of weights."""
+    """Statistics of one layer's neurons, on the CPU: sums over tokens, and sizes of weights."""
 
     tokens: int
     calls_E: Tensor
-    """int64: tokens routed to each expert."""
+    """Tokens routed to each expert, int64."""
     energy_EM: Tensor
-    """float64: sum of (w_t h_tj)^2."""
+    """Sum of (w_t h_tj)^2, float64."""
     reach_EM: Tensor
-    """float64: ||W_down[:, j]||."""
+    """Norm ||W_down[:, j]||, float64."""
     size_EM: Tensor
-    """float64: norm of all of a neuron's weights."""
+    """Norm of all of a neuron's weights, float64."""
     shared_energy_S: Tensor
-    """float64: the same of the shared path's neurons; empty without one."""
+    """Energy of the shared path's neurons, float64; empty without a shared path."""
     shared_reach_S: Tensor
     shared_size_S: Tensor
 
     @classmethod
     def none(cls) -> NeuronStats:
-        """Nothing observed."""
+        """Return empty statistics."""
         sums = {field.name: torch.zeros(0, dtype=torch.float64) for field in fields(cls)[2:]}
         return cls(tokens=0, calls_E=torch.zeros(0, dtype=torch.int64), **sums)
 
     def merge(self, other: NeuronStats) -> NeuronStats:
-        """The statistics of both token sets together."""
+        """Return the statistics of both token sets together."""
         summed = ("tokens", "calls_E", "energy_EM", "shared_energy_S")
         merged = {
             field.name: getattr(self, field.name)
@@ -59,33 +59,33 @@ class NeuronStats:
 
     @classmethod
     def merged(cls, parts: Iterable[NeuronStats]) -> NeuronStats:
-        """The statistics of several token sets together."""
+        """Return the statistics of several token sets together."""
         return reduce(cls.merge, parts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields by name, the number of tokens as a tensor of one."""
+        """Return the fields by name, the number of tokens as a tensor of one element."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {n: torch.tensor(t) if n == "tokens" else t.contiguous() for n, t in named.items()}
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> NeuronStats:
-        """The inverse of :meth:`tensors`."""
+        """Return statistics from the output of :meth:`tensors`."""
         rest = {name: tensor for name, tensor in tensors.items() if name != "tokens"}
         return cls(tokens=int(tensors["tokens"]), **rest)
 
 
 def norms(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each neuron the norm of its down column, and of all its weights (M,), float64.
+    """Return the norm of each neuron's down column, and of all its weights (M,), float64.
 
     Args:
-        weights: rows of neurons (M, D), any number of them, then down (D, M).
+        weights: any number of matrices with neurons as rows (M, D), then down (D, M).
 
     >>> up, down = torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0, 2.0]])
     >>> [t.tolist() for t in norms([up, down])]
     [[4.0, 2.0], [5.0, 2.0]]
     """
     *rows, down = weights
-    # 32 rows at a time: as float64 they stay in a processor's cache, all at once not
+    # 32 rows at a time: as float64 they fit into a processor's cache
     reach_M = torch.stack([w.double().square().sum(0) for w in down.split(32)]).sum(0)
     size_M = reach_M.clone()
     for weight in rows:
@@ -94,8 +94,8 @@ def norms(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def weight_stats(view: FFN) -> NeuronStats:
-    """The statistics of no tokens: sizes of weights, and sums that are zero."""
-    # in two pieces: small ones would lie between what norms take, and hold its room
+    """Return statistics without tokens: sizes of weights, and sums that are zero."""
+    # two large tensors: small ones between the temporaries of norms would fragment memory
     reach_EM, size_EM = (torch.empty(view.count, view.width, dtype=torch.float64) for _ in range(2))
     for i in range(view.count):
         reach_EM[i], size_EM[i] = norms(view.weights_of(i))
@@ -114,10 +114,10 @@ def weight_stats(view: FFN) -> NeuronStats:
 
 
 def no_stats(experts: int, width: int, shared: int) -> NeuronStats:
-    """The statistics of experts of which nothing is known but their sizes.
+    """Return statistics of the right shape with zeros, for dry runs.
 
     Args:
-        experts: how many.
+        experts: number of experts.
         width: neurons of each.
         shared: neurons of the shared path.
     """
@@ -128,7 +128,7 @@ def no_stats(experts: int, width: int, shared: int) -> NeuronStats:
 
 @torch.no_grad()
 def observe_neurons(site: Site[FFN]) -> NeuronStats:
-    """Run a site's tokens through its router and the experts that they run, once."""
+    """Run a site's tokens once, and return the statistics of the neurons."""
     stats = weight_stats(site.view)
     for x_TD in site.inputs():
         stats.tokens += len(x_TD)
@@ -143,15 +143,15 @@ def observe_neurons(site: Site[FFN]) -> NeuronStats:
 
 @contextmanager
 def watching(layer: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks) -> Iterator[None]:
-    """Inside, ``stats`` take in what passes through a layer: nothing is run twice.
+    """Add what passes through a layer to ``stats`` while the context lasts; nothing is run twice.
 
-    The shared path's neurons are left out, and so is the number of tokens.
+    The shared path's neurons and the number of tokens are not counted.
 
     Args:
         layer: the decoder layer.
         arch: its architecture.
-        stats: sums are added to them.
-        masks: by batch the tokens that count (B, L); None for all.
+        stats: statistics to add to.
+        masks: per batch the tokens to count (B, L); None for all.
     """
     routed = isinstance(arch, MoEArch) and arch.is_moe(layer)
     inside = f"{arch.experts}.down_proj" if isinstance(arch, MoEArch) and routed else arch.ffn.down
@@ -169,7 +169,7 @@ def watching(layer: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks) -> 
 
 @dataclass(frozen=True)
 class Products:
-    """What the scores that look at pairs of neurons need of a layer, float64."""
+    """Inner products and down projections for the scores of pairs of neurons, float64."""
 
     gram_EMM: Tensor
     down_EDM: Tensor
@@ -178,7 +178,7 @@ class Products:
 
     @classmethod
     def of(cls, site: Site[FFN], shared_out: bool) -> Products:
-        """Of a layer's tokens; of those of all processes, where they were shared out."""
+        """Compute the products over a layer's tokens, or those of all processes."""
         parts = gathered(grams(site)) if shared_out else [grams(site)]
         gram_EMM, shared_SS = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
         view, ffn = site.view, site.view.shared_ffn
@@ -189,10 +189,11 @@ class Products:
 
 @torch.no_grad()
 def grams(site: Site[FFN]) -> tuple[Tensor, Tensor]:
-    """Inner products of neurons over a site's tokens: sum of (w h_j)(w h_k), float64.
+    """Return inner products of neurons over a site's tokens: sum of (w h_j)(w h_k), float64.
 
     Returns:
-        of each expert's neurons (E, M, M), and of the shared path's (S, S), empty without one.
+        those of each expert's neurons (E, M, M), and of the shared path's (S, S), empty without
+        one.
     """
     view = site.view
     width = view.weights_of(0)[-1].shape[1]

@@ -1,4 +1,4 @@
-"""Layers shared among several processes."""
+"""Work on layers shared among several processes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def each_layer(
     *,
     shared: bool = True,
 ) -> Iterator[T]:
-    """Work on layers; of several processes each works on its own, and all get everything.
+    """Work on layers, each in one of several processes, and yield all results in each process.
 
     Args:
         job: shows progress.
-        layers: their numbers.
-        source: opens some of them, one after the other; with all tokens, where they are shared.
-        work: what is made of one.
-        words: for the progress bar.
-        shared: where not, every process works on all: each layer needs what was made of those
-            before it, or processes share the tokens.
+        layers: indices of the layers.
+        source: opens some of them, one after the other; with all tokens if layers are shared.
+        work: function of an opened layer.
+        words: label of the progress bar.
+        shared: False if every process works on all layers, because each layer needs the results of
+            those before it, or because processes share the tokens.
     """
     number, world = process() if shared else (0, 1)
     numbers = sorted(layers)[number::world]

@@ -1,6 +1,6 @@
-"""What decisions need of each layer, observed once: from the model, or from a file of ``observe``.
+"""Statistics of each layer for decisions: from the model, or from a file of ``observe``.
 
-A method says by names what it needs (:data:`NEEDS`), and nothing else is computed.
+A method names what it needs (:data:`NEEDS`), and nothing else is computed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from moesaic.observation.neuron_stats import (
 from moesaic.observation.stream import Site
 
 MODEL = {"products": "pairs of neurons", "tokens": "tokens"}
-"""What no file of ``observe`` holds, in words."""
+"""Statistics that no file of ``observe`` holds, in words."""
 NEEDS = frozenset({"router", *PARTS, "sizes", "energy", "shared", *MODEL})
-"""Of a mixture: ``router`` and :data:`~moesaic.observation.expert_stats.PARTS`. Of the neurons of
-any model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, and
-``products``; ``tokens`` for the layer's tokens themselves, all of them in every process."""
+"""Names of statistics. Of a mixture: ``router`` and
+:data:`~moesaic.observation.expert_stats.PARTS`. Of the neurons of any model: ``sizes`` of their
+weights, ``energy``, that of the ``shared`` path too, and ``products``; ``tokens`` for the layer's
+tokens themselves, all of them in every process."""
 OF_EXPERTS = frozenset({"router", *PARTS})
 OF_NEURONS = frozenset({"sizes", "energy", "shared"})
 OF_WEIGHTS = frozenset({"weights", "sizes"})
-"""What no text is needed for."""
+"""Statistics that need no text."""
 NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
-"""Passed through the model where its weights say everything."""
+"""Tokens that pass through the model if only weights are observed."""
 
 
 @dataclass
 class LayerStats:
-    """What was observed of one layer; None what nobody needs."""
+    """Statistics of one layer; None for those that are not needed."""
 
     experts: ExpertStats | None = None
     neurons: NeuronStats | None = None
@@ -51,15 +52,15 @@ class LayerStats:
 
 
 Observed = tuple[int, LayerStats, Site[FFN] | None]
-"""A layer's number, its statistics, and its tokens where they are at hand."""
+"""Index of a layer, its statistics, and its tokens if they are in memory."""
 
 
 class Observation:
-    """Where the statistics of a run come from.
+    """Source of a run's statistics: the model's activations, or a file.
 
     Args:
         job: the model, and the calibration tokens or the file of statistics.
-        needs: of :data:`NEEDS`.
+        needs: names of :data:`NEEDS`.
         gram_bytes: memory for the Gram matrices of one layer's experts.
 
     Raises:
@@ -85,27 +86,27 @@ class Observation:
 
     @property
     def whole(self) -> bool:
-        """Every process sees all tokens of a layer, so that layers can be shared among them."""
+        """True if every process sees all tokens of a layer, so that they can share layers."""
         return self._file is None and "tokens" in self.needs
 
     @property
     def file(self) -> str:
-        """The fingerprint of the file; empty without one."""
+        """Fingerprint of the file; empty without one."""
         return "" if self._file is None else str(self._file.fingerprint)
 
     @property
     def calibration(self) -> str:
-        """The fingerprint of the text that is decided by; empty where none is."""
+        """Fingerprint of the text used for the decision; empty if there is none."""
         if self._file is not None:
             return str(self._file.header["calibration"])
         return self.job.tokens.fingerprint if self.reads_text else ""
 
     def layers(self, layers: Sequence[int], follow: bool = False) -> Iterator[Observed]:
-        """Layers in turn, observed on the tokens of all processes.
+        """Yield layers in turn, observed on the tokens of all processes.
 
         Args:
-            layers: their numbers, rising.
-            follow: as of :class:`~moesaic.observation.stream.LayerStream`.
+            layers: rising indices.
+            follow: as for :class:`~moesaic.observation.stream.LayerStream`.
         """
         if self._file is not None:
             for i in layers:
@@ -122,7 +123,7 @@ class Observation:
 
     @property
     def _tokens(self) -> tuple[Tokens, Tokens, Sequence[int] | None]:
-        """All tokens, those of this process, and the numbers of its batches."""
+        """All tokens, those of this process, and the indices of its batches."""
         if not self.reads_text:
             return NO_TEXT, NO_TEXT, [0]
         return self.job.tokens, *self.job.share
@@ -137,7 +138,7 @@ class Observation:
             yield site.index, LayerStats(stats, stats.neurons), site
 
     def _sites(self, layers: Sequence[int]) -> Iterator[Observed]:
-        """Layers whose tokens are at hand; of several processes each sees all where asked for."""
+        """Yield layers with their tokens: all in every process if ``needs`` includes them."""
         whole = "tokens" in self.needs
         tokens = self.job.tokens if whole else self.job.share[0]
         for site in self.job.stream(layers, self.job.arch.view, tokens):
@@ -149,7 +150,7 @@ class Observation:
             yield i, LayerStats(None, stats, products), site
 
     def _passing(self, layers: Sequence[int]) -> Iterator[Observed]:
-        """Statistics taken in while the tokens pass through: one pass; no shared path's."""
+        """Yield statistics collected during the forward pass itself, without the shared path's."""
         arch, tokens = self.job.arch, self._tokens[1]
         for turn in self.job.stream(layers, arch.view, tokens).turns():
             i, layer = turn.block.index, turn.block.layer
@@ -161,17 +162,17 @@ class Observation:
 
 
 def shows_tokens(job: Job[Arch], needs: Collection[str]) -> bool:
-    """Whether layers come with all their tokens, as one more pass would show them."""
+    """Return True if layers come with all tokens, so that a refit needs no other pass."""
     by_site = {*OF_EXPERTS, "shared", "products", "tokens"} & set(needs)
     a_share = "tokens" not in needs and process()[1] > 1
     return bool(by_site - OF_WEIGHTS) and not a_share and not job.args.calibration.stats
 
 
-# --- what it takes --------------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------
 
 
 def neuron_pairs(experts: int, width: int) -> int:
-    """Bytes of the inner products of all neurons of each expert of a layer, in float64."""
+    """Return the bytes of the inner products of a layer's neurons, by expert, in float64."""
     return 8 * experts * width**2
 
 
@@ -181,9 +182,9 @@ def bytes_of(
     """Return the bytes of the largest layer's statistics, from its shapes.
 
     Args:
-        needs: of :data:`NEEDS`.
-        job: the model and the tokens that were asked for.
-        layers: their numbers.
+        needs: names of :data:`NEEDS`.
+        job: the model and the requested tokens.
+        layers: indices of the layers.
         gram_bytes: memory for the Gram matrices of one layer's experts.
     """
     arch: Arch = job.arch

@@ -1,8 +1,8 @@
-"""One decoder layer at a time, with the tokens that reach its FFN.
+"""Stream of decoder layers, one at a time, with the tokens that reach its FFN.
 
 The blocks' own keyword arguments (masks, rotary embeddings) are recorded once with every block
-replaced by the identity, then the layers are replayed one by one: bitwise the full forward, with
-one layer's weights in memory when the model is read from disk.
+replaced by the identity, then the layers are replayed one by one: bitwise the same as the full
+forward pass, with one layer's weights in memory when the model is read from disk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 
 class Spill:
-    """A list of tensors that go to memory-mapped files once they fill ``limit`` bytes of memory.
+    """List of tensors that are moved to memory-mapped files beyond ``limit`` bytes of memory.
 
-    Each comes back on the device that it was on.
+    Each is returned on the device that it was on.
     """
 
     def __init__(self, limit: int) -> None:
@@ -72,7 +72,7 @@ class Spill:
         self._tensors.append(mapped.copy_(tensor))
 
     def replace(self, i: int, tensor: Tensor) -> None:
-        """Put a tensor of the same shape in place ``i``, where the old one lived."""
+        """Replace entry ``i`` by a tensor of the same shape, in memory or on disk as before."""
         self._devices[i] = tensor.device
         if i in self._mapped:
             self._tensors[i].copy_(tensor)
@@ -87,12 +87,12 @@ class Spill:
 
 
 V_co = TypeVar("V_co", covariant=True)
-"""A method's view of a layer: a DenseFFN or a MoEFFN."""
+"""View of a layer that a method gets: a DenseFFN or a MoEFFN."""
 
 
 @dataclass
 class Site(Generic[V_co]):
-    """One decoder layer, its weights present, and the tokens that reach its FFN."""
+    """Decoder layer with its weights loaded, and the tokens that reach its FFN."""
 
     index: int
     layer: nn.Module
@@ -106,45 +106,45 @@ class Site(Generic[V_co]):
     _hidden: list[Tensor] | None = None
     _residuals: Callable[[], Iterator[Tensor]] | None = None
     passage: Passage = field(default_factory=Passage)
-    """The tokens of the batch that :meth:`inputs` gave last."""
+    """Tokens of the batch that :meth:`inputs` yielded last."""
     change: AbstractContextManager[nn.Module | None] | None = None
-    """Set by the loop body: entered while this layer passes its tokens on to the next, through the
-    module that it gives, if it gives one. The stream must ``follow``."""
+    """Context set by the loop body: entered while this layer passes its tokens on to the next,
+    through the module that it returns, if any. The stream must ``follow``."""
 
     def __len__(self) -> int:
-        """Calibration batches."""
+        """Return the number of calibration batches."""
         return len(self._inputs)
 
     @property
     def tokens(self) -> int:
-        """Calibration tokens, padding left out."""
+        """Number of calibration tokens, padding left out."""
         return sum(x.shape[0] for x in self._inputs)
 
     def inputs(self) -> Iterator[Tensor]:
-        """Batches of x (T, D): the FFN's input, padding left out.
+        """Yield batches of x (T, D): the FFN's input, padding left out.
 
-        The FFN is meanwhile handed what goes with each, see :meth:`LayerStream.entered`.
+        The FFN is meanwhile given each batch's other arguments, see :meth:`LayerStream.entered`.
         """
         for x_TD in self._entered(self._inputs, self.passage):
             yield x_TD.to(self._device)
 
     def targets(self) -> Iterator[Tensor | None]:
-        """Batches of the FFN's output in the model as it was (T, D), before any norm of its own.
+        """Yield batches of the original model's FFN output (T, D), before any norm of its own.
 
-        None where the stream does not ``follow``: it is what the FFN makes of :meth:`inputs`.
+        None if the stream does not ``follow``: it is the FFN's output for :meth:`inputs`.
         """
         for b in range(len(self._inputs)):
             yield None if self._targets is None else self._targets[b].to(self._device)
 
     def residuals(self) -> Iterator[Tensor]:
-        """Batches of the residual stream behind the layer as it was (T, D)."""
+        """Yield batches of the residual stream after the original layer (T, D)."""
         assert self._residuals is not None
         for s_TD in self._residuals():
             yield s_TD.to(self._device)
 
     @torch.no_grad()
     def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of x (T, D) and of a dense FFN's h (T, M), computed once where memory allows."""
+        """Yield batches of x (T, D) and of a dense FFN's h (T, M), cached if memory allows."""
         if self._hidden is not None:
             yield from zip(self.inputs(), self._hidden, strict=True)
             return
@@ -161,51 +161,51 @@ class Site(Generic[V_co]):
 
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
-"""The ``id`` of a :class:`Spill` of hidden states, a batch's number, and the layer passed."""
+"""``id`` of a :class:`Spill` of hidden states, index of a batch, and the layer passed."""
 PartChange = Callable[[nn.Module, int], AbstractContextManager[object]]
-"""Changes a part of a model at a place while the context lasts."""
+"""Function of a part of a model and its place that returns a context in which it is changed."""
 BEFORE = -1
-"""The place of what stands before the first layer, where layers are numbered."""
+"""Place of the parts before layer 0."""
 CARRIED = object()
-"""Stands, while arguments are recorded, for what the layer before hands on."""
+"""Placeholder in recorded arguments for the extra output of the previous layer."""
 
 
 @dataclass
 class Block:
-    """One decoder layer, its weights present, with its own arguments for every batch."""
+    """Decoder layer with its weights loaded, and its own arguments for every batch."""
 
     index: int
     layer: nn.Module
     _kwargs: list[list[JSON]]
     _carried: dict[Key, object] = field(default_factory=dict)
-    """What layers hand on beside hidden states."""
+    """Extra outputs of layers, besides hidden states."""
     _batches: Sequence[Tokens] = ()
 
     @property
     def device(self) -> torch.device:
-        """Where the layer's weights are."""
+        """Device of the layer's weights."""
         return next(self.layer.parameters()).device
 
     def arguments(self, batch: int) -> JSON:
-        """What the layer is given of a batch beside hidden states."""
+        """Return the layer's arguments for a batch, besides hidden states."""
         return self._kwargs[batch][self.index]
 
     def output(
         self, batch: int, states: Tensor, handed: object, layer: nn.Module | None = None
     ) -> Tensor:
-        """What the layer makes of one batch's hidden states (B, L, D).
+        """Return the layer's output for one batch's hidden states (B, L, D).
 
         Args:
-            batch: its number.
+            batch: index of the batch.
             states: hidden states.
-            handed: what the layer before hands on beside them.
-            layer: what stands in the layer's place.
+            handed: extra output of the previous layer.
+            layer: module to run instead of the layer.
         """
         self._carried[(0, batch, self.index - 1)] = handed
         return self._output(layer or self.layer, states, (0, batch, self.index))
 
     def handed(self, states: Spill) -> list[object]:
-        """By batch what the layer before handed on beside hidden states that passed it."""
+        """Return per batch the extra output (besides hidden states) of the previous layer."""
         before = self.index - 1
         return [self._carried.get((id(states), b, before)) for b in range(len(states))]
 
@@ -215,7 +215,7 @@ class Block:
         arguments = self._kwargs[batch][index]
         arguments = {name: before if v is CARRIED else v for name, v in arguments.items()}
         if (passage := vars(layer).get("passage")) is not None and self._batches:
-            self._tell(passage, self._batches[batch])
+            self._set_tokens(passage, self._batches[batch])
         result = layer(states.to(self.device), **arguments)
         after: Tensor = result
         if isinstance(result, tuple):
@@ -223,70 +223,69 @@ class Block:
             self._carried.pop((which, batch, index - 2), None)
         return after
 
-    def _tell(self, passage: Passage, batch: Tokens, real: bool = False) -> None:
-        """Tell who draws which tokens run; ``real``: rows are of those that are no padding."""
+    def _set_tokens(self, passage: Passage, batch: Tokens, real: bool = False) -> None:
+        """Set the tokens that random choices depend on; with ``real``, without padding."""
         ids, mask = batch.input_ids, batch.attention_mask
         passage.see(ids, places(ids, mask), self.index, mask if real else None)
 
     def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
-        """What the layer makes of each batch's hidden states (B, L, D).
+        """Yield the layer's output for each batch's hidden states (B, L, D).
 
         Args:
-            states: one entry a batch.
-            layer: what stands in the layer's place.
+            states: one entry per batch.
+            layer: module to run instead of the layer.
         """
         for b, before in enumerate(states):
             yield self._output(layer or self.layer, before, (id(states), b, self.index))
 
     def branch(self, states: Spill, into: Spill, layer: nn.Module) -> None:
-        """Pass every batch through what stands in the layer's place; ``states`` stay."""
+        """Pass every batch through a replacement of the layer; ``states`` do not change."""
         for b, after in enumerate(self.outputs(states, layer)):
             into.append(after)
             self._carried[id(into), b, self.index] = self._carried.get((id(states), b, self.index))
 
     def run(self, states: Spill, layer: nn.Module | None = None) -> None:
-        """Pass every batch through the layer, or what stands in its place; ``states`` change."""
+        """Pass every batch through the layer, or its replacement; ``states`` become the outputs."""
         for b, after in enumerate(self.outputs(states, layer)):
             states.replace(b, after)
 
 
 @dataclass
 class Turn:
-    """A layer whose turn it is, and the hidden states in front of it."""
+    """Layer that comes next, and its input hidden states."""
 
     block: Block
     states: Spill
-    """One entry a batch (B, L, D)."""
+    """Hidden states, one entry per batch (B, L, D)."""
     masks: Sequence[Tensor | None]
-    """By batch; False on padding."""
+    """Masks per batch; False on padding."""
     passed: bool = False
-    """The states are behind the layer."""
+    """True if the states have passed the layer."""
 
     def run(self) -> None:
-        """Pass every batch through the layer; what watches it meanwhile sees each once."""
+        """Pass every batch through the layer once; hooks on it see each batch."""
         self.block.run(self.states)
         self.passed = True
 
 
 class LayerStream(Generic[V_co]):
-    """Iterating yields a :class:`Site` for each wanted layer, in order.
+    """Iterable of a :class:`Site` for each wanted layer, in order.
 
     Args:
         model: the model, live; or a skeleton whose layers ``open_layer`` fills.
         arch: its architecture.
-        tokens: what to run through it, or batches of it, each with a length of its own.
-        layers: the layers to yield; the others are only passed through. Nothing behind the last
-            one is run.
-        view: makes of a decoder layer what methods see of it.
-        tokens_per_batch: of the batches that ``tokens`` are split into.
+        tokens: tokens to run through it, or batches of them, each with a length of its own.
+        layers: indices of layers to yield; the others only run. None after the last one is run.
+        view: function from a decoder layer to its view.
+        tokens_per_batch: size of the batches that ``tokens`` are split into.
         spill_bytes: hidden states above this size go to a memory-mapped file.
         cache_bytes: a layer's FFN activations are kept between passes up to this size.
         follow: pass two sets of tokens through the layers: one through the model as it is, one
             through every ``site.change``. Sites show the inputs of the second and, as targets, the
             outputs of the first. Takes up to three times as long.
-        open_rest: inside, the weights beside layers and head are present.
-        open_head: the same of the head.
-        open_layer: the same of the layer of a number.
+        open_rest: returns a context in which the weights besides layers and head are loaded.
+        open_head: returns one for the head.
+        open_layer: returns one for the layer of an index.
     """
 
     def __init__(
@@ -322,8 +321,11 @@ class LayerStream(Generic[V_co]):
         self.change: Callable[[nn.Module, int], AbstractContextManager[object]] = lambda *_: (
             nullcontext()
         )
-        """Entered with each layer and its number while its weights are present. The model itself is
-        given with :data:`BEFORE` for the embeddings, and with the number of layers for the head."""
+        """Function of each layer and its index, whose context is entered while weights are loaded.
+
+        For the embeddings it gets the model and :data:`BEFORE`, for the head the model and
+        :attr:`count`.
+        """
 
     @contextmanager
     def _opened(self, place: int) -> Iterator[None]:
@@ -348,12 +350,13 @@ class LayerStream(Generic[V_co]):
         model: Model | None = None,
         **options: Any,
     ) -> LayerStream[V_co]:
-        """Read each layer from a checkpoint folder when its turn comes.
+        """Return a stream that reads each layer from a checkpoint folder when its turn comes.
 
         Args:
-            dtype: floating-point type; None for the checkpoint's own, or what stands in for it
+            dtype: floating-point dtype; None for the checkpoint's own, or its replacement
                 (:func:`~moesaic.io.dtypes.working_type`).
-            model: the skeleton to fill; by default a new one. The others are those of the class.
+            model: the skeleton to fill; by default a new one. Other arguments are those of the
+                class.
         """
         if model is None:
             model = skeleton(config, working_type(config, dtype, str(device)))
@@ -361,7 +364,7 @@ class LayerStream(Generic[V_co]):
         naming = Naming(checkpoint, config.model_type, model.state_dict())
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied: dict[str, str] = {}
-        if head is not None and head.weight is embedding.weight:  # not wherever the config says so
+        if head is not None and head.weight is embedding.weight:  # whatever the config says
             one, other = (f"{path_of(model, module)}.weight" for module in (head, embedding))
             stored = {*naming.in_memory.values()}  # the head alone, in some checkpoints
             tied |= {other: one} if one in stored and other not in stored else {one: other}
@@ -383,10 +386,10 @@ class LayerStream(Generic[V_co]):
             try:
                 yield
             finally:
-                for name, parameter in empty.items():  # themselves: head and embedding may be one
+                for name, parameter in empty.items():  # head and embedding may be one
                     owner, _, leaf = name.rpartition(".")
                     setattr(module.get_submodule(owner), leaf, parameter)
-                give_back()  # or what is kept of each layer holds the room of all that it took
+                give_back()  # else each layer's memory would add up
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
         return cls(
@@ -452,10 +455,10 @@ class LayerStream(Generic[V_co]):
 
     @torch.no_grad()
     def turns(self, layers: Collection[int] | None = None) -> Iterator[Turn]:
-        """The wanted layers, each open, before any batch has passed it.
+        """Yield the wanted layers, each open, before any batch has passed it.
 
         Args:
-            layers: those of them that are still wanted; None for all.
+            layers: indices of those to yield; None for all.
         """
         wanted = self.layers if layers is None else layers
         states, kwargs = self.record()
@@ -476,12 +479,12 @@ class LayerStream(Generic[V_co]):
         stop: int | None = None,
         order: Iterable[int] | None = None,
     ) -> Iterator[Block]:
-        """Layers one after the other, each open while its turn lasts.
+        """Yield layers one after the other, each open while its turn lasts.
 
         Args:
-            kwargs: what :meth:`record` returned.
-            stop: the layer to end before; None for all.
-            order: the layers in another order, such as backward.
+            kwargs: second result of :meth:`record`.
+            stop: index of the layer to end before; None for all.
+            order: indices in another order, such as backward.
         """
         carried: dict[Key, object] = {}
         for i in range(self.count if stop is None else stop) if order is None else order:
@@ -492,15 +495,16 @@ class LayerStream(Generic[V_co]):
     def headed(
         self, logits: bool = False, gradients: bool = False
     ) -> Iterator[Callable[[Tokens, Tensor], Tensor]]:
-        """Inside, what the model makes of the last layer's output: its final norm, or its logits.
+        """Return a context with a function from the last layer's output to the final norm, or to
+        logits.
 
         Args:
-            logits: through the head as well.
-            gradients: so that gradients with respect to the output can be taken.
+            logits: True to apply the head as well.
+            gradients: True to allow gradients with respect to the input.
 
         Yields:
-            a function of a batch and what the last layer makes of it (B, L, D), which returns
-            (B, L, D) or (B, L, vocabulary).
+            a function of a batch and the last layer's output (B, L, D), which returns (B, L, D) or
+            (B, L, vocabulary).
         """
 
         def finish(batch: Tokens, last: Tensor) -> Tensor:
@@ -516,10 +520,10 @@ class LayerStream(Generic[V_co]):
     def heads(
         self, states: Iterable[Tensor], logits: bool = False, gradients: bool = False
     ) -> Iterator[tuple[Tensor, Tokens]]:
-        """What :meth:`headed` makes of all batches, with their tokens.
+        """Yield the result of :meth:`headed` for all batches, with their tokens.
 
         Args:
-            states: the last layer's hidden states (B, L, D), one entry a batch.
+            states: the last layer's hidden states (B, L, D), one entry per batch.
             logits: as for :meth:`headed`.
             gradients: as for :meth:`headed`.
         """
@@ -540,13 +544,13 @@ class LayerStream(Generic[V_co]):
     def collected(
         self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int
     ) -> Iterator[None]:
-        """Inside, what enters and leaves an FFN is collected, padding left out.
+        """Collect the inputs and outputs of an FFN while the context lasts, padding left out.
 
         Args:
-            ffn: of the layer.
-            inputs: each batch that enters (T, D) is appended; None to collect none.
-            outputs: the same of what leaves.
-            layer: the layer's number, for errors.
+            ffn: the layer's FFN.
+            inputs: list to which each batch's input (T, D) is appended; None to collect none.
+            outputs: list for the outputs; None to collect none.
+            layer: index of the layer, for errors.
 
         Raises:
             MoesaicError: an input is not finite.
@@ -574,22 +578,23 @@ class LayerStream(Generic[V_co]):
     def entered(
         self, block: Block, inputs: Iterable[Tensor], passage: Passage | None = None
     ) -> Iterator[Tensor]:
-        """Batches of what entered a layer's FFN, which meanwhile is handed what goes with each.
+        """Yield a layer's FFN inputs per batch, while the FFN is given each batch's other
+        arguments.
 
         Args:
             block: the layer, open.
-            inputs: what was :meth:`collected`, one entry a batch.
-            passage: is told which tokens each batch is of.
+            inputs: inputs from :meth:`collected`, one entry per batch.
+            passage: object that is given the tokens of each batch.
         """
         for b, x_TD in enumerate(inputs):
             for told in (passage, vars(block.layer).get("passage")):
                 if told is not None:
-                    block._tell(told, self._batches[b], real=True)
+                    block._set_tokens(told, self._batches[b], real=True)
             with self.handing(block, b):
                 yield x_TD
 
     def handing(self, block: Block, batch: int) -> AbstractContextManager[None]:
-        """Inside, a layer's FFN is handed what a batch has for its router beside hidden states."""
+        """Return a context in which a layer's FFN is given a batch's arguments for its router."""
         mask = self._batches[batch].attention_mask
 
         def tokens(number_BL: Tensor) -> Tensor:
@@ -598,12 +603,12 @@ class LayerStream(Generic[V_co]):
         return self.arch.handing(self.arch.ffn_of(block.layer), block.arguments(batch), tokens)
 
     def masks(self) -> Iterator[Tensor | None]:
-        """The attention mask of every batch (B, L); None where there is no padding."""
+        """Yield the attention mask of every batch (B, L); None if there is no padding."""
         return (batch.attention_mask for batch in self._batches)
 
     @torch.no_grad()
     def record(self) -> tuple[Spill, list[list[JSON]]]:
-        """Embeddings of every batch, and the keyword arguments of every block for it."""
+        """Return embeddings of every batch, and the keyword arguments of every block for it."""
         hidden = Spill(self._spill_bytes // 2)
         kwargs: list[list[JSON]] = []
         first: list[Tensor] = []
@@ -623,7 +628,7 @@ class LayerStream(Generic[V_co]):
 
     @property
     def _body(self) -> Model:
-        """The model without its head."""
+        """Model without its head."""
         body: Model = self.model.base_model
         if body is not self.model:
             return body
@@ -641,16 +646,16 @@ class LayerStream(Generic[V_co]):
 
     @contextmanager
     def _replaced(self, stand_in: StandIn) -> Iterator[None]:
-        """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
+        """Replace every block by ``stand_in(index, hidden states, keyword arguments)``."""
         with ExitStack() as replaced:
             for index, layer in enumerate(self.arch.layers(self.model)):
-                forward = _standing_in(stand_in, index, layer)
+                forward = _replacement_forward(stand_in, index, layer)
                 replaced.enter_context(forward_replaced(layer, forward))
             yield
 
 
-def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:
-    """A layer's forward that takes and returns what the layer's own does."""
+def _replacement_forward(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:
+    """Return a replacement of a layer's forward with the same arguments and results."""
     _, _, *names = inspect.signature(type(layer).forward).parameters
     handing = hands_on(type(layer).forward)
 
@@ -664,7 +669,8 @@ def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..
 
 
 def valid(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The real tokens: (B, L, D) to (T, D), padding dropped; of several residual streams all."""
+    """Return the real tokens, padding dropped: (B, L, D), or several residual streams, to (T,
+    D)."""
     if mask is None:
         return x.flatten(0, -2)
     mask = mask.to(x.device)

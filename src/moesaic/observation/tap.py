@@ -1,4 +1,4 @@
-"""Hooks: what enters the projections of a layer, as tokens pass.
+"""Hooks on the inputs of a layer's projections.
 
 Shape suffixes: T tokens of a batch, N of them, I inputs, E experts, D hidden size, K top-k.
 """
@@ -20,20 +20,20 @@ from moesaic.io.restore import forward_replaced
 
 @dataclass(frozen=True)
 class Event:
-    """A batch at one projection; of a tensor that holds all experts, at one of them."""
+    """Batch of inputs at one projection, or at one expert of a fused tensor."""
 
     path: str
-    """Of the projection in the decoder layer; of experts that of their tensor."""
+    """Path of the projection in the decoder layer, or of the experts' tensor."""
     x_NI: Tensor
-    """What enters it; padding left out."""
+    """Inputs, padding left out."""
     expert: int | None = None
     weights_N1: Tensor | None = None
-    """An expert's combine weights."""
+    """Combine weights of an expert."""
 
 
 Notify = Callable[[Event], None]
 Masks = Iterator[Tensor | None]
-"""By batch the tokens that count (B, L); None for all."""
+"""Tokens to count, per batch (B, L); None for all."""
 
 
 @contextmanager
@@ -46,16 +46,16 @@ def tapped(
     *,
     instead: bool = False,
 ) -> Iterator[None]:
-    """Show what enters a layer's projections while it runs.
+    """Call ``notify`` with the inputs of a layer's projections while it runs.
 
     Args:
         layer: the decoder layer, live.
         arch: its architecture.
-        paths: of projections in the layer; of routed experts those of their tensors.
-        notify: called once a projection and a batch, of experts once for each that runs.
-        masks: by batch the tokens that count (B, L); None for all.
-        instead: experts run one by one, here, instead of being run again beside: not their own
-            kernel's rounding, and half of the work.
+        paths: paths of projections in the layer; for routed experts those of their tensors.
+        notify: called once per projection and batch, for experts once per expert that runs.
+        masks: per batch the tokens to count (B, L); None for all.
+        instead: True to run experts one by one instead of their own kernel, False to run them
+        additionally: half of the work, but another rounding.
     """
     real: list[Tensor | None] = [None]
 
@@ -95,17 +95,17 @@ def _counted(x_TI: Tensor, real_T: Tensor | None) -> Tensor:
 
 @dataclass
 class _Experts:
-    """The experts of a layer, one after the other."""
+    """Experts of a layer, run one after the other."""
 
     view: MoEFFN
     tensors: Mapping[str, str]
-    """By the name of a tensor that holds all experts' projections, its path in the layer."""
+    """Paths in the layer, by the name of a tensor that holds all experts' projections."""
     notify: Notify
     real: list[Tensor | None]
-    """Of the batch at hand the tokens that count (T,)."""
+    """Tokens to count of the current batch (T,)."""
 
     def each(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Each expert that runs: its number, its rows, their weights (N, 1), and h."""
+        """Yield each expert that runs: its index, its rows, their weights (N, 1), and h."""
         for i, rows, x_NI, weights_N1 in self.view.split(x_RD, *routed):
             h_NI = self.view.activated(i, x_NI)
             up, down = self.view.matrices
@@ -123,12 +123,12 @@ class _Experts:
         self.notify(Event(path, _counted(x_NI, real_N), i, counted_N1))
 
     def beside(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Before the experts' own forward."""
+        """Run before the experts' own forward, as a hook."""
         for _output in self.each(args[0].flatten(0, -2), *args[1:3]):
             pass
 
     def forward(self, x: Tensor, *routed: Tensor) -> Tensor:
-        """Instead of the experts' own forward."""
+        """Run instead of the experts' own forward."""
         x_RD = x.flatten(0, -2)
         y_RD = torch.zeros_like(x_RD)
         for i, rows, weights_N1, h_NI in self.each(x_RD, *routed):
@@ -141,16 +141,16 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Squares(Generic[K]):
-    """Sums of squares over tokens, by any key: (E, I), one row where there are no experts."""
+    """Sums of squares over tokens, by any key: (E, I), one row without experts."""
 
     def __init__(self) -> None:
         self.sums: dict[K, Tensor] = {}
-        """float64 (E, I), on the CPU."""
+        """Sums by key, float64 (E, I), on the CPU."""
         self.counts: dict[K, Tensor] = {}
-        """int64 (E,): tokens."""
+        """Tokens by key, int64 (E,)."""
 
     def add(self, key: K, x_NI: Tensor, expert: int | None = None, experts: int = 1) -> None:
-        """Take tokens in; products are made in their own type."""
+        """Add tokens; products are computed in their own dtype."""
         if key not in self.sums:
             self.sums[key] = torch.zeros(experts, x_NI.shape[-1], dtype=torch.float64)
             self.counts[key] = torch.zeros(experts, dtype=torch.int64)
@@ -158,10 +158,10 @@ class Squares(Generic[K]):
         self.counts[key][expert or 0] += len(x_NI)
 
     def mean(self, key: K) -> Tensor:
-        """Of each row over its own tokens (E, I); 0 where there were none."""
+        """Return the mean of each row over its own tokens (E, I); 0 if there were none."""
         return self.sums[key] / self.counts[key].clamp(min=1)[:, None]
 
 
 def square_sums(h_NM: Tensor) -> Tensor:
-    """Sums of squares over tokens, (N, M) to (M,), float64 on the CPU."""
+    """Return sums of squares over tokens, (N, M) to (M,), float64 on the CPU."""
     return h_NM.square().sum(0, dtype=torch.float64).cpu()

@@ -1,1 +1,1 @@
-"""Layer kinds: one file for each thing that a decoder layer can become."""
+"""Layer kinds, one file each: the plans by which a decoder layer is changed."""

@@ -1,7 +1,7 @@
-"""A layer kind: what a converted decoder layer is, from its plan to the words that describe it.
+"""Layer kinds: the interface of a converted decoder layer, from its plan to its description.
 
-One file of this folder holds one kind and everything about it. The rest of the package asks the
-kind and never which kind it is.
+One file of this folder holds one kind and everything about it. The rest of the package calls these
+methods and never checks which kind it has.
 """
 
 from __future__ import annotations
@@ -25,101 +25,98 @@ from moesaic.types import JSON, Values
 
 V_co = TypeVar("V_co", covariant=True)
 Header = Values
-"""A converted layer in ``config.json``: enough to build its modules without values."""
+"""JSON of a converted layer in ``config.json``: enough to build its modules without values."""
 
 
 class State(Protocol):
-    """One decoder layer's tensors, live or on disk. Names are relative to the layer.
+    """Tensors of one decoder layer, live or on disk. Names are relative to the layer.
 
     Tensors are stored under other names and in other pieces than a model in memory has them: a
     checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
     """
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
-        """The name as stored, and the name in memory, of tensors under some prefixes."""
+        """Yield the stored name and the name in memory of tensors under some prefixes."""
 
     def read(self, stored: str) -> Tensor:
-        """A tensor by the name it is stored under."""
+        """Return a tensor by its stored name."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor by its name in memory."""
+        """Return a tensor by its name in memory."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a name in memory is there."""
+        """Return True if a tensor has this name in memory."""
 
 
 class Site(Protocol[V_co]):
-    """A layer as it was, and the calibration tokens that reach it; a ``stream.Site`` is one."""
+    """Unchanged layer and the calibration tokens that reach it; ``stream.Site`` implements it."""
 
     @property
     def view(self) -> V_co:
-        """A DenseFFN or a MoEFFN."""
+        """View of the layer's FFN, a DenseFFN or a MoEFFN."""
 
     @property
     def layer(self) -> nn.Module:
-        """The decoder layer."""
+        """Decoder layer."""
 
     @property
     def passage(self) -> Passage:
-        """The tokens that run through it now."""
+        """Tokens that run through the layer now."""
 
     def inputs(self) -> Iterator[Tensor]:
-        """Batches of x (T, D), the FFN's input."""
+        """Yield batches of x (T, D), the FFN's input."""
 
     def targets(self) -> Iterator[Tensor | None]:
-        """Batches of the original's output (T, D); None where it is the FFN's own of inputs()."""
+        """Yield batches of the original's output (T, D); None if the FFN gives it for inputs()."""
 
     def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of x (T, D) and of a dense FFN's h (T, M)."""
+        """Yield batches of x (T, D) and of a dense FFN's h (T, M)."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A layer in words and figures, for records."""
+    """Words and figures about a converted layer, for records."""
 
     text: str
-    """The layer's new form, in words: ``6 of 8 experts stay``."""
+    """New form of the layer in words, such as ``6 of 8 experts stay``."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has."""
-    parts: tuple[int, ...] = ()
-    """Of a dense layer that was cut into pieces its neurons: those of every token, then each
-    expert's."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a decoder layer has that a plan takes parts of."""
+    """Sizes of the decoder layer that a plan is for."""
 
     hidden_size: int
     width: int
-    """Neurons of its FFN; of one expert, where it routes."""
+    """Neurons of its FFN, or of one expert if it routes."""
     experts: int = 0
-    """Routed experts, 0 where it is dense."""
+    """Routed experts, 0 if it is dense."""
 
     @property
     def most(self) -> int:
-        """Neurons of all that a layer may have: more are no plan's of it."""
+        """Upper bound of the neurons that a plan may ask for."""
         return 8 * self.hidden_size + self.width * max(1, self.experts)
 
 
 PADDING = -1
-"""In a list of numbers: a place for what is not there, filled with zeros."""
+"""Index that marks an empty place in a list of indices; the place is filled with zeros."""
 
 
 def check_numbers(
     what: str, numbers: Tensor | None, count: int | None, padding: bool = False, lists: int = 1
 ) -> None:
-    """Refuse lists of experts, neurons or rows that a layer has not, or has not so many of.
+    """Refuse lists of experts, neurons or rows that a layer does not have.
 
     Args:
-        what: they are, for messages.
-        numbers: (N,) or (L, N) of L lists; None for none.
-        count: how many there are; None where that is found out when they are taken.
-        padding: PADDING may stand among them, as often as there is room for.
-        lists: as many may stand side by side.
+        what: plural noun for messages, such as "experts".
+        numbers: indices (N,), or (L, N) for L lists; None is accepted.
+        count: how many the layer has; None if that is checked later.
+        padding: True if PADDING is allowed among them.
+        lists: most lists.
 
     Raises:
-        ValueError: says which.
+        ValueError: names the indices and the limit.
     """
     if numbers is None or not numbers.numel():
         return
@@ -138,67 +135,68 @@ def check_numbers(
 
 @dataclass(frozen=True)
 class LayerPlan(ABC):
-    """What becomes of one decoder layer: a header, tensors, and how they are put to use.
+    """Plan of one converted decoder layer: a header and tensors, and the code that applies them.
 
     Subclasses are frozen dataclasses. ``header`` and ``tensors`` together are the whole decision:
-    by default all fields, those that are ``held`` as tensors, the others as plain JSON.
+    by default all fields, those in ``held`` as tensors, the others as plain JSON.
     """
 
     kind: ClassVar[str]
     refines: ClassVar[bool] = False
-    """It leaves the layer the kind that it was and only adds to it; see :meth:`refine`."""
+    """True if the plan keeps the layer's kind and only adds to it; see :meth:`refine`."""
     held: ClassVar[Mapping[str, str]] = {}
-    """By the name of a tensor in the plan's files the field that it is; a field may be None."""
+    """Field names by the names of their tensors in the plan's files; a field may be None."""
 
     @property
     def weights(self) -> str:
-        """What became of the layer's weights, one of :data:`moesaic.record.WEIGHTS`."""
+        """Change of the layer's weights, one of :data:`moesaic.record.WEIGHTS`."""
         return "refitted" if "down" in self.tensors() else "own"
 
     def header(self) -> JSON:
-        """``kind`` and the sizes of the new modules, as plain JSON."""
+        """Return ``kind`` and the sizes of the new modules, as plain JSON."""
         return {"kind": self.kind, **{name: getattr(self, name) for name in self._plain()}}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Index lists, routers and replaced weights, by name; ``down`` is one that was refitted."""
+        """Return index lists, routers and replaced weights, by name; ``down`` is a refitted one."""
         every = {name: getattr(self, field) for name, field in self.held.items()}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        """The plan of a header and tensors; the inverse of those two methods."""
+        """Return the plan of a header and tensors; the inverse of those two methods."""
         return cls(**{name: header[name] for name in cls._plain()}, **cls.fields_of(tensors))
 
     @classmethod
     def _plain(cls) -> list[str]:
-        """The fields that are no tensors."""
+        """Return the names of the fields that are no tensors."""
         return [field.name for field in fields(cls) if field.name not in cls.held.values()]
 
     @classmethod
     def fields_of(cls, tensors: Mapping[str, Tensor]) -> JSON:
-        """The fields that tensors are, for :meth:`load`."""
+        """Return the fields that are tensors, for :meth:`load`."""
         return {field: tensors[name] for name, field in cls.held.items() if name in tensors}
 
     @abstractmethod
     def check(self, sizes: Sizes) -> None:
-        """Refuse numbers and sizes that no such layer has, before anything is made of them.
+        """Refuse indices and sizes that the layer does not have, before anything is built from
+        them.
 
-        Plans come from strangers: what is not bounded here is written as it says.
+        Plans may come from strangers: what is not bounded here is written as the plan asks.
 
         Args:
-            sizes: of the layer that the plan is for.
+            sizes: sizes of the layer that the plan is for.
 
         Raises:
-            ValueError: says which.
+            ValueError: names the wrong value.
         """
 
     @abstractmethod
     def sources(self, arch: Arch) -> tuple[str, ...]:
-        """Prefixes of the names, relative to the decoder layer, of all tensors that change."""
+        """Return name prefixes, relative to the decoder layer, of all tensors that change."""
 
     @abstractmethod
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """The layer's tensors as they will be, those under :meth:`sources` only.
+        """Yield the layer's new tensors, only those under :meth:`sources`.
 
         A pure function, used alike for a live model and for a checkpoint on disk.
 
@@ -208,104 +206,104 @@ class LayerPlan(ABC):
         """
 
     def origin(self, stored: str) -> str:
-        """The tensor of the layer before whose values come to be stored under a name.
+        """Return the stored name of the old tensor whose values a new tensor holds.
 
         Args:
-            stored: a name of :meth:`convert`.
+            stored: the new tensor's name, as :meth:`convert` yields it.
         """
         return stored
 
     @classmethod
     @abstractmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        """Give ``layers[index]`` the modules that a header says, in place.
+        """Give ``layers[index]`` the modules that a header describes, in place.
 
         Parameters that change are new ones on the meta device, without values.
         """
 
     @abstractmethod
     def describe(self, experts: int) -> Description:
-        """What became of the layer.
+        """Describe the converted layer in words and figures.
 
         Args:
-            experts: routed experts that it had before; 0 where it was dense.
+            experts: routed experts that it had before; 0 if it was dense.
         """
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
-        """Parameters of a converted layer, and what a token uses of them, nominally.
+        """Return the parameters of a converted layer, and those that a token uses, nominally.
 
         Args:
             layer: with its modules installed; a skeleton on the meta device will do.
             arch: the architecture.
-            header: of the layer.
-            width: the FFN width it had before; of one expert where it routed.
+            header: the layer's header.
+            width: FFN width before, or width of one expert if it routed.
         """
         return arch.use(layer)
 
     @classmethod
     def refine(cls, use: LayerUse, layer: nn.Module, arch: Arch, header: Header) -> LayerUse:
-        """The same of a kind that ``refines``, from what the layer uses without it."""
+        """Return a refined layer's use, from its use without the refinement."""
         return use
 
     @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
-        """The module that chooses a token's experts, and their sizes; None where none does."""
+        """Return the module that chooses a token's experts, and their sizes; None without one."""
         return arch.routed(layer)
 
     def refit(self, site: Site[Any], **options: bool) -> tuple[LayerPlan, JSON]:
-        """The layer with weights solved for, so that its output is nearest to the original's.
+        """Solve for weights with which the layer's output is nearest to the original's.
 
-        ``site`` is the layer as it was, and its tokens.
+        ``site`` is the unchanged layer with its tokens.
 
         Returns:
             the new plan, and ``lost``, ``recovered`` and ``strength`` for the record.
 
         Raises:
-            MoesaicError: layers of this kind are not refitted.
+            MoesaicError: layers of this kind cannot be refitted.
         """
         raise MoesaicError(f"Layers of kind {self.kind!r} are not refitted.")
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
-        """The reason why no other architecture holds such a layer exactly; None if one may."""
+        """Return why no other architecture can hold such a layer exactly; None if one may."""
         return f"Layers of kind {cls.kind} have no native form yet."
 
     @classmethod
     def exporter(cls, header: Header) -> Callable[..., Any] | None:
-        """Return what writes dense layers of this kind as those of another architecture.
+        """Return the function that writes dense layers of this kind as another architecture's.
 
-        It is called as :func:`moesaic.exports.narrowed.narrowed` is. None: they are written as
-        narrower layers of the base's own.
+        It has the signature of :func:`moesaic.exports.narrowed.narrowed`. None: they are written as
+        narrower layers of the base's own class.
         """
         return None
 
     @classmethod
     def removes(cls, header: Header) -> bool:
-        """Whether the whole decoder layer is gone."""
+        """Return True if the whole decoder layer is removed."""
         return False
 
     def mtp_plan(self) -> LayerPlan | None:
-        """The same decision for a layer that follows the last one and that nobody looked at.
+        """Return the same decision for an MTP layer, which was not observed.
 
-        Such layers predict further tokens. No weights that were solved for are in it; None if
-        they stay as they are.
+        It has no refitted weights. None if MTP layers are kept unchanged.
         """
         return None
 
     def native(self) -> JSON | None:
-        """What a config of the base's own class must say to hold the layer; None: it cannot.
+        """Return the config values with which the base's own class holds the layer; None if it
+        cannot.
 
-        Keys: ``dense`` (width of a plain MLP); or ``experts`` (routed experts that are left) and,
-        where they are not as wide as they were, ``width`` and ``shared`` (of the shared path); or
-        ``top_k`` (experts that a token runs).
+        Keys: ``dense`` (width of a plain MLP); or ``experts`` (kept routed experts) and, if their
+            width
+        changed, ``width`` and ``shared`` (width of the shared path); or ``top_k``.
         """
         return None
 
 
 @dataclass(frozen=True)
 class RoutingPlan(LayerPlan):
-    """A layer whose tensors all stay, and whose router alone decides otherwise."""
+    """Plan that keeps all of a layer's tensors and only changes how its router decides."""
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
         return ()
@@ -315,14 +313,14 @@ class RoutingPlan(LayerPlan):
 
 
 def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
-    """The plan of a layer of any kind, its fields of the types that they are said to have.
+    """Return the plan of a layer of any kind, with its fields checked against their types.
 
     Args:
-        header: of the layer.
-        tensors: its own, by name.
+        header: the layer's header.
+        tensors: the layer's tensors, by name.
 
     Raises:
-        KeyError, TypeError, ValueError: there is no such kind, or it has no such layer.
+        KeyError, TypeError, ValueError: the kind is unknown, or the fields do not fit it.
     """
     plan = KINDS[header["kind"]].load(header, tensors)
     check_fields({f.name: getattr(plan, f.name) for f in fields(plan)}, types_of(type(plan)))
@@ -330,7 +328,7 @@ def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
 
 
 def same(a: LayerPlan, b: LayerPlan) -> bool:
-    """Whether two layers' decisions are identical, tensors bitwise."""
+    """Return True if two layers' plans are identical, tensors bitwise."""
     ta, tb = a.tensors(), b.tensors()
     return (
         a.header() == b.header()

@@ -24,14 +24,14 @@ from moesaic.plans.state import LiveState
 from moesaic.types import JSON
 
 Part = tuple[Tensor, Tensor, Tensor, float]
-"""gate (M, D), up (M, D), down (D, M), and the factor of its output."""
+"""Gate (M, D), up (M, D), down (D, M), and the factor of the part's output."""
 
 
 @dataclass(frozen=True)
 class CondensedLayer(LayerPlan):
-    """One dense MLP in the place of a mixture.
+    """Plan of one dense MLP in the place of a mixture.
 
-    Of a layer that is dense already, the MLP itself is the shared path.
+    If the layer is dense already, its MLP is the shared path.
     """
 
     kind: ClassVar[str] = "condensed"
@@ -42,20 +42,20 @@ class CondensedLayer(LayerPlan):
     }
 
     experts_K: Tensor
-    """int64: the routed experts that every token runs, in the order they were chosen."""
+    """Routed experts that every token runs, in the order they were chosen, int64."""
     gates_K: Tensor
-    """float32: g_i, their fixed weights, the router's scaling included."""
+    """Fixed weights g_i, the router's scaling included, float32."""
     width: int
-    """Neurons, zeros beyond the experts' own included."""
+    """Neurons, including zeros beyond the experts' own."""
     shared: bool = True
-    """The shared path stays."""
+    """True if the shared path is kept."""
     shared_scale: float | list[float] = 1.0
-    """A factor of the shared path, beside a gate of its own; of shared experts that the router
-    weighs, one for each."""
+    """Factor of the shared path, besides its gate; one per shared expert if the router weighs
+    them."""
     gated: int = 0
     """Neurons of the shared path that keep the base's gate, which scales them token by token."""
     down_DM: Tensor | None = None
-    """A down projection that takes the place of the folded one."""
+    """Down projection that replaces the folded one."""
 
     def __post_init__(self) -> None:
         if self.experts_K.numel() != self.gates_K.numel():
@@ -65,7 +65,7 @@ class CondensedLayer(LayerPlan):
 
     @property
     def experts(self) -> list[int]:
-        """The routed experts in the order they were chosen."""
+        """Routed experts in the order they were chosen."""
         return self.experts_K.tolist()
 
     def check(self, sizes: Sizes) -> None:
@@ -80,7 +80,7 @@ class CondensedLayer(LayerPlan):
         return tuple(f"{path}." for path in arch.replaced_paths)
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Gate, up and down of the MLP, and the shared path's own gate where it stays."""
+        """Yield gate, up and down of the MLP, and the shared path's own gate if it is kept."""
         assert isinstance(arch, MoEArch)
         path = arch.ffn_path
         experts = f"{path}.{arch.experts}."
@@ -99,7 +99,7 @@ class CondensedLayer(LayerPlan):
         like = parts[0][2] if parts else empty_0D
         names = arch.ffn.apart
         folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
-        if self.down_DM is not None:  # narrower where the layer was widened since
+        if self.down_DM is not None:  # narrower if the layer was widened later
             rest = self.width - self.down_DM.shape[1]
             folded[names[-1]] = F.pad(self.down_DM.to(like.device), (0, rest))
         if self.gated:
@@ -108,7 +108,7 @@ class CondensedLayer(LayerPlan):
             yield f"{path}.{name}.weight", tensor.to(like).contiguous()
 
     def _shared(self, arch: MoEArch, at: str, state: State) -> Iterator[Part]:
-        """The shared path's projections and its weight; of several experts those of each."""
+        """Yield the shared path's projections and its weight, or those of each shared expert."""
         names, count, scales = arch.shared_names, arch.parts.always, self.shared_scale
         if not count and isinstance(scales, float):
             yield *_projections(state, at, names), scales
@@ -121,7 +121,7 @@ class CondensedLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
         new = _new_ffn(layer, arch, header["width"], header["gated"], "meta")
-        for path in arch.replaced_paths:  # some layers call what is beside without a look
+        for path in arch.replaced_paths:  # some layers call the shared path unconditionally
             put(layer, path, Nothing())
         put(layer, arch.ffn_path, new.train(layer.training))
 
@@ -163,9 +163,10 @@ class CondensedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def refit(self, site: Site[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
-        """A new down projection. Features are h~ of the shared path and the chosen experts.
+        """Solve for a new down projection. Features are h~ of the shared path and the chosen
+        experts.
 
-        A layer that was dense before, and one of which nothing is left, stay as they are.
+        A layer that was dense before, or has no neurons left, is not changed.
         """
         view = site.view
         if not isinstance(view, MoEFFN) or not self.width:
@@ -186,7 +187,7 @@ class CondensedLayer(LayerPlan):
         return replace(self, down_DM=new_DM), figures
 
     def module(self, layer: nn.Module, arch: MoEArch) -> CondensedFFN:
-        """The MLP that takes the place of a live layer's block; the layer stays as it is."""
+        """Return the MLP that replaces a live layer's block; the layer is not changed."""
         prefix = f"{arch.ffn_path}."
         tensors = dict(self.convert(arch, LiveState(layer)))
         new = _new_ffn(layer, arch, self.width, self.gated)
@@ -197,7 +198,7 @@ class CondensedLayer(LayerPlan):
 def _new_ffn(
     layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
 ) -> CondensedFFN:
-    """The module that takes the place of a live layer's FFN, where nothing else is said there."""
+    """Return the MLP that replaces a live layer's FFN, by default on its device."""
     like_0D = arch.nothing_written(layer)
     device = device or like_0D.device
     act = arch.act_of(layer) if width else nn.Identity()
@@ -210,9 +211,9 @@ def _new_ffn(
 
 
 def nothing_read(arch: Arch, state: State) -> Tensor:
-    """An FFN's projection with no neurons (0, D), of the type of its experts or neurons.
+    """Return an FFN's projection with no neurons (0, D), of the dtype of its experts or neurons.
 
-    Routers may be of a wider type.
+    Routers may have a wider dtype.
     """
     reader = next(state[name] for name in arch.readers if name in state)
     experts = f"{arch.inside}{arch.experts}." if isinstance(arch, MoEArch) else "\0"
@@ -222,14 +223,15 @@ def nothing_read(arch: Arch, state: State) -> Tensor:
 
 
 NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")
-"""No routed expert."""
+"""Empty list of routed experts."""
 
 NO_FFN = CondensedLayer(NONE_K, torch.empty(0, device="cpu"), 0, shared=False)
-"""Nothing of the block stays: Layer Drop."""
+"""Plan of a layer whose whole FFN block is removed: Layer Drop."""
 
 
 def _fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate (M, D), up (M, D) and down (D, M) of one MLP that is the weighted sum of its parts.
+    """Return gate (M, D), up (M, D) and down (D, M) of one MLP that is the weighted sum of its
+    parts.
 
     sum_i g_i down_i h_i = [g_1 down_1, g_2 down_2, ...] [h_1; h_2; ...]; neurons beyond the
     parts' own are zero.

@@ -1,4 +1,4 @@
-"""A whole decoder layer that is gone, attention included (Block Drop)."""
+"""Removal of a whole decoder layer, attention included (Block Drop)."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from moesaic.types import JSON, Config
 
 
 def attributes(layer: nn.Module) -> JSON:
-    """The words and numbers that a layer, or its class, notes of itself."""
+    """Return the strings and numbers that a layer, or its class, has as attributes."""
     noted = {**vars(type(layer)), **vars(layer)}
     return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
 
 
 def cache_leaders(config: Config) -> set[int]:
-    """The layers without which cached decoding goes wrong: the first one, and the first one of each
-    kind of attention, since transformers reads positions and the sizes of masks from their caches.
-    """
+    """Return the layers without which cached decoding goes wrong: the first one, and the first one
+    of each kind of attention, since transformers reads positions and mask sizes from their
+    caches."""
     kinds = list(getattr(config, "layer_types", None) or ())
     return {0, *(kinds.index(kind) for kind in {*kinds} - {"moe", "mlp"})}
 
 
 @dataclass(frozen=True)
 class DroppedLayer(LayerPlan):
-    """Tokens pass as they are."""
+    """Plan of a removed layer: tokens pass unchanged."""
 
     kind: ClassVar[str] = "dropped"
 
     def check(self, sizes: Sizes) -> None:
-        """Nothing is chosen."""
+        """Accept any layer: nothing is chosen."""
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
         return ("",)
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Three projections without neurons, by which the rest of the package knows the block."""
+        """Yield three projections without neurons, by which the block is recognised."""
         empty_0D = nothing_read(arch, state)
         for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
             yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
@@ -53,7 +53,7 @@ class DroppedLayer(LayerPlan):
         hidden = arch.nothing_written(layers[index]).shape[1]
         noted = attributes(layers[index])
         layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
-        vars(layers[index]).update(noted)  # some models ask a layer of what type it is
+        vars(layers[index]).update(noted)  # some models read a layer's type
 
     def describe(self, experts: int) -> Description:
         return Description("the whole layer is gone")
@@ -75,5 +75,5 @@ class DroppedLayer(LayerPlan):
         return None
 
     def refit(self, site: Site[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
-        """The layer as it is: nothing is left of it that could be fitted."""
+        """Return the plan unchanged: nothing is left that could be fitted."""
         return self, {}

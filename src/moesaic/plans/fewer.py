@@ -1,4 +1,4 @@
-"""A mixture of which a token runs fewer experts than it did."""
+"""Lower top-k of one mixture layer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moesaic.types import JSON
 
 @dataclass(frozen=True)
 class FewerLayer(RoutingPlan):
-    """Weights stay as they are, and so does what earlier steps made of the layer.
+    """Plan of a layer in which a token runs fewer experts; weights and earlier steps are kept.
 
-    Of a table of each token's experts the first columns stay.
+    A table of each token's experts keeps its first columns.
     """
 
     kind: ClassVar[str] = "fewer"
@@ -28,7 +28,7 @@ class FewerLayer(RoutingPlan):
     top_k: int
     """Experts that a token runs."""
     before: int
-    """The same of the layer as it was."""
+    """Experts that a token ran before."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.before:
@@ -51,7 +51,7 @@ class FewerLayer(RoutingPlan):
         assert isinstance(arch, MoEArch)
         view = arch.mixture(layers[index])
         set_top_k(view.router, arch.parts, header["top_k"])
-        if hasattr(view.block, "top_k"):  # some note it, too
+        if hasattr(view.block, "top_k"):  # some blocks hold it, too
             view.block.top_k = header["top_k"]
 
     def describe(self, experts: int) -> Description:

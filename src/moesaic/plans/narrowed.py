@@ -1,6 +1,6 @@
-"""A dense FFN that kept some of its neurons: static width pruning.
+"""Dense FFN that keeps some of its neurons: static width pruning.
 
-Shape suffixes: T tokens, W neurons that stay, D hidden size.
+Shape suffixes: T tokens, W kept neurons, D hidden size.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from moesaic.types import JSON
 
 @dataclass(frozen=True)
 class NarrowedLayer(LayerPlan):
-    """A dense FFN of which every token runs the same neurons, and the others are gone."""
+    """Plan of a dense FFN of which every token runs the same kept neurons."""
 
     kind: ClassVar[str] = "narrowed"
     held: ClassVar[Mapping[str, str]] = {"order": "order_W", "down": "down_DW"}
 
     order_W: Tensor
-    """int64: the original neuron at each new place."""
+    """Original neuron at each new place, int64."""
     before: int
-    """Neurons that there were."""
+    """Neurons before."""
     down_DW: Tensor | None = None
-    """A down projection that takes the place of the base's own."""
+    """Down projection that replaces the base's own."""
     counted: bool = False
-    """The model stays ``moesaic_<base>`` and remembers what it lost: its active ratio is of the
-    original's projections. Else it becomes of the base's own class, narrower."""
+    """True if the model becomes ``moesaic_<base>``, whose active ratio counts the removed neurons;
+    False if it is of the base's own class, narrower."""
 
     def __post_init__(self) -> None:
         if self.order_W.unique().numel() != self.order_W.numel():
@@ -50,7 +50,7 @@ class NarrowedLayer(LayerPlan):
 
     @property
     def width(self) -> int:
-        """Neurons that stay."""
+        """Number of kept neurons."""
         return self.order_W.numel()
 
     def header(self) -> JSON:
@@ -71,7 +71,7 @@ class NarrowedLayer(LayerPlan):
         return (f"{arch.ffn_path}.",)
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """The base's own values, neurons that go left out; what a refit brings, beside them."""
+        """Yield the base's own or refitted values, without the removed neurons."""
         return of_ffn(arch, state, self.order_W, self.down_DW)
 
     @classmethod
@@ -82,7 +82,7 @@ class NarrowedLayer(LayerPlan):
 
     def describe(self, experts: int) -> Description:
         text = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
-        return Description(text, {"neurons": self.width, "of": self.before}, (self.width,))
+        return Description(text, {"neurons": self.width, "of": self.before})
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
@@ -100,7 +100,7 @@ class NarrowedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
-        """A new down projection."""
+        """Solve for a new down projection."""
         order_W = self.order_W.to(site.view.device)
         running = ((h_TM, h_TM[:, order_W]) for _, h_TM in site.activations())
         down_DW, figures = refitted_down(site, order_W, running)

@@ -1,6 +1,6 @@
-"""Some neurons of an MLP: its tensors with the others left out, and its modules made narrower.
+"""Selection of an MLP's neurons: its tensors without the others, and its modules made narrower.
 
-Shape suffixes: E experts, M neurons before, W neurons that stay, D hidden size.
+Shape suffixes: E experts, M neurons before, W kept neurons, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from moesaic.plans.base import PADDING, State
 
 
 def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
-    """A tensor's rows or columns in another order, zero where the order says PADDING.
+    """Return a tensor's rows or columns in another order, zero where the order has PADDING.
 
     >>> taken(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
     [[3.0, 0.0]]
     """
     padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
-    if not tensor.is_meta:  # blocks of quantised weights look at the order
+    if not tensor.is_meta:  # blocks of quantised weights read the order
         order_W = order_W.to(tensor.device)
     chosen = tensor.index_select(axis, order_W.clamp(min=0))
     return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
 
 
 def filled_up(order_W: Tensor, room: int) -> Tensor:
-    """An order of neurons with places for zero ones behind it (room,).
+    """Return an order of neurons, followed by PADDING up to ``room`` places (room,).
 
     >>> filled_up(torch.tensor([2, 0]), 4).tolist()
     [2, 0, -1, -1]
@@ -39,14 +39,15 @@ def filled_up(order_W: Tensor, room: int) -> Tensor:
 
 
 def in_groups(order_W: Tensor, size: int) -> Tensor:
-    """The same neurons, those of an old group of columns in one new group as far as can be.
+    """Reorder neurons so that those of one old group of columns share a new group as far as
+    possible.
 
-    The old groups of which most stays have a new group each, which the neurons of the others fill
-    up. So most columns keep the company in which their scale was found.
+    Each of the old groups with the most neurons left gets a new group, which neurons of the other
+    groups fill up. So most columns keep the group for which their scale was computed.
 
     Args:
-        order_W: the neurons; PADDING behind them.
-        size: columns of a group; where it does not divide the neurons, all stay where they are.
+        order_W: the neurons, then PADDING.
+        size: columns of a group; if it does not divide the neurons, the order is not changed.
 
     >>> in_groups(torch.tensor([0, 1, 3, 4, 5, 6]), 3).tolist()
     [0, 1, 6, 3, 4, 5]
@@ -65,7 +66,8 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
 
 
 def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
-    """The order of gates and ups in one tensor: all gates before all ups, or by turns (2 W,).
+    """Return the order of gates and ups in one tensor: all gates before all ups, or alternating (2
+    W,).
 
     >>> order = torch.tensor([2, 0, PADDING])
     >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
@@ -86,16 +88,16 @@ def of_mlp(
     down_DW: Tensor | None = None,
     width: int = 0,
 ) -> Tensor:
-    """A tensor of an MLP with its neurons in another order.
+    """Return a tensor of an MLP with its neurons in another order.
 
     Args:
         names: the MLP's projections.
-        name: the tensor's, relative to the MLP.
+        name: the tensor's name, relative to the MLP.
         tensor: its values.
         order_W: int64: the neuron at each new place, or PADDING.
-        down_DW: takes the place of the down projection.
-        width: the neurons that there were, where gates and ups may be apart as stored though one
-            projection makes both.
+        down_DW: replaces the down projection.
+        width: neurons before, for gates and ups that one projection makes but that may be stored
+            apart.
     """
     projection, _, part = name.rpartition(".")
     if projection == names.down:
@@ -110,7 +112,8 @@ def of_mlp(
 def of_ffn(
     arch: Arch, state: State, order_W: Tensor, down_DW: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a dense layer's FFN with its neurons in another order, by their stored names.
+    """Yield the tensors of a dense layer's FFN with its neurons in another order, by their stored
+    names.
 
     Args:
         arch: the architecture.
@@ -127,13 +130,13 @@ def of_ffn(
 def of_stacked(
     names: FFNNames, leaf: str, tensor: Tensor, order_S: Tensor, down_DS: Tensor | None = None
 ) -> Tensor:
-    """A tensor of several MLPs of one width with their neurons in another order.
+    """Return a tensor of several MLPs of one width with their neurons in another order.
 
     Args:
         names: the projections of each.
         leaf: the tensor's name.
         tensor: (N, M, D), or (N, D, M) of down projections.
-        order_S: int64: N times as many neurons, each MLP's behind those of the one before.
+        order_S: int64: the neurons of all N MLPs, one MLP after the other.
         down_DS: takes the place of the down projections.
 
     Raises:
@@ -153,7 +156,7 @@ def of_stacked(
 
 
 def _neuron_axis(arch: MoEArch, leaf: str) -> int | None:
-    """The axis of a fused tensor of experts that counts neurons; None: it has none."""
+    """Return the axis of a fused tensor of experts that counts neurons; None if it has none."""
     if leaf == "down_proj":
         return 1 if arch.transposed else 2
     if leaf in ("gate_up_proj", "up_proj"):
@@ -164,7 +167,7 @@ def _neuron_axis(arch: MoEArch, leaf: str) -> int | None:
 def of_experts(
     arch: MoEArch, leaf: str, stored: str, tensor: Tensor, neurons_EW: Tensor, width: int
 ) -> Tensor:
-    """A tensor of routed experts with some of their neurons.
+    """Return a tensor of routed experts with some of their neurons.
 
     Args:
         arch: the architecture.
@@ -172,7 +175,7 @@ def of_experts(
         stored: its name as stored, which may be one expert's.
         tensor: its values.
         neurons_EW: int64: each expert's neurons.
-        width: the neurons that an expert had.
+        width: neurons of each expert before.
     """
     axis, number = _neuron_axis(arch, leaf), expert_number(stored)
     if axis is None:
@@ -190,16 +193,16 @@ def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: in
 
 
 def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give an MLP room for another number of neurons, in place: new parameters on meta."""
+    """Give an MLP another number of neurons, in place; new parameters are on the meta device."""
     before = getattr(module, names.down).weight.shape[1]
     for name in names.projections:
         axis = 1 if name == names.down else 0
         narrow_linear(getattr(module, name), axis, width * (2 if names.fused and not axis else 1))
-    _say_width([module], before, width)
+    _update_width([module], before, width)
 
 
 def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
-    """Give a linear module another number of outputs (axis 0) or inputs (1), as the above."""
+    """Give a linear module another number of outputs (axis 0) or inputs (1), in place."""
     _resize(linear, "weight", axis, size)
     linear.out_features, linear.in_features = linear.weight.shape
     if linear.bias is not None and axis == 0:
@@ -207,21 +210,21 @@ def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
 
 
 def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give several MLPs of one width room for another number of neurons, as :func:`narrow_mlp`."""
+    """Give several MLPs of one width another number of neurons, as :func:`narrow_mlp` does."""
     before = getattr(module, names.down).shape[2]
     for name in names.projections:
         _resize(module, name, 2 if name == names.down else 1, width)
-    _say_width([module], before, width)
+    _update_width([module], before, width)
 
 
 def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> None:
-    """Give routed experts room for another number of neurons, in place: new ones on meta."""
+    """Give routed experts another number of neurons, in place; new parameters are on meta."""
     experts = getattr(block, arch.experts)
     for leaf, tensor in list(experts.named_parameters()):
         axis = _neuron_axis(arch, leaf)
         if axis is not None:
             _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
-    _say_width([block, experts], before, width)
+    _update_width([block, experts], before, width)
 
 
 def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
@@ -232,8 +235,8 @@ def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
     setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
-def _say_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
-    """Let modules that note their intermediate size note the new one."""
+def _update_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
+    """Update the attributes in which modules hold their intermediate size."""
     for module in modules:
         for name, value in list(vars(module).items()):
             if "intermediate" in name and value == before and type(value) is int:

@@ -1,4 +1,4 @@
-"""A mixture of which some experts stay, in their old order."""
+"""Mixture that keeps some of its experts, in their old order."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ from moesaic.types import JSON
 
 DOWN = "down_proj"
 ROWS = 1 << 14
-"""Rows of a table at a time."""
+"""Rows of a table processed at a time."""
 
 
 @dataclass(frozen=True)
 class PrunedLayer(LayerPlan):
-    """A mixture of which some experts stay; their weights are the base's own, unless refitted."""
+    """Plan of a mixture that keeps some experts, with the base's own weights unless refitted."""
 
     kind: ClassVar[str] = "pruned"
     held: ClassVar[Mapping[str, str]] = {"kept": "kept_E", "down": "down_E"}
 
     kept_E: Tensor
-    """int64: the original expert at each new place; PADDING where there is none."""
+    """Original expert at each new place, int64; PADDING if there is none."""
     down_E: Tensor | None = field(default=None, kw_only=True)
-    """Down projections at each new place that take the place of the experts' own (E, D, M), as the
-    experts' module holds them."""
+    """Down projections that replace the experts' own (E, D, M), in their module's layout."""
 
     def __post_init__(self) -> None:
         real_E = self.experts
@@ -52,20 +51,20 @@ class PrunedLayer(LayerPlan):
 
     @property
     def kept(self) -> list[int]:
-        """The original expert at each new place, PADDING where there is none."""
+        """Original expert at each new place, PADDING if there is none."""
         return self.kept_E.tolist()
 
     @property
     def experts(self) -> Tensor:
-        """The original experts that stay, int64, padding left out."""
+        """Original experts that are kept, int64, padding left out."""
         return self.kept_E[self.kept_E != PADDING]
 
     def padded(self, count: int, groups: int = 1) -> PrunedLayer:
-        """The same layer with ``count`` places, the new ones at the end of every group.
+        """Return the same layer with ``count`` places, the new ones at the end of every group.
 
         Args:
             count: places in all.
-            groups: router groups, equal runs of neighbouring experts; each stays what it was.
+            groups: router groups, equal runs of neighbouring experts, which are kept.
         """
         kept_GE = self.kept_E.view(groups, -1)
         missing = count // groups - kept_GE.shape[1]
@@ -89,7 +88,7 @@ class PrunedLayer(LayerPlan):
         return arch.starts
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of single experts are renumbered, those of all experts lose rows."""
+        """Yield single experts' tensors renumbered, and fused tensors with fewer rows."""
         assert isinstance(arch, MoEArch)
         count = arch.counted(state[f"{arch.inside}{arch.parts.weight}"].shape)
         for stored, name in state.stored(*arch.starts):
@@ -100,11 +99,11 @@ class PrunedLayer(LayerPlan):
     def _kept(
         self, arch: MoEArch, count: int, name: str, stored: str, tensor: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
-        """The parts of one tensor that stay.
+        """Yield the kept parts of one tensor.
 
         Args:
             arch: the architecture.
-            count: the experts there were.
+            count: experts before.
             name: the tensor's name in memory, relative to the block.
             stored: its name as stored.
             tensor: its values.
@@ -131,9 +130,9 @@ class PrunedLayer(LayerPlan):
         return stored if number is None else renumbered(stored, max(0, self.kept[number]))
 
     def _taken(self, arch: MoEArch, name: str, tensor: Tensor, axis: int) -> Tensor:
-        """The kept experts' part of a tensor; padding is never chosen and holds zeros."""
+        """Return the kept experts' part of a tensor; padding is never chosen and holds zeros."""
         kept_E = self.kept_E.clamp(min=0)
-        if name == arch.parts.weight:  # rows of shared experts stay behind the others
+        if name == arch.parts.weight:  # rows of shared experts are the last
             rows = tensor.shape[axis]
             kept_E = torch.cat([kept_E, torch.arange(rows - arch.parts.always, rows)])
         selected = tensor.index_select(axis, kept_E.to(tensor.device))
@@ -145,7 +144,7 @@ class PrunedLayer(LayerPlan):
         return selected
 
     def _tabled(self, table_VK: Tensor, count: int) -> Tensor:
-        """A table of each token's experts, with others in the place of those that go."""
+        """Return a table of each token's experts, with removed experts replaced."""
         allowed_E = torch.zeros(count, dtype=torch.bool, device=table_VK.device)
         allowed_E[self.experts] = True
         place_E = torch.zeros(count, dtype=table_VK.dtype, device=table_VK.device)
@@ -184,20 +183,20 @@ class PrunedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def neurons_of(self, place: int, width: int) -> Tensor:
-        """The neurons, of ``width`` that there were, that the expert at a place keeps, int64."""
+        """Return the neurons, of ``width`` before, that the expert at a place keeps, int64."""
         return torch.arange(width)
 
     def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
-        """New down projections of the experts that stay, solved for together."""
+        """Solve for new down projections of the kept experts, jointly."""
         down_E, _, figures = refitted_downs(site, self.kept, self.neurons_of)
         return self if down_E is None else replace(self, down_E=down_E), figures
 
 
 def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
-    """Give a routed block room for another number of experts, in place.
+    """Give a routed block another number of experts, in place.
 
-    Parameters that count experts become new ones on the meta device, and buffers new ones where
-    they are: vLLM gives values to parameters alone.
+    Parameters with an axis of experts are replaced by new ones on the meta device, buffers by new
+    ones on their own device: vLLM gives values to parameters alone.
     """
     view = arch.mixture(layer)
     before = view.count

@@ -1,18 +1,17 @@
-"""Recovery in closed form: the least squares that every layer kind's ``refit`` solves.
+"""Refit in closed form: the least-squares problem that every layer kind's ``refit`` solves.
 
-Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ
-token by token. With h~ the input of the down projection of what a token still runs, idle neurons
-zero,
+Not in a paper; the least-squares reconstruction of layer-wise pruning, over features that differ by
+token. With h~ the input of the down projection after conversion, zero for idle neurons,
 
     min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
 
-y the layer's output in the model as it was. The result stays near the weights W it starts from;
-lambda is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
-:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its
-experts side by side, see :func:`~moesaic.plans.regression.ridge_path`.
+y the layer's output in the original model. The result is near the weights W it starts from; lambda
+is chosen on held-out tokens, and infinite where no change helps. A dense layer is one
+:class:`~moesaic.plans.regression.Ridge`; W of a mixture are the down projections of all its experts
+side by side, see :func:`~moesaic.plans.regression.ridge_path`.
 
-Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W that
-stay.
+Shape suffixes: T tokens, N of one expert, F features, D hidden size, M neurons of an expert, W kept
+ones.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from moesaic.types import JSON
 
 
 class Balance:
-    """A regression of what a layer's output misses, and how large that is.
+    """Regression of the error of a layer's output, and the size of that output.
 
     Args:
-        down_DF: the down projection that what explains it is added to.
+        down_DF: the down projection to which the solution is added.
     """
 
     def __init__(self, down_DF: Tensor) -> None:
@@ -46,12 +45,12 @@ class Balance:
         self.square = 0.0
 
     def add(self, h_TF: Tensor, kept_TD: Tensor, y_TD: Tensor) -> None:
-        """Take in a batch: features, the output that is left, and the original's output."""
+        """Add a batch: features, the converted layer's output, and the original's output."""
         self.ridge.add(h_TF.float(), (y_TD - kept_TD).float())
         self.square += y_TD.double().square().sum().item()
 
     def solve(self) -> tuple[Tensor, JSON]:
-        """The new down projection (D, F), on the CPU; ``lost``, ``recovered`` and ``strength``."""
+        """Return the new down projection (D, F), on the CPU, and figures for the record."""
         fit = self.ridge.solve()
         missing = self.ridge.fit.square + self.ridge.held.square
         strength = fit.strength if math.isfinite(fit.strength) else None
@@ -61,15 +60,15 @@ class Balance:
 
 
 def recovered(before: float, after: float, square: float) -> JSON:
-    """Squared errors for the record.
+    """Return squared errors for the record.
 
     Args:
-        before: of what is missing, before the refit.
-        after: the same after it.
-        square: of the output itself.
+        before: squared error before the refit.
+        after: squared error after it.
+        square: squared norm of the output itself.
 
     Returns:
-        ``lost``: the error before, relative to the output; ``recovered``: the share that went.
+        ``lost``: the error before, relative to the output; ``recovered``: the removed share of it.
     """
     return {"lost": before / max(square, 1e-300), "recovered": 1 - after / max(before, 1e-300)}
 
@@ -77,13 +76,13 @@ def recovered(before: float, after: float, square: float) -> JSON:
 def refitted_down(
     site: Site[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, JSON]:
-    """A new down projection of a dense FFN of which each token runs a part.
+    """Solve for a new down projection of a dense FFN of which each token runs a part.
 
     Args:
-        site: the layer as it was, and its tokens.
-        order_M: the neurons that stay, in their new order.
-        running: by batch the hidden activations as they were, and h~ (T, M) of the neurons that
-            stay, zero where a token does not run one.
+        site: the unchanged layer, and its tokens.
+        order_M: the kept neurons, in their new order.
+        running: per batch, the original hidden activations, and h~ (T, M) of the kept neurons, zero
+            where a token does not run one.
 
     Returns:
         the down projection (D, M); ``lost``, ``recovered`` and ``strength`` for the record.
@@ -98,53 +97,53 @@ def refitted_down(
 
 
 LEAST = 16
-"""Held-out tokens of an expert below which no gain is believed: neighbours in a text are alike."""
+"""Least held-out tokens of an expert for a gain to count: neighbours in a text are alike."""
 PATH = (10.0, 1.0, 0.3, 0.1, 0.03, 0.01, 1e-3)
-"""What lambda of a mixture's experts is chosen from, relative to the mean square of h~."""
+"""Candidates of lambda for a mixture's experts, relative to the mean square of h~."""
 TRIAL_STEPS, LAST_STEPS = 2, 3
-"""Iterations of conjugate gradients for each of these, and of the solve from all tokens."""
+"""Iterations of conjugate gradients for each candidate, and for the solve from all tokens."""
 
 
 def helps(before_ND: Tensor, after_ND: Tensor) -> bool:
-    """True if the errors of held-out tokens are significantly less after a change than before."""
+    """Return True if held-out tokens' errors are significantly lower after a change."""
     before_N, after_N = (r_ND.double().square().sum(1) for r_ND in (before_ND, after_ND))
     return significantly_worse(before_N, after_N)
 
 
 SHARED = -1
-"""The shared path among the numbers of experts."""
+"""Key of the shared path among the experts."""
 
 
 @dataclass
 class _Part:
-    """An expert, or the shared path, whose down projection is solved for."""
+    """Expert, or the shared path, whose down projection is solved for."""
 
     down_DM: Tensor
-    """As it was."""
+    """Original down projection."""
     order_W: Tensor
-    """The neurons that stay, int64."""
+    """Kept neurons, int64."""
     gone: Tensor = field(init=False)
-    """The others."""
+    """Removed neurons, int64."""
     change_WD: Tensor | None = None
-    """What is added to the down projection, transposed."""
+    """Change of the down projection, transposed."""
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
         self.gone = left_out(self.order_W, self.down_DM.shape[1])
 
     def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
-        """The neurons that stay (T, W), and what the others wrote (T, D)."""
+        """Return the kept neurons' activations (T, W), and what the removed ones wrote (T, D)."""
         return h_TM[:, self.order_W], h_TM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
 
     def fit_alone(self, site: Site[MoEFFN], expert: int) -> None:
-        """Fit it to its own output of all of the layer's tokens, as if it ran them."""
+        """Fit an expert to its own output for all of the layer's tokens, as if it ran them."""
         ridge = Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
         for x_TD in site.inputs():
             ridge.add(*self.split(site.view.hidden(expert, x_TD).float()))
         self.change_WD = ridge.solve().weight_FO
 
     def refitted(self) -> Tensor:
-        """The new down projection (D, W), float64."""
+        """Return the new down projection (D, W), float64."""
         down_DW = self.down_DM[:, self.order_W].double()
         return down_DW if self.change_WD is None else down_DW + self.change_WD.T
 
@@ -156,22 +155,22 @@ def refitted_downs(
     neurons_of: Callable[[int, int], Tensor],
     shared_S: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, JSON]:
-    """New down projections of a mixture's experts that stay, all solved for together.
+    """Solve jointly for new down projections of a mixture's kept experts.
 
-    Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. An expert
-    stays as it is where its held-out tokens do not gain significantly by its change beside those of
-    the others. An expert that lost neurons and that no token runs is fitted to its own output of
-    all tokens. The figures are of tokens that no fit saw; the weights are then solved for from all.
+    Features are h~ = w_i h_i of the kept neurons, with the router's true weight. An expert is not
+    changed if its change does not significantly lower the error of its held-out tokens. A narrowed
+    expert that no token runs is fitted to its own output for all tokens. The figures are of
+    held-out tokens; the weights are then solved for from all.
 
     Args:
-        site: the layer as it was, and its tokens.
-        kept: the original expert at each new place, below 0 where there is none.
-        neurons_of: returns the neurons, int64, that the expert at a place keeps of so many.
-        shared_S: the neurons of the shared path that stay, whose down projection is solved for
-            too; None to leave that path alone.
+        site: the unchanged layer, and its tokens.
+        kept: the original expert at each new place, below 0 if there is none.
+        neurons_of: function of (place, width) that returns the expert's kept neurons, int64.
+        shared_S: the kept neurons of the shared path, whose down projection is solved for too; None
+            to leave that path unchanged.
 
     Returns:
-        down projections by place, as the experts' module holds them (E, D, W), None where none
+        down projections by place, in the layout of the experts' module (E, D, W), None if none
         changed; that of the shared path (D, S) or None; ``lost`` and ``recovered`` for the record.
     """
     view = site.view
@@ -183,7 +182,7 @@ def refitted_downs(
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
-    fitted, held, square = _missing(site, parts)
+    fitted, held, square = _regression_data(site, parts)
     before = _square(held.y_TO)
     lost = _square(fitted.y_TO) + before
     enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
@@ -198,18 +197,21 @@ def refitted_downs(
     if SHARED in parts:
         shared = parts.pop(SHARED)
         shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
-    return _placed(kept, view, parts), shared_DS, figures
+    return _by_place(kept, view, parts), shared_DS, figures
 
 
 def _square(r_TD: Tensor) -> float:
     return r_TD.double().square().sum().item()
 
 
-def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Blocks, float]:
-    """What the layer's output misses without what goes, and h~ of the parts that run.
+def _regression_data(
+    site: Site[MoEFFN], parts: Mapping[int, _Part]
+) -> tuple[Blocks, Blocks, float]:
+    """Return the output's error without the removed parts, and h~ of the kept ones, as regression
+    data.
 
     Returns:
-        tokens to fit to; tokens that are held out; the square of the layer's output.
+        tokens to fit to; held-out tokens; the squared norm of the layer's output.
     """
     view = site.view
     allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
@@ -249,7 +251,7 @@ def _missing(site: Site[MoEFFN], parts: Mapping[int, _Part]) -> tuple[Blocks, Bl
 
 
 def _joined(batches: list[Block]) -> Block:
-    """Several batches as one; the list is emptied, so that both are held of one part at a time."""
+    """Join batches into one; the list is emptied, so that only one part is in memory twice."""
     rows, h_NW = (torch.cat(pieces) for pieces in zip(*batches, strict=True))
     batches.clear()
     return rows, h_NW
@@ -262,17 +264,17 @@ def _fit(
     strengths: Sequence[float] = PATH,
     start_FD: Tensor | None = None,
 ) -> Tensor:
-    """Fit those parts to what is missing whose change makes held-out tokens gain significantly.
+    """Fit the parts whose change significantly lowers the error of held-out tokens.
 
     Args:
-        parts: by number.
+        parts: by expert; their ``change_WD`` is set.
         fitted: tokens to fit to.
-        held: others, which choose strength and parts.
-        strengths: to choose from, falling.
-        start_FD: a change to start from.
+        held: held-out tokens, which choose strength and parts.
+        strengths: candidates of lambda, falling.
+        start_FD: change to start from; None for zero.
 
     Returns:
-        what the held-out tokens still miss (T, D) after the fit to the others.
+        the remaining error of the held-out tokens (T, D) after the fit to the others.
     """
     if not held.features:
         return held.y_TO
@@ -300,8 +302,8 @@ def _fit(
     return left_TD
 
 
-def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
-    """The experts' down projections by place, zero where there is none (E, D, W)."""
+def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
+    """Return the experts' down projections by place, zero at empty places (E, D, W)."""
     fused, transposed = view.experts.down_proj, view.arch.transposed
     room = max(len(part.order_W) for part in parts.values())
     new_DW = []
@@ -315,7 +317,7 @@ def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tenso
 
 
 def left_out(order_W: Tensor, width: int) -> Tensor:
-    """The neurons of ``width`` that are not in an order.
+    """Return the neurons of ``width`` that are not in an order.
 
     >>> left_out(torch.tensor([0, 2]), 4).tolist()
     [1, 3]

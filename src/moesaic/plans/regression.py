@@ -1,6 +1,7 @@
-"""Ridge regression: in closed form from sums over tokens, its strength chosen on held-out ones; of
-many blocks of features together by conjugate gradients. And whether one of two choices is better
-for sure.
+"""Ridge regression with held-out strength, in closed form or by conjugate gradients; a paired test.
+
+The closed form works on sums over tokens; conjugate gradients solve many blocks of features
+jointly.
 
 Shape suffixes: T tokens, N tokens of one block, F features, O outputs.
 """
@@ -17,26 +18,26 @@ import torch
 from torch import Tensor
 
 STRENGTHS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 1e-5)
-"""What lambda is chosen from, relative to the features' mean square. Infinite: all weights zero."""
+"""Candidates of lambda, relative to the features' mean square. Infinite: all weights zero."""
 
 SURE = 2.0
-"""Standard errors of a mean difference by which the one choice is behind the other."""
+"""Standard errors of the mean difference above which one choice is significantly worse."""
 
 HELD_OUT = 5
-"""The last of this many parts of every batch's tokens is held out."""
+"""Number of parts into which every batch's tokens are cut; the last is held out."""
 
 COLUMNS = 1024
-"""Outputs of many blocks that are solved for at a time, so that steps take little memory."""
+"""Outputs of many blocks that are solved for at a time, to save memory."""
 
 
 @dataclass
 class Sums:
-    """The normal equations of one set of tokens."""
+    """Normal equations of one set of tokens."""
 
     gram_FF: Tensor
-    """float64: sum of x x^T."""
+    """Sum of x x^T, float64."""
     cross_FO: Tensor
-    """float64: sum of x y^T."""
+    """Sum of x y^T, float64."""
     square: float = 0.0
     """Sum of ||y||^2."""
 
@@ -46,27 +47,28 @@ class Sums:
         return cls(gram_FF, gram_FF.new_zeros(features, outputs))
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
-        self.gram_FF += x_TF.T @ x_TF  # products in the tokens' own type, sums in float64
+        self.gram_FF += x_TF.T @ x_TF  # products in the tokens' own dtype, sums in float64
         self.cross_FO += x_TF.T @ y_TO
         self.square += y_TO.double().square().sum().item()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a regression found."""
+    """Result of a regression."""
 
     weight_FO: Tensor
-    """float64."""
+    """Weights from all tokens, float64."""
     strength: float
-    """lambda, relative to the features' mean square; infinite where nothing helps."""
+    """Chosen lambda, relative to the features' mean square; infinite if no candidate helps."""
     unexplained: float
     """Squared error on held-out tokens, relative to that of weights that are zero."""
     trial_FO: Tensor
-    """float64: the weights of that error, from the other tokens alone."""
+    """Weights from the tokens that are not held out, float64; ``unexplained`` is their error."""
 
 
 class Ridge:
-    """min over W of sum_t ||y_t - x_t W||^2 + lambda sum_f ||W_f||^2, lambda on held-out tokens.
+    """Solver of min over W of sum_t ||y_t - x_t W||^2 + lambda sum_f ||W_f||^2, lambda chosen on
+    held-out tokens.
 
     Two float64 matrices of features x features are held, and three more while solving: 8.2 GB at
     14,336 features.
@@ -81,15 +83,15 @@ class Ridge:
         self.held = Sums.zero(features, outputs, device)
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
-        """Take a batch of tokens in."""
+        """Add a batch of tokens."""
         cut = len(x_TF) - len(x_TF) // HELD_OUT
         self.fit.add(x_TF[:cut], y_TO[:cut])
         self.held.add(x_TF[cut:], y_TO[cut:])
 
     def solve(self) -> Fit:
-        """The weights from all tokens, with the strength that is best for held-out ones.
+        """Solve for the weights from all tokens, with the strength that is best for held-out ones.
 
-        Turned to the eigenvectors of X^T X, weights of every strength are X^T Y with its rows
+        In the basis of eigenvectors of X^T X, the weights of every strength are X^T Y with its rows
         scaled, and their held-out error is a quadratic form in these scales.
         """
         fit, held = self.fit, self.held
@@ -110,7 +112,7 @@ class Ridge:
 
 
 def _weight(sums: Sums, strength: float) -> Tensor:
-    """(X^T X + lambda)^-1 X^T Y by one Cholesky factorisation."""
+    """Return (X^T X + lambda)^-1 X^T Y by one Cholesky factorisation."""
     if strength == math.inf:
         return torch.zeros_like(sums.cross_FO)
     system_FF = sums.gram_FF.clone()
@@ -119,33 +121,33 @@ def _weight(sums: Sums, strength: float) -> Tensor:
 
 
 def _penalty(sums: Sums, strength: float) -> Tensor:
-    """lambda, and a little for features that are always zero."""
+    """Return lambda, plus a little for features that are always zero."""
     return (strength + 1e-10) * sums.gram_FF.diagonal().mean()
 
 
 Block: TypeAlias = tuple[Tensor, Tensor]
-"""The rows of some tokens (N,), and their features (N, F_i)."""
+"""Row indices of some tokens (N,), and their features (N, F_i)."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens of which each has some of several blocks of features; the others are zero."""
+    """Tokens that each have some of several blocks of features; the others are zero."""
 
     y_TO: Tensor
-    """What is to be explained."""
+    """Outputs to explain."""
     features: Mapping[int, Block]
-    """By block."""
+    """Rows and features by block."""
 
     def only(self, blocks: Iterable[int]) -> Blocks:
         return Blocks(self.y_TO, {i: self.features[i] for i in blocks})
 
     def split(self, w_FO: Tensor) -> dict[int, Tensor]:
-        """Weights by block (F_i, O)."""
+        """Return weights by block (F_i, O)."""
         sizes = [x_NF.shape[1] for _, x_NF in self.features.values()]
         return dict(zip(self.features, w_FO.split(sizes), strict=True))
 
     def times(self, w_FO: Tensor) -> Tensor:
-        """X W (T, O)."""
+        """Return X W (T, O)."""
         product_TO = self.y_TO.new_zeros(len(self.y_TO), w_FO.shape[1])
         for i, part_FO in self.split(w_FO).items():
             rows, x_NF = self.features[i]
@@ -153,28 +155,29 @@ class Blocks:
         return product_TO
 
     def transposed(self, y_TO: Tensor) -> Tensor:
-        """X^T Y (F, O)."""
+        """Return X^T Y (F, O)."""
         return torch.cat([x_NF.T @ y_TO[rows] for rows, x_NF in self.features.values()])
 
 
-def _bent(w_FO: Tensor, tokens: Blocks) -> Tensor:
-    """X^T X W (F, O)."""
+def _gram_times(w_FO: Tensor, tokens: Blocks) -> Tensor:
+    """Return X^T X W (F, O)."""
     return tokens.transposed(tokens.times(w_FO))
 
 
 def ridge_path(
     samples: Sequence[Blocks], start_FO: Tensor | None, strengths: Iterable[float], iterations: int
 ) -> Iterator[Tensor]:
-    """min over W of sum_t ||y_t - x_t W||^2 + sum_i lambda_i ||W_i||^2 by conjugate gradients.
+    """Solve min over W of sum_t ||y_t - x_t W||^2 + sum_i lambda_i ||W_i||^2 by conjugate
+    gradients.
 
     Preconditioned by each block's own X_i^T X_i + lambda_i (Saad, "Iterative Methods for Sparse
     Linear Systems", 9.2): one block alone takes one iteration, and no product of two is held.
 
     Args:
-        samples: several sets of tokens, of the same blocks.
+        samples: several sets of tokens with the same blocks.
         start_FO: W to start from; None for zero.
         strengths: lambda_i relative to the mean square of its block's features.
-        iterations: for each strength.
+        iterations: number of iterations for each strength.
 
     Yields:
         W (F, O) by strength, each started from the last.
@@ -205,7 +208,7 @@ def ridge_path(
                 turned_FO = torch.cat([torch.cholesky_solve(*piece) for piece in pieces])
                 size_O = (slope_FO * turned_FO).sum(0).clamp(min=1e-30)
                 step_FO = turned_FO.add_(size_O / before_O * step_FO)
-                bent_FO = summed(partial(_bent, step_FO))
+                bent_FO = summed(partial(_gram_times, step_FO))
                 length_O = size_O / (step_FO * (bent_FO + lambda_F1 * step_FO)).sum(0).clamp(1e-30)
                 part_FO += length_O * step_FO
                 rest_FO -= length_O * bent_FO
@@ -214,7 +217,8 @@ def ridge_path(
 
 
 def significantly_worse(losses_N: Tensor, best_N: Tensor, errors: float = SURE) -> bool:
-    """True if ``losses_N`` is higher than ``best_N`` by more than ``errors`` standard errors.
+    """Return True if ``losses_N`` is higher than ``best_N`` by more than ``errors`` standard
+    errors.
 
     Args:
         losses_N: losses of one change, by window or token.

@@ -1,4 +1,4 @@
-"""A mixture whose router leaves out a token's experts of little weight."""
+"""Mixture whose router skips, for each token, the experts of little weight."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from moesaic.plans.base import Description, Header, RoutingPlan, Sizes
 
 @dataclass(frozen=True)
 class SkippingLayer(RoutingPlan):
-    """Weights stay as they are, and so does what earlier steps made of the layer; the router
-    compares a token's weights with beta."""
+    """Plan of a layer whose router skips experts by beta; weights and earlier steps are kept."""
 
     kind: ClassVar[str] = "skipping"
     refines: ClassVar[bool] = True
 
     beta: float
     rule: str
-    """``top2``: compare the second weight with the first; ``tail``: the last ones with the sum."""
+    """Rule: ``top2`` compares the second weight to the first, ``tail`` the last ones to the sum."""
 
     def check(self, sizes: Sizes) -> None:
         if self.rule not in RULES or not 0 <= self.beta < math.inf:

@@ -1,7 +1,7 @@
-"""A mixture whose experts kept some of their neurons: fewer or narrower experts, or both.
+"""Mixture whose experts keep some of their neurons: fewer or narrower experts, or both.
 
-Shape suffixes: E experts that stay, M neurons that each had, W that each keeps, S of the shared
-path, D hidden size.
+Shape suffixes: E kept experts, M neurons of each before, W kept neurons, S of the shared path, D
+hidden size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GATE_UP = "gate_up_proj"
 
 @dataclass(frozen=True)
 class SlimmedLayer(PrunedLayer):
-    """Experts made narrower, all to one width; weights are the base's own, unless refitted."""
+    """Plan of narrower experts; weights are the base's own, unless refitted."""
 
     kind: ClassVar[str] = "slimmed"
     held: ClassVar[Mapping[str, str]] = {
@@ -47,18 +47,16 @@ class SlimmedLayer(PrunedLayer):
     }
 
     neurons_EW: Tensor
-    """int64: the neuron at each new place of each expert that stays; then PADDING, for places that
-    are zero."""
+    """Kept neurons of each expert, int64, then PADDING for places that are zero."""
     before: int
-    """Neurons that each expert had."""
+    """Neurons of each expert before."""
     shared_S: Tensor | None = field(default=None, kw_only=True)
-    """int64: the neurons of the shared path at each new place, or PADDING for one that is zero;
-    None where it is left alone. Of several shared experts one stands behind the other, all with
-    equally many places for their own."""
+    """Kept neurons of the shared path, int64, PADDING for places that are zero; None if it is
+    unchanged. Shared experts follow one another, with the same number of places each."""
     shared_DS: Tensor | None = field(default=None, kw_only=True)
-    """A down projection that takes the place of the shared path's own."""
+    """Down projection that replaces the shared path's own."""
     uneven: bool = field(default=False, kw_only=True)
-    """Each expert is stored as wide as it is, without places that are zero."""
+    """True if each expert is stored at its own width, without padding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,12 +68,12 @@ class SlimmedLayer(PrunedLayer):
 
     @property
     def width(self) -> int:
-        """Neurons of each expert; of the widest where they differ."""
+        """Neurons of each expert, or of the widest."""
         return int(self.neurons_EW.shape[1])
 
     @property
     def widths(self) -> list[int]:
-        """Neurons that each expert keeps."""
+        """Kept neurons of each expert."""
         return (self.neurons_EW != PADDING).sum(1).tolist()
 
     def padded(self, count: int, groups: int = 1) -> SlimmedLayer:
@@ -206,12 +204,12 @@ class SlimmedLayer(PrunedLayer):
         return order_W[order_W != PADDING]
 
     def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
-        """New down projections of the experts, and of the shared path, whose neurons all run."""
+        """Solve for new down projections of the experts and of the shared path."""
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:
             shared_S = torch.arange(width)
         down_E, down_DS, figures = refitted_downs(site, self.kept, self.neurons_of, shared_S)
-        if down_E is None:  # its header names the shared path as those of refitted layers do
+        if down_E is None:  # the same header as that of refitted layers
             return replace(self, shared_S=shared_S), figures
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), figures
@@ -221,7 +219,7 @@ class SlimmedLayer(PrunedLayer):
 
 
 class Narrowed:
-    """A layer's tensors, as a :class:`State`; the experts' as narrow as they will be."""
+    """State of a layer whose tensors of experts are read at their new width."""
 
     def __init__(self, plan: SlimmedLayer, arch: MoEArch, state: State) -> None:
         self._plan, self._arch, self._state = plan, arch, state
@@ -234,7 +232,7 @@ class Narrowed:
         self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
-        """Without the experts where they are stored in a form of their own."""
+        """Yield stored names and names in memory, without uneven experts."""
         names = self._state.stored(*prefixes)
         return (p for p in names if not (self._plan.uneven and p[1].startswith(self._experts)))
 
@@ -245,7 +243,7 @@ class Narrowed:
         return name in self._state
 
     def fused(self, leaf: str) -> Tensor:
-        """A tensor of all experts, in memory's form, filled up to the widest."""
+        """Return a tensor of all experts in memory's layout, padded to the widest."""
         tensor = self._state[self._experts + leaf]
         return of_experts(self._arch, leaf, leaf, tensor, self._neurons_EW, self._plan.before)
 

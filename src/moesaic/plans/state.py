@@ -1,4 +1,4 @@
-"""One decoder layer's tensors, live or on disk, as layer kinds see them."""
+"""Tensors of one decoder layer, live or on disk: the two implementations of ``State``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.io.naming import Naming
 
 
 class LiveState:
-    """A live layer's parameters and buffers; names as stored and in memory are the same."""
+    """State of a live layer; names as stored and in memory are the same."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
@@ -31,13 +31,13 @@ class LiveState:
 
 
 class DiskState:
-    """A layer's tensors in a checkpoint, read when they are asked for.
+    """State of a layer in a checkpoint, whose tensors are read when they are used.
 
     Args:
-        naming: of the checkpoint.
+        naming: the checkpoint's names and tensors.
         prefix: the start of the layer's names in memory.
-        names: the layer's tensors: by full name on disk their full name in memory.
-        dtype: the floating-point type by full name in memory, None for the checkpoint's own.
+        names: full names in memory of the layer's tensors, by full name on disk.
+        dtype: function from a full name in memory to its dtype, None for the checkpoint's own.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DiskState:
     ) -> None:
         self._naming, self._prefix, self._dtype = naming, prefix, dtype
         self.stored_prefix = stored_prefix(prefix, names)
-        """The start of the layer's names on disk."""
+        """Start of the layer's names on disk."""
         self._names = {
             disk.removeprefix(self.stored_prefix): name.removeprefix(prefix)
             for disk, name in names.items()
@@ -72,7 +72,7 @@ class DiskState:
 
 
 def stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
-    """The start of a layer's names on disk: some checkpoints put their own before its number.
+    """Return the start of a layer's names on disk, which may differ from that in memory.
 
     >>> stored_prefix("model.layers.3.", {"backbone.layers.3.mixer.D": "model.layers.3.mixer.D"})
     'backbone.layers.3.'

@@ -1,22 +1,19 @@
-"""A run's :class:`~moesaic.record.Record` for people: a page, a model card, a terminal, a picture.
+"""A run's :class:`~moesaic.record.Record` for people: card, terminal and page of the same blocks.
 
-Nothing here measures, and nothing is known here of any method: everything that is said of what
-was done stands in the record. What was not measured is left out.
+Nothing here measures, and nothing here knows any method: everything that is said of what was done
+stands in the record. What was not measured is left out.
 """
 
-from moesaic.report.card import model_card, verdict
-from moesaic.report.console import terminal
-from moesaic.report.page import html
-from moesaic.report.picture import frontier_picture, picture
-from moesaic.report.read import title
-from moesaic.report.words import speed_words
+from moesaic.report.facts import title
+from moesaic.report.markdown import model_card, verdict
+from moesaic.report.page import frontier_picture, html
+from moesaic.report.terminal import speeds, terminal
 
 __all__ = [
     "frontier_picture",
     "html",
     "model_card",
-    "picture",
-    "speed_words",
+    "speeds",
     "terminal",
     "title",
     "verdict",

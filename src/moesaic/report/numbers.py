@@ -1,4 +1,4 @@
-"""How figures are written, the same everywhere. What is missing is written as a dash."""
+"""Formats of figures, the same everywhere. A figure that is missing is a dash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORM = re.compile(r",?(\.\d)?[efg%]")
 def _any(
     write: Callable[Concatenate[float, P], str],
 ) -> Callable[Concatenate[float | None, P], str]:
-    """A way to write finite numbers, for all others and for what is missing, too."""
+    """Return a function that writes also what is not finite, and None, from one that does not."""
 
     @wraps(write)
     def written(value: float | None, /, *args: P.args, **options: P.kwargs) -> str:
@@ -37,7 +37,7 @@ def _any(
 
 @_any
 def perplexity(value: float) -> str:
-    """Two decimals, fewer as it grows.
+    """Return a perplexity with two decimals, fewer as it grows.
 
     >>> [perplexity(v) for v in (12.7856, 412.06, 30_412.4, 4.2e9, float("inf"), None)]
     ['12.79', '412.1', '30,412', '4.2e+09', '∞', '–']
@@ -49,7 +49,7 @@ def perplexity(value: float) -> str:
 
 @_any
 def count(value: float) -> str:
-    """Counts to four digits: exact below ten thousand.
+    """Return a count to four digits: exact below ten thousand.
 
     >>> [count(v) for v in (0, 8176, 34_560, 134_515_008, 8_030_261_248)]
     ['0', '8,176', '34.6k', '134.5M', '8.03B']
@@ -63,7 +63,7 @@ def count(value: float) -> str:
 
 @_any
 def percent(share: float, digits: int = 0) -> str:
-    """A share in percent.
+    """Return a share in percent.
 
     >>> percent(0.80004, 1).replace(NBSP, " "), percent(None)
     ('80.0 %', '–')
@@ -73,7 +73,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 @_any
 def share(value: float) -> str:
-    """A loss relative to something, to two digits where it is small.
+    """Return a relative loss, to two digits where it is small.
 
     >>> share(0.2286), share(0.00012), share(1.5)
     ('0.229', '0.00012', '1.500')
@@ -83,7 +83,7 @@ def share(value: float) -> str:
 
 @_any
 def number(value: float, form: str) -> str:
-    """A number by a format specification of Python; of a share, its percent sign stands apart.
+    """Return a number by a format specification of Python, its percent sign apart.
 
     >>> number(0.1234, ".1%").replace(NBSP, " "), number(1234.5, ",.0f"), number(None, ".3g")
     ('12.3 %', '1,234', '–')
@@ -95,7 +95,7 @@ def number(value: float, form: str) -> str:
 
 @_any
 def times(ratio: float) -> str:
-    """A ratio.
+    """Return a ratio.
 
     >>> times(1.2744)
     '1.27×'
@@ -105,7 +105,7 @@ def times(ratio: float) -> str:
 
 @_any
 def rate(value: float) -> str:
-    """A speed to three digits.
+    """Return a speed to three digits.
 
     >>> [rate(v) for v in (1031.18, 24.75, 3.456)]
     ['1,031', '24.8', '3.46']
@@ -115,7 +115,7 @@ def rate(value: float) -> str:
 
 @_any
 def duration(seconds: float) -> str:
-    """Seconds, or milliseconds below one.
+    """Return seconds, or milliseconds below one.
 
     >>> [duration(s).replace(NBSP, " ") for s in (0.4969, 0.0042, 12.3)]
     ['497 ms', '4.2 ms', '12.30 s']
@@ -136,7 +136,7 @@ def memory(size: float) -> str:
 
 
 def between(least: int, most: int) -> str:
-    """A span of whole numbers.
+    """Return a span of whole numbers.
 
     >>> between(1, 2), between(3, 3)
     ('1–2', '3')
@@ -145,7 +145,7 @@ def between(least: int, most: int) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Layer numbers, runs of them drawn together.
+    """Return layer numbers, runs of them drawn together.
 
     >>> ranges([4, 5, 6, 9, 11, 12])
     '4–6, 9, 11–12'
@@ -160,7 +160,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def plain(value: object) -> str:
-    """An option as text.
+    """Return an option as text.
 
     >>> plain(True), plain(""), plain([1, 2]), plain(None), plain(0.8)
     ('yes', '–', '1, 2', '–', '0.8')

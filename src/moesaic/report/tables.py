@@ -1,50 +1,23 @@
-"""The tables of a record's figures: scores, tasks, speed, layers; and a row a run of several."""
+"""Tables of a record's figures: quality, size, tasks, speed, layers; several runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from moesaic.data.questions import HEADLINE
 from moesaic.record import LayerRecord, Record
-from moesaic.report import numbers, read
-from moesaic.report.read import figure, part
+from moesaic.report import facts, numbers
+from moesaic.report.blocks import Cell, Format, Table, cell
+from moesaic.report.facts import figure, pair, part
 from moesaic.types import Values
 
-Format = Callable[[float | None], str]
 tenths = partial(numbers.percent, digits=1)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A figure, and what stands small beside it."""
-
-    text: str
-    note: str = ""
-    tone: str = ""
-    """``better``, ``worse``, or ``unsure`` where what is seen may be noise."""
-    value: float | None = None
-    """What the text writes, to sort by."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows by their names, and what is known of each."""
-
-    columns: list[str]
-    rows: list[tuple[str, list[Cell]]]
-
-
-def cell(form: Format, value: float | None) -> Cell:
-    """A figure as it is written."""
-    return Cell(form(value), value=value)
-
-
-def tables(record: Record) -> list[Table]:
-    """All tables of the models that have rows, in reading order."""
-    quality = (score_table(record), text_table(record), task_table(record), loop_table(record))
-    return [table for table in (*quality, speed_table(record)) if table.rows]
+def _has_values(cells: Sequence[Cell]) -> bool:
+    return any(cell.value is not None for cell in cells)
 
 
 # --- quality and size ----------------------------------------------------------------------------
@@ -55,67 +28,51 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
     ("top-1 agreement", "top1_agreement", tenths),
     ("tokens measured", "tokens", numbers.count),
     ("active ratio", "active_ratio", tenths),
-    ("nominal ratio", "nominal_active_ratio", tenths),
-    ("active parameters", "active_parameters", numbers.count),
-    ("total parameters", "total_parameters", numbers.count),
+    ("active ratio, even routing", "nominal_active_ratio", tenths),
+    ("parameters a token uses", "active_parameters", numbers.count),
+    ("parameters", "total_parameters", numbers.count),
     ("router parameters", "router_parameters", numbers.count),
     ("weights in memory", "total_bytes", numbers.memory),
 )
 
 
-def _with_interval(record: Record, name: str, kl: Cell) -> Cell:
-    """Return a model's KL with half of its 95 % interval beside it, where that is known."""
-    interval = _pair(record.measured, "scores", name, "kl_interval")
-    if interval is None or not kl.text:
-        return kl
-    return replace(kl, note=f"± {numbers.share((interval[1] - interval[0]) / 2)}")
-
-
 def score_table(record: Record) -> Table:
-    """Quality and size of all models that were scored; no rows if none was.
+    """Return quality and size of all models that were scored; no rows if none was.
 
-    Rows that say nothing are left out: no routers, a nominal ratio that is the measured one.
+    Rows that say nothing are left out: no routers, active ratios beside an original mixture.
     """
     scores = part(record.measured, "scores")
-    columns = read.names(scores)
+    columns = facts.names(scores)
     rows = {
         key: (label, [cell(form, figure(scores, name, key)) for name in columns])
         for label, key, form in SCORES
     }
-    if "kl" in rows:
-        rows["kl"] = (
-            rows["kl"][0],
-            [_with_interval(record, n, c) for n, c in zip(columns, rows["kl"][1], strict=True)],
-        )
-    files = [cell(numbers.memory, read.size(record, name, "on disk")) for name in columns]
-    stored = [cell(tenths, read.stored_ratio(record, name)) for name in columns]
+    for n, name in enumerate(columns):
+        if interval := pair(scores, name, "kl_interval"):
+            half = numbers.share((interval[1] - interval[0]) / 2)
+            rows["kl"][1][n] = replace(rows["kl"][1][n], note=f"± {half}")
+    files = [cell(numbers.memory, facts.size(record, name, "on disk")) for name in columns]
     rows["files"] = "files on disk", files
-    rows["stored"] = "stored, of the original", stored
-    for key in _idle({key: cells for key, (_, cells) in rows.items()}, read.by_projections(record)):
-        del rows[key]
-    return Table(columns, [(label, cells) for label, cells in rows.values() if _has_values(cells)])
-
-
-def _idle(rows: Mapping[str, Sequence[Cell]], carved: bool) -> set[str]:
-    """Rows that say nothing of a result that is dense layers made experts, or of any other."""
-    idle = set() if any(c.value for c in rows["router_parameters"]) else {"router_parameters"}
-    if not carved:
-        alike = all(c.value in (None, 1.0) for c in rows["stored"])
-        return idle | {"active_ratio", "nominal_active_ratio", *(["stored"] if alike else [])}
-    active, nominal = ([c.text for c in rows[k]] for k in ("active_ratio", "nominal_active_ratio"))
-    return idle | {"stored"} | ({"nominal_active_ratio"} if active == nominal else set())
-
-
-def _has_values(cells: Sequence[Cell]) -> bool:
-    """Whether a row says anything."""
-    return any(cell.value is not None for cell in cells)
+    active, nominal, routers = (
+        rows[key][1] for key in ("active_ratio", "nominal_active_ratio", "router_parameters")
+    )
+    dense = figure(scores, "original", "active_ratio") in (None, 1.0)
+    carved = dense and any(c.value not in (None, 1.0) for c in active)
+    idle = [] if carved else ["active_ratio"]
+    alike = [c.text for c in active] == [c.text for c in nominal]
+    idle += ["nominal_active_ratio"] if not carved or alike else []
+    idle += [] if carved and any(c.value for c in routers) else ["router_parameters"]
+    kept = (row for key, row in rows.items() if key not in idle)
+    return Table(columns, [(label, cells) for label, cells in kept if _has_values(cells)])
 
 
 def text_table(record: Record) -> Table:
-    """Perplexity by kind of text; where a result is compared, how much worse it is, and its KL. No
-    rows if text was of one kind."""
+    """Return perplexity by kind of text; with an original, how much worse the result is, its KL.
+
+    No rows if the text was of one kind.
+    """
     scores = part(record.measured, "scores")
-    columns = [name for name in read.names(scores) if part(scores, name, "sources")]
+    columns = [name for name in facts.names(scores) if part(scores, name, "sources")]
     compared = {"result", "original"} <= {*columns}
     rows = []
     for kind in dict.fromkeys(kind for name in columns for kind in part(scores, name, "sources")):
@@ -131,10 +88,12 @@ def text_table(record: Record) -> Table:
 
 
 def task_table(record: Record) -> Table:
-    """Every task's headline figure, where it has one, its standard error, and recovery: the
-    result's over the original's; below them their means. No rows if no task was measured."""
+    """Return every task's headline figure with its standard error, and recovery; then the means.
+
+    Recovery is the result's figure over the original's. No rows if no task was measured.
+    """
     scores = part(record.measured, "scores")
-    columns = [name for name in read.names(scores) if part(scores, name, "tasks")]
+    columns = [name for name in facts.names(scores) if part(scores, name, "tasks")]
     tasks = dict.fromkeys(task for name in columns for task in part(scores, name, "tasks"))
     rows = [_task(task, [part(scores, name, "tasks", task) for name in columns]) for task in tasks]
     rows = [(label, cells) for label, cells in rows if _has_values(cells)]
@@ -153,7 +112,6 @@ def task_table(record: Record) -> Table:
 
 
 def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
-    """A task's row: of each model's figures the headline and its standard error."""
     metric = next((m for m in HEADLINE if any(m in scores for scores in results)), "")
     error = "stderr" if metric == "acc" else f"{metric}_stderr"
     cells = []
@@ -167,9 +125,9 @@ LOOPS = (("looping", "end in a loop"), ("repetition", "4-grams said before"))
 
 
 def loop_table(record: Record) -> Table:
-    """How continuations repeat themselves, by temperature; no rows if that was not measured."""
+    """Return how continuations repeat themselves, by temperature; no rows if not measured."""
     scores = part(record.measured, "scores")
-    columns = [name for name in read.names(scores) if part(scores, name, "generations")]
+    columns = [name for name in facts.names(scores) if part(scores, name, "generations")]
     heats = dict.fromkeys(t for name in columns for t in part(scores, name, "generations"))
     rows = []
     for heat in heats:
@@ -187,74 +145,71 @@ SPEEDS: tuple[tuple[str, str, str, Format], ...] = (
     ("decode, tokens/s", "decode_tokens_per_second", "decode", numbers.rate),
     ("time to first token", "first_token_seconds", "", numbers.duration),
     ("peak memory", "peak_memory_bytes", "", numbers.memory),
+    ("parameters a token uses", "active_parameters", "", numbers.count),
+    ("files on disk", "file_bytes", "", numbers.memory),
 )
-"""Rows: a label, the key of the value, and what its spread and its ratio are called."""
+"""Rows: a label, the key of the value, and the word for its spread and its ratio."""
+ROUNDS = 5
+"""Fewer rounds than these call nothing faster or slower."""
+GAP = 0.02
+"""Nor do medians that differ by less: five rounds agree by chance one time in 16."""
+UNCLEAR = "no clear difference"
+TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
 
 
 def speed_table(record: Record) -> Table:
-    """Speed and memory of all models that were timed, and the ratio to the original."""
+    """Return speed and memory of all models that were timed, and the ratio to the other one."""
     speeds = part(record.measured, "speed")
-    columns = read.names(speeds)
+    columns = facts.names(speeds)
     ratios = bool(part(record.measured, "speed_ratio"))
     rows = []
     for label, key, what, form in SPEEDS:
-        values = {name: figure(speeds, name, key) for name in columns}
-        spreads = {name: _pair(speeds, name, f"{what}_spread") or () for name in columns}
         cells = [
-            Cell(form(value), "–".join(map(numbers.rate, spreads[name])), value=value)
-            for name, value in values.items()
+            Cell(form(value), "–".join(map(numbers.rate, spread)), value=value)
+            for name in columns
+            for value in [figure(speeds, name, key)]
+            for spread in [pair(speeds, name, f"{what}_spread") or ()]
         ]
         beside = [ratio_cell(record, what) if what else Cell("")] if ratios else []
         rows += [(label, [*cells, *beside])] if _has_values(cells) else []
     return Table([*columns, "ratio"] if ratios else columns, rows)
 
 
-UNCLEAR = "no clear difference"
-TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
-
-
 def ratio_cell(record: Record, what: str) -> Cell:
-    """Return a speed relative to the original's, in words too; no number where it is unclear."""
-    ratio = figure(record.measured, "speed_ratio", what)
-    word = pace(ratio, _ratio_spread(record, what))
-    if word == UNCLEAR:
-        return Cell("", word, TONES[word], ratio)
-    return Cell(numbers.times(ratio), word, TONES.get(word, ""), ratio)
+    """Return a speed relative to the other model's, in words too; no number where it is unclear.
+
+    The ratio is that of the medians in the table of speeds.
+    """
+    speeds, ratios = part(record.measured, "speed"), part(record.measured, "speed_ratio")
+    ours, theirs = (
+        figure(speeds, name, f"{what}_tokens_per_second") for name in ("result", "original")
+    )
+    ratio = ours / theirs if ours and theirs else figure(ratios, what)
+    rounds = figure(ratios, "rounds")
+    word = pace(ratio, pair(ratios, f"{what}_spread"), ROUNDS if rounds is None else rounds)
+    text = "" if word == UNCLEAR else numbers.times(ratio)
+    return Cell(text, word, TONES.get(word, ""), ratio)
 
 
-def _ratio_spread(record: Record, what: str) -> tuple[float, float] | None:
-    """The least and the greatest ratio of all rounds; of records without it, what it may be."""
-    key, measured = f"{what}_spread", record.measured
-    if spread := _pair(measured, "speed_ratio", key):
-        return spread
-    result, original = (_pair(measured, "speed", name, key) for name in ("result", "original"))
-    if not (result and original and all(original)):
-        return None
-    return result[0] / original[1], result[1] / original[0]
+def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float = ROUNDS) -> str:
+    """Return "faster" or "slower" if each of :data:`ROUNDS` rounds says so, and by :data:`GAP`.
 
+    Args:
+        ratio: of the medians.
+        spread: the least and the greatest ratio of all rounds.
+        rounds: how many there were.
 
-def _pair(mapping: Values, *keys: str) -> tuple[float, float] | None:
-    """The two numbers at a path; None of anything else."""
-    values = part(mapping, *keys[:-1]).get(keys[-1])
-    if not isinstance(values, list | tuple) or len(values) != 2:
-        return None
-    pair = [v for v in values if isinstance(v, int | float)]
-    return (pair[0], pair[1]) if len(pair) == 2 else None
-
-
-def pace(ratio: float | None, spread: tuple[float, float] | None) -> str:
-    """faster or slower, where every one of several rounds says so and the written figure, too.
-
-    >>> pace(1.3, (1.1, 1.4)), pace(1.3, (0.9, 1.4)), pace(1.3, (1.3, 1.3)), pace(None, None)
+    >>> pace(1.3, (1.1, 1.4)), pace(1.3, (0.9, 1.4)), pace(1.3, (1.1, 1.4), 3), pace(None, None)
     ('faster', 'no clear difference', 'no clear difference', '')
     """
     if ratio is None or ratio != ratio:
         return ""
     low, high = spread or (ratio, ratio)
-    shown = round(ratio, 2)
-    if low < high and low > 1 and shown > 1:
+    if rounds < ROUNDS or low >= high:
+        return UNCLEAR
+    if low > 1 and ratio >= 1 + GAP:
         return "faster"
-    return "slower" if low < high < 1 and shown < 1 else UNCLEAR
+    return "slower" if high < 1 and ratio <= 1 - GAP else UNCLEAR
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -272,25 +227,25 @@ PLAIN: dict[str, Callable[[LayerRecord], float]] = {
 
 
 def layer_table(record: Record) -> Table:
-    """A row a layer: what it is, how wide, and every plain figure that its method saw of it."""
-    figures = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
-    names = dict.fromkeys(name for row in figures for name in row)
-    of_method = {name: [row.get(name) for row in figures] for name in names}
-    telling = [(name, values) for name, values in of_method.items() if len(set(values)) > 1]
+    """Return a row for each layer: its form, its widths, and every figure its method saw of it."""
+    found = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
+    names = dict.fromkeys(name for row in found for name in row)
+    of_method = {name: [row.get(name) for row in found] for name in names}
+    varying = [(name, values) for name, values in of_method.items() if len(set(values)) > 1]
     columns: dict[str, list[float | None]] = {
         name: [float(get(layer)) or None for layer in record.layers] for name, get in PLAIN.items()
     }
-    columns |= dict(telling[:FINDINGS])
+    columns |= dict(varying[:FINDINGS])
     columns = {n: values for n, values in columns.items() if any(v is not None for v in values)}
     rows = []
     for n, layer in enumerate(record.layers):
         form = Cell(layer.told or f"{layer.kind}, as it was")
         rows.append((str(layer.index), [form, *(cell(_plain, v[n]) for v in columns.values())]))
-    return Table(["what it is", *columns], rows)
+    return Table(["what it is", *columns], rows, "layers")
 
 
 def _scalars(values: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The plain figures of a mapping and of those inside it, by name."""
+    """Yield the numbers of a mapping and of those inside it, by name."""
     for key, inner in values.items():
         name = f"{prefix}{str(key).replace('_', ' ')}"
         if isinstance(inner, dict):
@@ -300,7 +255,7 @@ def _scalars(values: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _plain(value: float | None) -> str:
-    """A figure to four digits; whole numbers exactly."""
+    """Return a figure to four digits; whole numbers exactly."""
     if value is None:
         return numbers.NONE
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
@@ -310,37 +265,25 @@ def _plain(value: float | None) -> str:
 
 
 def overview(records: Sequence[Record]) -> Table:
-    """The runs as rows, by their number; columns that no run has a figure for are left out."""
-    compared = dict.fromkeys(n for r in records for n in read.comparisons(r) if not n.isdecimal())
-    models = {"result": "perplexity", "original": "the original’s"}
-    models |= {name: f"{name}, perplexity" for name in compared}
+    """Return the runs as rows by number; columns that no run has a figure for are left out."""
     rows = []
     for record in records:
         scores = part(record.measured, "scores")
-        cells = {
-            head: cell(numbers.perplexity, figure(scores, name, "perplexity"))
-            for name, head in models.items()
-        }
-        cells |= {
-            "KL": cell(numbers.share, figure(scores, "result", "kl")),
-            "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
-            "active ratio": cell(tenths, read.active_ratio(record)),
-            "stored": cell(tenths, read.stored_ratio(record)),
-            "experts": Cell(_routed(record)),
-            "on disk": cell(numbers.memory, read.size(record, "result", "on disk")),
-            "in memory": cell(numbers.memory, read.size(record, "result", "in memory")),
-            "prefill": ratio_cell(record, "prefill"),
-            "decode": ratio_cell(record, "decode"),
-        }
-        rows.append(cells)
-    heads = [h for h in rows[0] if any(cells[h].text != numbers.NONE for cells in rows)]
-    return Table(heads, [(str(n), [cells[h] for h in heads]) for n, cells in enumerate(rows, 1)])
-
-
-def _routed(record: Record) -> str:
-    """How many experts of how many a token runs in the layers that route."""
-    layers = [layer for layer in record.layers if layer.experts]
-    if not layers:
-        return numbers.NONE
-    top_ks, experts = ({layer.top_k for layer in layers}, {layer.experts for layer in layers})
-    return " of ".join(numbers.between(min(n), max(n)) for n in (top_ks, experts))
+        rows.append(
+            {
+                "what was done": Cell(facts.step_labels(record) or numbers.NONE),
+                "perplexity": cell(numbers.perplexity, figure(scores, "result", "perplexity")),
+                "of original": cell(numbers.perplexity, figure(scores, "original", "perplexity")),
+                "KL": cell(numbers.share, figure(scores, "result", "kl")),
+                "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
+                "active": cell(tenths, facts.active_ratio(record)),
+                "parameters kept": cell(tenths, facts.parameter_ratio(record)),
+                "on disk": cell(numbers.memory, facts.size(record, "result", "on disk")),
+                "prefill": ratio_cell(record, "prefill"),
+                "decode": ratio_cell(record, "decode"),
+            }
+        )
+    heads = [h for h in rows[0] if any(cells[h].text not in ("", numbers.NONE) for cells in rows)]
+    labels = [f"{n}. {facts.model_name(record)}" for n, record in enumerate(records, 1)]
+    body = [(label, [cells[h] for h in heads]) for label, cells in zip(labels, rows, strict=True)]
+    return Table(heads, body, "layers")

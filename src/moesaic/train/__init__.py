@@ -1,1 +1,1 @@
-"""Training: the one loop, what it minimises, its text, and the verb ``tune``."""
+"""Training: the single loop, its objectives, its text, and the verb ``tune``."""

@@ -1,9 +1,8 @@
-"""What methods that train share: their text, one call of the one loop, and what that takes."""
+"""Helpers of methods that train: their text, and one call of the training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from moesaic.types import Values
 def examples_of(
     job: Job[Arch], config: MethodConfig, text: str | Sequence[Row] | Tokens | Tensor, **how: bool
 ) -> Examples:
-    """Text to train on, in windows or rows as :func:`~moesaic.train.text.training_text` has it.
+    """Return text to train on, in windows or rows as :func:`~moesaic.train.text.training_text`
+    does.
 
     Args:
-        job: the model, whose tokenizer and vocabulary count.
-        config: with ``length``, ``steps`` and ``seed``.
-        text: its source, or itself.
+        job: the model, whose tokenizer and vocabulary are used.
+        config: has ``length``, ``steps`` and ``seed``.
+        text: a source, or the text itself.
         how: ``answers`` and ``stream`` of that function.
     """
     options: Any = config
@@ -56,22 +56,22 @@ def learn(
     """Train some of a model's parameters in place, by a method's own schedule.
 
     Args:
-        job: the model, and where it is trained.
-        config: the method's, schedule included.
+        job: the model, and its device.
+        config: the method's config, including the schedule.
         model: live.
         trainable: the parameters that train, by name.
-        examples: what is trained on.
-        folder: for checkpoints; None keeps none.
-        objective: what to minimise; None for the next-token loss.
-        request: what identifies the run beside model and config.
+        examples: training text.
+        folder: folder of checkpoints; None keeps none.
+        objective: loss to minimise; None for the next-token loss.
+        request: what identifies the run besides model and config.
 
     Returns:
-        the figures of every step, as :func:`moesaic.train.loop.train` has them.
+        the figures of every step, as :func:`moesaic.train.loop.train` returns them.
 
     Raises:
         MoesaicError: nothing is left to train, or the folder holds another run.
     """
-    from moesaic.train.loop import train  # imports the trainer, which a dry run does without
+    from moesaic.train.loop import train  # imports the trainer, which a dry run does not need
 
     return train(
         model,
@@ -79,7 +79,7 @@ def learn(
         Schedule.of(config),
         folder,
         trainable=trainable,
-        request=job.request({"config": asdict(config), **(request or {})}),
+        request=job.request({**job.asked(config), **(request or {})}),
         objective=objective,
         device=job.device,
         track=job.args.track,

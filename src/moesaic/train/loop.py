@@ -1,4 +1,4 @@
-"""The one training loop, transformers' Trainer, for everything that learns.
+"""Training loop for everything that learns: transformers' Trainer.
 
 ``accelerate launch`` runs it in several processes, each with a whole model or, by FSDP2, with its
 part of every weight. A step's loss is the mean over all its real tokens, whichever process or
@@ -56,7 +56,7 @@ _DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 class _Loop(Trainer):
-    """Keeps only what trains in its checkpoints, and minimises an :class:`Objective`."""
+    """Trainer that minimises an :class:`Objective`, and saves only trainable parameters."""
 
     objective: Objective
     _sums: dict[str, Tensor] | None = None
@@ -64,7 +64,7 @@ class _Loop(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], Tensor | int | None]:
-        """The batches of a step, and the tokens that all processes predict in it.
+        """Return the batches of a step, and the number of tokens that all processes predict in it.
 
         transformers counts them only for models whose ``forward`` takes any argument.
         """
@@ -138,7 +138,7 @@ class _Loop(Trainer):
         self.objective.state = mapping_of(Path(resume_from_checkpoint) / STATE_NAME)
 
     def finish(self, checkpoint: str | None) -> None:
-        """Train to the last step. From a checkpoint of that step the Trainer would go one more."""
+        """Train to the last step. From a checkpoint of that step the Trainer would do one more."""
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
             if state.global_step >= state.max_steps:
@@ -149,12 +149,12 @@ class _Loop(Trainer):
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """A parameter's values, of which other processes may hold parts; all must ask together."""
+    """Return a parameter's whole values; all processes that hold parts must call it together."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 class _Shape:
-    """A model's modules, hooks and parameters as they are, to be had again when FSDP2 split them.
+    """Record of a model's modules, hooks and parameters, to restore them after FSDP2 split them.
 
     ``fully_shard`` changes modules in place, and there is no way back in torch.
     """
@@ -167,7 +167,7 @@ class _Shape:
         ]
 
     def restore(self) -> None:
-        """Put whole parameters, the very ones that were there, back into the modules."""
+        """Put the original parameter objects, whole again, back into the modules."""
         split = dict(self._model.named_parameters(remove_duplicate=False))
         if not any(isinstance(parameter, DTensor) for parameter in split.values()):
             return
@@ -186,13 +186,13 @@ class _Shape:
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[int, object]]:
-    """A module's hooks of all kinds, by the attributes that hold them."""
+    """Return a module's hooks of all kinds, by the attributes that hold them."""
     tables = {n: v for n, v in vars(module).items() if n.startswith("_") and "_hooks" in n}
     return {n: dict(v) for n, v in tables.items() if isinstance(v, dict)}
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that is whole: the Trainer writes its own state last."""
+    """Return the newest complete checkpoint: the Trainer writes its own state last."""
     complete = [note.parent for note in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
     return None if newest is None else str(newest)
@@ -200,9 +200,9 @@ def last_checkpoint(folder: Path) -> str | None:
 
 @dataclass
 class _Arguments(TrainingArguments):
-    """On the one device that was asked for: several GPUs are for several processes.
+    """Training arguments with the one requested device: several GPUs are for several processes.
 
-    Left alone, one process takes all that it sees into nn.DataParallel, or the first of them.
+    By default, one process uses all visible devices by nn.DataParallel, or the first of them.
     """
 
     place: str = "cpu"
@@ -221,7 +221,7 @@ class _Arguments(TrainingArguments):
 
 
 class _Bar(TrainerCallback):
-    """Turns steps into the passing of their figures, of which bar and curves are drawn."""
+    """Callback that passes each step's figures to the progress bar."""
 
     def __init__(self, track: Track) -> None:
         self._track = track
@@ -265,20 +265,20 @@ def train(
     """Train some of a model's parameters in place.
 
     Args:
-        model: a causal language model. What trains is held in float32; a narrower model computes
-            in its own type, or in float32 where the device has no products of its own.
+        model: a causal language model. Trainable parameters are held in float32; a narrower model
+            computes in its own dtype, or in float32 if the device has no products of that dtype.
         examples: texts as token ids and labels; a stream needs ``schedule.steps``.
-        schedule: how long and how fast.
-        folder: for checkpoints; training continues from the last one found there. None keeps none.
+        schedule: number of steps, batch sizes and learning rate.
+        folder: folder of checkpoints; training continues from the last one there. None keeps none.
         trainable: the parameters that train, by name; all others are frozen.
-        request: identifies the run beside schedule, texts and names; a resumed run must ask for
-            the same.
-        objective: what to minimise; None for the next-token loss.
-        device: cpu, or the accelerator; of several processes each takes its own.
+        request: identifies the run besides schedule, texts and names; a resumed run must have the
+            same.
+        objective: loss to minimise; None for the next-token loss.
+        device: cpu, or the accelerator; each of several processes uses its own.
         track: shows progress.
 
     Returns:
-        of every step ``step``, ``loss``, ``learning_rate`` and the objective's figures.
+        ``step``, ``loss``, ``learning_rate`` and the objective's figures, for every step.
 
     Raises:
         MoesaicError: nothing is left to train, or the folder holds another run.
@@ -296,7 +296,7 @@ def train(
         }
         run = Progress(folder, identity)
         run.check()
-        wait_for_all()  # nobody writes before all have looked
+        wait_for_all()  # no process writes before all have checked
         if process()[0] == 0:
             run.begin()
         half = meanwhile.enter_context(_learning(model, trainable, device))
@@ -329,10 +329,10 @@ def train(
 def _learning(
     model: nn.Module, trainable: Mapping[str, nn.Parameter], device: str
 ) -> Iterator[bool]:
-    """Inside, these parameters learn, in float32, and no others.
+    """Make these parameters trainable, in float32, and no others, while the context lasts.
 
     Yields:
-        whether the rest computes in bfloat16.
+        True if the other parameters compute in bfloat16.
     """
     dtype = cast(torch.dtype, model.dtype)
     model.requires_grad_(False)
@@ -351,7 +351,7 @@ def _learning(
 
 
 def _arguments(schedule: Schedule, folder: Path, device: str, half: bool) -> _Arguments:
-    """A schedule as the Trainer has it."""
+    """Return a schedule as the Trainer's arguments."""
     on_cpu = torch.device(device).type == "cpu"
     return _Arguments(
         place=device,

@@ -1,6 +1,6 @@
-"""What training minimises, how long and how fast: all of it that imports no trainer.
+"""Objectives and schedules of training: everything that imports no trainer.
 
-Whoever only says what would be trained, as a dry run does, needs no more.
+A dry run needs no more than this.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from moesaic.types import Config, Model, logits_alone
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, how much at a time, and how fast."""
+    """Number of steps, batch sizes and learning rate of a training run."""
 
     steps: int | None
     """Optimizer steps; None for ``epochs``."""
     batch: int
-    """Texts a process takes at a time."""
+    """Texts per process and batch."""
     accumulate: int
-    """Batches before the weights move."""
+    """Batches per optimizer step."""
     lr: float
     warmup: float
-    """The share of the steps in which the rate rises from 0."""
+    """Share of the steps in which the rate rises from 0."""
     weight_decay: float
     seed: int
     save_every: int
     """Steps between checkpoints."""
     epochs: float = 1.0
     decay: str = "cosine"
-    """The rate after the warm-up: cosine, to 0, or constant."""
+    """Learning rate after the warm-up: ``cosine``, to 0, or ``constant``."""
     recompute: bool = False
-    """Gradient checkpointing: half as much again in time, for much less memory."""
+    """True for gradient checkpointing: 50 % more time, for much less memory."""
     clip: float = 1.0
-    """The norm that gradients are clipped at; 0 for never."""
+    """Norm at which gradients are clipped; 0 for never."""
 
     @classmethod
     def of(cls, config: MethodConfig) -> Schedule:
-        """The schedule of a method's config, field by field."""
+        """Return the schedule of a method's config, field by field."""
         names = [field.name for field in fields(cls) if hasattr(config, field.name)]
         return cls(**{name: getattr(config, name) for name in names})
 
 
 def checkpointing(model: nn.Module, do: str) -> Callable[..., None]:
-    """transformers' method to enable or disable it, by its name of today or its old one."""
+    """Return transformers' method to enable or disable checkpointing, by either name."""
     names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
     return next(getattr(model, n) for n in names if hasattr(model, n))
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
-    """A batch, padded on the right; padding is neither seen nor predicted.
+    """Return a batch, padded on the right; padding is neither seen nor predicted.
 
     Returns:
         ``input_ids``, ``labels`` and ``attention_mask`` (B, L).
@@ -82,32 +82,34 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     }
 
 
-# --- what is minimised ---------------------------------------------------------------------------
+# --- objectives ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Objective(ABC):
-    """A loss to minimise."""
+    """Loss to minimise."""
 
     state: dict[str, float] = field(default_factory=dict, init=False)
-    """Values that it adapts; a resumed run continues from them."""
+    """Values that the objective adapts; a resumed run continues from them."""
 
     @abstractmethod
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch, and figures to log, as sums over the tokens of :func:`predicting`.
+        """Return the loss of a batch, and figures to log, as sums over the tokens of
+        :func:`predicting`.
 
-        Minimised and logged is their mean over all such tokens of a step.
+        The loop minimises and logs their mean over all such tokens of a step.
         """
 
     def stepped(self, figures: dict[str, float]) -> dict[str, float]:
-        """Takes the figures of a step that is done; may adapt itself. Returns more to log."""
+        """Update the state from the figures of a finished step; return further figures to log."""
         return {}
 
 
 def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Sum of KL(teacher || student) of the next token, over the tokens that have a label.
+    """Return the sum of KL(teacher || student) of the next token, over the tokens that have a
+    label.
 
     >>> logits = torch.randn(1, 3, 5)
     >>> distillation_loss(logits, logits, torch.tensor([[1, 2, 3]])).item()
@@ -118,8 +120,7 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
 
 
 class NextToken(Objective):
-    """The next token of the text, and nothing that a config asks to be added, such as the loss that
-    balances a mixture's routers."""
+    """Next-token loss without terms that a config may add, such as a load-balance loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class NextToken(Objective):
 
 
 class Distillation(Objective):
-    """The target is a teacher's next-token distribution."""
+    """KL from a teacher's next-token distribution."""
 
     def __init__(self, teacher: Model) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Text to train on: whole where it is at hand, streamed where it is a mix or has no end.
+"""Training text: read whole if it is small, streamed if it is a mix or has no end.
 
-What is streamed is packed to windows without padding, mixed by weights.
+Streamed text is packed into windows without padding, mixed by weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moesaic.errors import MoesaicError
 from moesaic.types import Config, Tokenizer
 
 Example = dict[str, list[int]]
-"""input_ids and labels of one text."""
+"""``input_ids`` and ``labels`` of one text."""
 Examples = Sequence[Example] | IterableDataset[Example]
 AT_ONCE = 1_000_000
 """Characters that are tokenised at a time."""
@@ -42,7 +42,7 @@ SAMPLED = 8
 
 
 class Texts(Sequence[Example]):
-    """Texts to learn from, of which the first tokens may not be predicted; four bytes a token."""
+    """Texts to learn from, whose first tokens may be excluded from the loss."""
 
     def __init__(self) -> None:
         self._ids, self._prompts = array("i"), array("i")
@@ -53,7 +53,7 @@ class Texts(Sequence[Example]):
 
         Args:
             ids: its tokens.
-            prompt: how many of them, at the start, are not predicted.
+            prompt: number of tokens at the start that are not predicted.
         """
         self._ids.extend(ids)
         self._prompts.append(prompt)
@@ -78,23 +78,23 @@ class Texts(Sequence[Example]):
 
 
 class PackedText(IterableDataset[Example]):
-    """Windows of tokens without end, the same for the same seed.
+    """Endless windows of tokens, the same for the same seed.
 
-    Documents are joined by the tokenizer's end of text, or a blank line where it has none; windows
-    begin with BOS where the tokenizer begins text with it, which is not predicted. A source
-    that ends begins anew, in another order. Rows come in a random order: of files and small data
-    sets any order is as likely as any other; of large ones, several shards are read at a time and
-    rows are drawn from a buffer. Windows are drawn from a buffer too, so that neighbours in a
-    document are no neighbours in training. A run that continues reads the same windows again.
+    Documents are joined by the tokenizer's end of text, or a blank line if it has none; windows
+    begin with BOS if the tokenizer begins text with it, which is not predicted. A source that ends
+    starts again, in another order. Rows come in a random order: uniform for files and small data
+    sets; for large ones, several shards are read at a time and rows are drawn from a buffer.
+    Windows are drawn from a buffer too, so that neighbours in a document are no neighbours in
+    training. A resumed run reads the same windows again.
 
     Args:
         source: as for :func:`moesaic.data.text_source.text_sources`; the weights of a mix are
             shares of the windows.
-        tokenizer: of the model.
-        length: tokens a window.
-        seed: of every draw.
-        buffer: windows a source that are drawn from.
-        answers: rows with a prompt are an example each, of which only the answer is learned.
+        tokenizer: the model's tokenizer.
+        length: tokens of a window.
+        seed: seed of every draw.
+        buffer: windows in each source's buffer.
+        answers: True if each row with a prompt is an example, of which only the answer is learned.
 
     Raises:
         MoesaicError: a source cannot be read, or has no text.
@@ -117,10 +117,10 @@ class PackedText(IterableDataset[Example]):
         if length <= len(self.begin):
             raise MoesaicError(f"length {length} has no room for text behind BOS; raise it.")
         self._rows: dict[str, Rows] = {}
-        for part in sources:  # found out now, not in the middle of training
+        for part in sources:  # fail now, not in the middle of training
             if part.tokenised:
                 raise MoesaicError(f"{part}: a file of token ids cannot be part of a stream.")
-            name = str(part)  # which a named mix may hold, and be named beside it too
+            name = str(part)  # a mix and the request may both name it
             self.weights[name] = self.weights.get(name, 0.0) + part.weight
             self._rows[name] = rows = open_rows(part, "calibration")
             if next(self._usable(name, rows, say=False), None) is None:
@@ -128,7 +128,7 @@ class PackedText(IterableDataset[Example]):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the sources, their shares, the draws, and the first windows of each."""
+        """Hash of the sources, their shares, the draws, and the first windows of each."""
         digest = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
         for name in self.weights:
             digest.update(repr(list(islice(self._examples(name, say=False), SAMPLED))).encode())
@@ -148,7 +148,7 @@ class PackedText(IterableDataset[Example]):
             yield next(streams[name])
 
     def _usable(self, name: str, rows: Iterable[Row], say: bool) -> Iterator[str | Example]:
-        """What is learned of each row that can be used: its text, or an example of its own."""
+        """Yield the text of each row that can be used, or an example of its own."""
         read = partial(_learned, self.tokenizer, self.begin, self.length, self.answers)
         return (item for _, item in usable(rows, read, name or SHIPPED, say))
 
@@ -187,10 +187,10 @@ class PackedText(IterableDataset[Example]):
 def _learned(
     tokenizer: Tokenizer, begin: Sequence[int], length: int, answers: bool, row: Row
 ) -> str | Example:
-    """What is learned of a row: its text, or an example whose prompt is not predicted.
+    """Return the text of a row, or an example whose prompt is not predicted.
 
     Raises:
-        Unusable: it has no text, or nothing of its answer is left.
+        Unusable: the row has no text, or its prompt leaves no room for the answer.
     """
     pair = asked(row, tokenizer) if answers else None
     if pair is None:
@@ -204,19 +204,19 @@ def _learned(
 def answered(
     pair: PromptAnswer, tokenizer: Tokenizer, length: int, begin: Sequence[int] = ()
 ) -> Example | None:
-    """A prompt and its answer of which only the answer is learned; None if none of it is left.
+    """Return an example of which only the answer is learned; None if the cut leaves nothing of it.
 
     Args:
         pair: the texts.
         tokenizer: its end of text ends the answer.
         length: tokens at which the example is cut.
-        begin: what the tokenizer begins text with, and so the example.
+        begin: tokens that the tokenizer puts before any text.
     """
     prompt, answer = (
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in (pair.prompt, pair.answer)
     )
-    if prompt[: len(begin)] != [*begin]:  # which a chat template may have written
+    if prompt[: len(begin)] != [*begin]:  # a chat template may have written them
         prompt = [*begin, *prompt]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = (prompt + answer + end)[:length]
@@ -237,26 +237,26 @@ def training_text(
     stream: bool = False,
     config: Config | None = None,
 ) -> Examples:
-    """Texts to train on, whatever they are given as.
+    """Return texts to train on, from any form of text.
 
     Args:
         text: a source; texts, or rows with columns as in :mod:`moesaic.data.rows`; mappings with
             input_ids and labels; or tokens (N, L).
-        tokenizer: for text.
-        length: tokens of a text at most.
-        steps: where it is known that training ends, mixes and data sets stream in.
-        seed: of the order of a stream.
-        answers: only the answers of rows with a prompt are learned, each row for itself; without
-            it rows are text like any other.
-        stream: stream all text.
-        config: the model's, which token ids are checked against.
+        tokenizer: needed for text.
+        length: most tokens of a text.
+        steps: optimizer steps; with it, mixes and large data sets are streamed.
+        seed: seed of the order of a stream.
+        answers: True to learn only the answers of rows with a prompt, one example per row; else
+            rows are plain text.
+        stream: True to stream all text.
+        config: the model's config, to check token ids.
 
     Returns:
         ``input_ids`` and ``labels`` of each text.
 
     Raises:
-        MoesaicError: there is no such text, no tokenizer for it, a token that the model does not
-            know, or a mix and no ``steps``.
+        MoesaicError: there is no such text, no tokenizer for it, a token outside the vocabulary, or
+            a mix without ``steps``.
     """
     if isinstance(text, str):
         sources = sources_of(text, "calibration")
@@ -289,7 +289,8 @@ def training_text(
 def training_examples(
     rows: Sequence[Row], tokenizer: Tokenizer, length: int, answers: bool = True
 ) -> Texts:
-    """Rows to learn from, as input_ids and labels; IGNORED where nothing is to be predicted.
+    """Return rows to learn from, as input_ids and labels; IGNORED for tokens that are not
+    predicted.
 
     With ``answers``, rows with a prompt and an answer are one example each, their prompt not
     predicted; all other text becomes windows of ``length`` tokens.

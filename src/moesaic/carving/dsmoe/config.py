@@ -1,4 +1,4 @@
-"""The options of DSMoE. Imports no torch."""
+"""Options of DSMoE. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Variant = Literal["full", "no-straight-through", "no-piecewise", "top-k"]
 
 @dataclass(frozen=True)
 class DSMoEConfig(MethodConfig):
-    """Options of DSMoE. The defaults are the paper's but for the schedule; see ``bundles``."""
+    """Options of DSMoE. The defaults are the paper's except for the schedule; see ``bundles``."""
 
     verb: ClassVar[str] = "carve"
     name: ClassVar[str] = "dsmoe"
@@ -71,15 +71,15 @@ class DSMoEConfig(MethodConfig):
     seed: int = seed_option("Seed of the gates' start and of the order of the text.", seldom=True)
 
     sparsity: ClassVar[float] = 1.0
-    """lambda: the weight of the sparsity loss, where no ``active`` moves it."""
+    """Weight lambda of the sparsity loss, unless ``active`` adapts it."""
     balance: ClassVar[float] = 0.01
-    """The weight of the load-balance loss of top-k."""
+    """Weight of the load-balance loss of top-k."""
     warmup: ClassVar[float] = 0.1
     weight_decay: ClassVar[float] = 0.0
     clip: ClassVar[float] = 1.0
-    """The norm that gradients are clipped at, of which the paper says nothing."""
+    """Norm at which gradients are clipped; not given in the paper."""
 
     @property
     def gain(self) -> float:
-        """lambda grows by this in a step in which all blocks are active and none should be."""
+        """Increase of lambda in a step in which all blocks are active and none should be."""
         return 0.3 if self.steps > 10_000 else 1.0

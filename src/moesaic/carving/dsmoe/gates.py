@@ -7,22 +7,22 @@ LLMs". Equation numbers are the paper's.
 n               blocks: equal, contiguous parts of the FFN's neurons (Eq. 6)
 o_i             a block's output; together they are the dense block's
 Y, g_i          gates: g_i = sigmoid(x Y_i), no bias
-tau, G          threshold, piecewise function (Eq. 7): ``nn.routers.thresholded``
-k, n / k        active blocks of a token, scale of the output (Eq. 8): ``nn.routers.norm_scale``
-S               straight-through estimator (Eqs. 10, 11): ``nn.routers.straight_through``
+tau, G          threshold, piecewise function (Eq. 7): ``routers.thresholded``
+k, n / k        active blocks of a token, scale of the output (Eq. 8): ``routers.norm_scale``
+S               straight-through estimator (Eqs. 10, 11): ``routers.straight_through``
 L_sparse        mean of G over layers, blocks and tokens (Eqs. 17-19)
 ==============  ===============================================================================
 
-All parameters train. What computes this is ``nn.carved_ffn.CarvedFFN`` without a backbone.
+All parameters train. The layer is ``carving.carved_ffn.CarvedFFN`` without a backbone.
 
-Where the paper is silent or we depart from it:
+Deviations, and choices where the paper gives none:
 
 - n / k applies in training and inference, without a gradient through k.
 - A token may activate no block (k = 0): its output is 0. Such tokens are counted.
 - Gates start at N(0, 0.02). From zero, sigmoid would be 0.5, not above tau, and nothing active.
-- L_sparse is a mean over the tokens that predict one; its weight ``sparsity`` (lambda) is 1.
-- The paper has no target. With ``active``, a controller moves lambda after each step with the share
-  of active blocks that is too many; below zero, lambda rewards activity.
+- L_sparse is a mean over the tokens with a next token; its weight ``sparsity`` (lambda) is 1.
+- The paper has no target. With ``active``, a controller changes lambda after each step by the
+  excess share of active blocks; below zero, lambda rewards activity.
 - ``top-k`` is the comparison with LLaMA-MoE: the same blocks, a fixed number of them by a softmax,
   the scale n / k, and the load-balance loss of Switch. Its noise is left out.
 """
@@ -40,16 +40,16 @@ from moesaic.losses import next_token_loss, predicting
 from moesaic.train.objectives import Objective
 
 _SWIFT = 10.0
-"""The controller's proportional gain, relative to the integral one: steps it looks back on."""
+"""Proportional gain of the controller, relative to its integral gain: steps it looks back on."""
 
 
 # --- losses --------------------------------------------------------------------------------------
 
 
 def sparsity(G_LTN: Tensor) -> Tensor:
-    """L_sparse, Eq. 19, of each token: the mean gate over layers and blocks (T,).
+    """Return L_sparse of each token, Eq. 19: the mean gate over layers and blocks (T,).
 
-    Active gates alone have a gradient, as dG/dg has, even where G came straight through.
+    Only active gates have a gradient, as in dG/dg, even if G is a straight-through estimate.
 
     >>> sparsity(torch.tensor([[[0.8, 0.0], [0.6, 0.6]]]))
     tensor([0.4000, 0.6000])
@@ -58,7 +58,7 @@ def sparsity(G_LTN: Tensor) -> Tensor:
 
 
 def imbalance(weights_TN: Tensor, probabilities_TN: Tensor) -> Tensor:
-    """Load-balance loss of one layer (Switch): n sum_i f_i P_i, 1 where both are uniform.
+    """Return the load-balance loss of one layer (Switch): n sum_i f_i P_i, 1 if both are uniform.
 
     f_i is the share of choices that fell on block i, P_i its mean probability.
 
@@ -72,10 +72,10 @@ def imbalance(weights_TN: Tensor, probabilities_TN: Tensor) -> Tensor:
 
 @contextmanager
 def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Records the input and the output of each router while the context lasts.
+    """Record the input and the output of each router while the context lasts.
 
     Yields:
-        by router its input (T, D) and its output (T, N).
+        input (T, D) and output (T, N) by router.
     """
     records: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
@@ -89,12 +89,12 @@ def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Ten
 
 
 class SparseObjective(Objective):
-    """Next-token loss, and what keeps gates sparse or choices balanced (Eqs. 17-19).
+    """Next-token loss plus sparsity loss of the gates or load-balance loss (Eqs. 17-19).
 
     Args:
-        routers: of the carved layers.
-        config: the method's.
-        target: the share of blocks to be active; None leaves lambda as it is.
+        routers: routers of the carved layers.
+        config: the method's config.
+        target: share of blocks that should be active; None keeps lambda constant.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class SparseObjective(Objective):
 
     @property
     def _idle(self) -> float:
-        """Gates up to here are idle in the finished model; in training, ours are zero then."""
+        """Gate value up to which a block is idle in the finished model."""
         return self.config.tau if self.config.variant == "no-piecewise" else 0.0
 
     def stepped(self, figures: dict[str, float]) -> dict[str, float]:
-        """The controller, proportional and integral: more weight while too many are active."""
+        """Update lambda by a proportional-integral controller on the share of active blocks."""
         if self.config.variant == "top-k":
             return {}
         used = self.state["lambda"]

@@ -1,4 +1,4 @@
-"""DSMoE as a method: every FFN is split into blocks with gates, then everything trains."""
+"""DSMoE's run: every FFN is split into blocks with gates, then all weights train."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CURVES = {
     "imbalance": "load-balance loss",
     "lambda": "lambda, the weight of sparsity",
 }
-"""The figures that training logs, in words."""
+"""Names of the figures that training logs, in words."""
 
 
 class DSMoE(DenseMethod[DSMoEConfig]):
-    """Carves a dense model into blocks with gates and trains all of it."""
+    """Method ``dsmoe`` of ``carve``: splits FFNs into blocks with gates and trains all weights."""
 
     ratio = "projections"
 
     def run(self, job: Job[Arch]) -> Decision:
-        """Split the FFNs and train; comparisons train when they are asked for."""
+        """Split the FFNs and train; comparisons are trained when their models are loaded."""
         config, args = self.config, job.args
         variants = {"": self, **self.compared(args.compare)}
         sizes = layer_sizes(job.shape, job.arch)
@@ -90,7 +90,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         )
 
     def outline(self, job: Job[Arch]) -> Outline:
-        """The model as training finds it."""
+        """Return the shape of the model before training."""
         config = self.config
         sizes = layer_sizes(job.shape, job.arch)
         self.target(sizes)
@@ -103,7 +103,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        """Says how FFNs were split, how blocks are chosen, and how long that was trained."""
+        """Describe how FFNs were split, how blocks are chosen, and how long they were trained."""
         assert decision.plan is not None
         where = some(len(decision.plan.layers), len(layers))
         blocks = f"{number(self.config.experts)} blocks each"
@@ -115,7 +115,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         )
 
     def _chosen(self, layers: Iterable[LayerRecord]) -> str:
-        """The blocks that a token runs, in words."""
+        """Return which blocks a token runs, in words."""
         config = self.config
         if config.variant == "top-k":
             counts = {layer.top_k for layer in layers if layer.experts}
@@ -129,7 +129,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         return gates
 
     def target(self, sizes: list[LayerSize]) -> float | None:
-        """The share of blocks to be active that ``active`` asks for; None where it asks nothing.
+        """Return the share of active blocks that meets ``active``; None if no target was given.
 
         Raises:
             MoesaicError: the FFNs are too small a part of the model.
@@ -148,7 +148,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         return share
 
     def start(self, sizes: list[LayerSize]) -> Mapping[int, CarvedLayer]:
-        """The layers as training finds them: dense weights, random gates.
+        """Return the layers before training: dense weights, random gates.
 
         Raises:
             MoesaicError: an FFN cannot be cut into so many equal blocks.

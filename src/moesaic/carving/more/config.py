@@ -1,4 +1,4 @@
-"""The options of MoRE. Imports no torch."""
+"""Options of MoRE. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEST: JSON = {
     "router": "ridge",
     "refit": True,
 }
-"""Fine petals."""
+"""Bundle ``best``: fine petals."""
 FAST: JSON = {
     "experts": 6,
     "top_k": 0,
@@ -40,9 +40,9 @@ _PAPER: JSON = {
     "balanced": False,
     "refit": False,
 }
-"""Clusters as large as they come, which Sec. 2.2 does not make equal."""
+"""Bundle ``paper``: clusters of any size, since Sec. 2.2 does not make them equal."""
 _UNFITTED = ("static", "backbone", "random")
-"""Variants in which nothing is routed, or at random."""
+"""Variants without a router, or with a random one."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class MoREConfig(MethodConfig):
         "Target active ratio: the share of the projections' parameters that a token uses.",
         above=0,
         maximum=1,
+        idle=(1, "leaves nothing out"),
     )
     experts: int = option(
         4, "Petals of a layer; with top_k 0 at most half as many as it has neurons."
@@ -138,6 +139,7 @@ class MoREConfig(MethodConfig):
     refit: bool = option(
         False,
         "Solve for new down projections that bring outputs near the original layers'.",
+        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
@@ -165,6 +167,6 @@ class MoREConfig(MethodConfig):
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """The options' additions to the paper's method; a router without effect is left out."""
+        """Additions to the paper's method; a router without effect is left out."""
         fitted = self.variant not in _UNFITTED
         return tuple(words for words in super().beyond if fitted or words != "fitted router")

@@ -15,17 +15,17 @@ A(h, E_i)           expert energy (Eq. 9)
 T_i, mu_i           calibration tokens of an expert, their centroid (Eqs. 10, 11)
 ==================  ==========================================================
 
-Where the paper is silent or we depart from it:
+Deviations, and choices where the paper gives none:
 
 - Gated FFNs: h is the true input of the down projection, act(gate) * up, and experts keep their
   gate rows. The paper ignores the gate; dropping it would break the model.
 - rho_act = 0.1 and alpha = 0.5 are not given in the paper. Both are options.
 - Petals have equal sizes by default (``balanced``), which native architectures need. Otherwise
   k-means sizes, clamped to half and one and a half times the mean. No channel is dropped.
-- Channels that are never activated together with another go to the smallest petal.
+- Channels that are never activated together with another are put into the smallest petal.
 - An expert that no token prefers takes the centroid of its highest-energy tokens.
-- ``router`` and ``refit`` go beyond the paper: the last section here, docs/beyond.md. Their
-  defaults are the paper's method.
+- ``router`` and ``refit`` are not in the paper: see the last section here, and docs/beyond.md.
+  Their defaults are the paper's method.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from moesaic.observation.stream import Site
 from moesaic.plans.regression import Ridge
 
 COVERAGE = (0.1, 0.01, 0.001, 0.0005)
-"""Shares of the channels for which Table 4's never-activated ratio is reported, where a share is at
-least one channel."""
+"""Shares of the channels for which Table 4's never-activated ratio is reported."""
 
 
 # --- Sums over tokens: Eqs. 4 to 7 ---------------------------------------------------------------
 
 
 def activated(h_TM: Tensor, ratio: float) -> Tensor:
-    """S(t), Eq. 4: the k_act channels of largest magnitude a token, largest first (T, k_act).
+    """Return S(t), Eq. 4: the k_act channels of largest magnitude of each token, largest first (T,
+    k_act).
 
     >>> activated(torch.tensor([[0.1, -3.0, 2.0, 0.0]]), ratio=0.5)
     tensor([[1, 2]])
@@ -64,8 +64,8 @@ def activated(h_TM: Tensor, ratio: float) -> Tensor:
 def add_coactivation(into_MM: Tensor, channels_TK: Tensor, block: int = 4096) -> None:
     """Add N C, Eq. 6: how many tokens activate both channels; its diagonal is N f, Eq. 5.
 
-    Upper blocks only: those below the diagonal stay zero until :func:`mirror`. Counts in float32
-    are exact up to 2^24 tokens.
+    Upper blocks only: those below the diagonal are zero until :func:`mirror`. Counts in float32 are
+    exact up to 2^24 tokens.
 
     >>> C = torch.zeros(3, 3)
     >>> add_coactivation(C, torch.tensor([[0, 1], [1, 2]])); C.tolist()
@@ -88,7 +88,7 @@ def mirror(upper_MM: Tensor, block: int = 4096) -> Tensor:
 
 
 def importance(ffn: DenseFFN, x_square_D: Tensor, h_square_M: Tensor) -> Tensor:
-    """s, Eq. 7: s_j = sum_i |W_up[j,i]| E[x_i^2] + sum_k |W_down[k,j]| E[h_j^2] (M,)."""
+    """Return s, Eq. 7: s_j = sum_i |W_up[j,i]| E[x_i^2] + sum_k |W_down[k,j]| E[h_j^2] (M,)."""
     up_MD, down_DM = ffn.up_MD.double().abs(), ffn.down_DM.double().abs()
     return up_MD @ x_square_D + down_DM.sum(0) * h_square_M
 
@@ -99,15 +99,15 @@ class MoREStats:
 
     tokens: int
     x_square_D: Tensor
-    """float64: sum of x_i^2."""
+    """Sum of x_i^2, float64."""
     h_square_M: Tensor
-    """float64: sum of h_j^2."""
+    """Sum of h_j^2, float64."""
     h_size_M: Tensor
-    """float64: sum of |h_j|."""
+    """Sum of |h_j|, float64."""
     coactivation_MM: Tensor
-    """float32: tokens that activate both channels."""
+    """Number of tokens that activate both channels, float32."""
     covered: dict[float, Tensor]
-    """For each share of COVERAGE, the channels that were ever among a token's largest."""
+    """Channels that were ever among a token's largest (M,), bool, by share in COVERAGE."""
 
 
 # --- Petals: spectral clustering of the residual co-activation -----------------------------------
@@ -116,14 +116,14 @@ class MoREStats:
 def petals_of(
     coactivation_MM: Tensor, members: Tensor, experts: int, balanced: bool, seed: int
 ) -> list[Tensor]:
-    """S_1 ... S_r: a partition of ``members`` by how often channels are activated together.
+    """Return S_1 ... S_r: a partition of ``members`` by how often channels are activated together.
 
     Args:
         coactivation_MM: how many tokens activate both channels.
         members: the channels to divide.
-        experts: petals r.
-        balanced: petals of equal size.
-        seed: of the clustering.
+        experts: number of petals r.
+        balanced: True for petals of equal size.
+        seed: seed of the clustering.
     """
     if experts == 1:
         return [members]
@@ -155,7 +155,7 @@ def petals_of(
 
 
 def memberships(backbone: Tensor, petals: Sequence[Tensor], width: int) -> Tensor:
-    """E_i = S_i and C_share as columns of zeros and ones (M, R)."""
+    """Return E_i = S_i and C_share as columns of zeros and ones (M, R)."""
     member_MR = torch.zeros(width, len(petals), device=backbone.device)
     member_MR[backbone] = 1
     for i, petal in enumerate(petals):
@@ -164,7 +164,7 @@ def memberships(backbone: Tensor, petals: Sequence[Tensor], width: int) -> Tenso
 
 
 def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
-    """A(h, E_i), Eq. 9: ||h on E_i||_2 / |E_i|^alpha (T, R).
+    """Return A(h, E_i), Eq. 9: ||h on E_i||_2 / |E_i|^alpha (T, R).
 
     >>> experts = memberships(torch.tensor([0]), [torch.tensor([1]), torch.tensor([2])], 3)
     >>> energies(torch.tensor([[3.0, 4.0, 0.0]]), experts, alpha=0.0)
@@ -174,12 +174,13 @@ def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
 
 
 def prototypes(site: Site[DenseFFN], member_MR: Tensor, alpha: float) -> Tensor:
-    """mu_i, Eqs. 10 and 11, of norm one: the directions that the router compares x with (R, D).
+    """Return mu_i, Eqs. 10 and 11, of norm one: the directions that the router compares x with (R,
+    D).
 
     Args:
         site: the layer and its tokens.
         member_MR: the experts' neurons as columns of zeros and ones.
-        alpha: of Eq. 9.
+        alpha: exponent of Eq. 9.
     """
     experts = member_MR.shape[1]
     keep = max(1, site.tokens // (100 * experts))
@@ -198,28 +199,28 @@ def prototypes(site: Site[DenseFFN], member_MR: Tensor, alpha: float) -> Tensor:
         values = torch.cat([v[:, i] for v, _ in best])
         candidates = torch.cat([x[:, i] for _, x in best]).double()
         sum_RD[i] = candidates[values.topk(min(keep, len(values))).indices].sum(0)
-    return F.normalize(sum_RD, dim=1).float()  # the centroid's length changes no cosine
+    return F.normalize(sum_RD, dim=1).float()  # a centroid's length changes no cosine
 
 
 # --- Not in the paper: a router in closed form ---------------------------------------------------
 #
-# A router should find the petals whose absence would change the output most. By the triangle
-# inequality's square that is about their weighted energy
+# A router should find the petals whose removal changes the output most. By the squared triangle
+# inequality that is about their weighted energy
 #
 #     A_e(t) = sqrt(sum over j in petal e of (h_j(t) ||W_down[:, j]||)^2),
 #
 # so a linear function of x is fitted to it by least squares over calibration tokens, and a token
-# runs the top-k petals of it. A constant is no input: x, normalised, has directions that hardly
+# runs the top-k petals of it. There is no constant: the normalised x has directions that hardly
 # vary, and native routers have no bias.
 
 
 def neuron_weights(ffn: DenseFFN) -> Tensor:
-    """||W_down[:, j]||_2, the size of a neuron's contribution to the output for h_j = 1 (M,)."""
+    """Return ||W_down[:, j]||_2, the size of a neuron's output for h_j = 1 (M,)."""
     return ffn.down_DM.float().norm(dim=0)
 
 
 def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Tensor:
-    """A, the weighted energy of each petal for each token (T, R).
+    """Return A, the weighted energy of each petal for each token (T, R).
 
     >>> one, two = torch.tensor([0]), torch.tensor([1, 2])
     >>> petal_energies(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([5.0, 1.0, 2.0]), [one, two])
@@ -230,7 +231,7 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
 
 
 def fit_router(site: Site[DenseFFN], petals: Sequence[Tensor]) -> Tensor:
-    """The weight of a layer's router (R, D), float32, by ridge regression on its tokens."""
+    """Return the weight of a layer's router (R, D), float32, by ridge regression on its tokens."""
     norm_M = neuron_weights(site.view)
     ridge = Ridge(site.view.up_MD.shape[1], len(petals), site.view.device)
     for x_TD, h_TM in site.activations():

@@ -1,4 +1,4 @@
-"""MoRE as a method: observe sums, pick the backbone, cluster the rest, place the prototypes."""
+"""MoRE's run: observe sums, choose the backbone, cluster other neurons, compute prototypes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from moesaic.types import JSON
 
 
 class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
-    """Carves a dense model without training it."""
+    """Method ``more`` of ``carve``: divides FFNs into a backbone and petals, without training."""
 
     ratio = "projections"
     words = "Carving layers"
@@ -78,7 +78,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return {"active": active_ratio(layer_sizes(job.shape, job.arch), widths)}
 
     def _outlined(self, width: int, hidden: int, budget: Split) -> LayerPlan:
-        """A layer of a budget, its neurons as they come."""
+        """Return a layer's plan of the final size, with its neurons in their old order."""
         if self.config.variant in ("static", "backbone"):
             return self._narrowed(torch.arange(width, 0.0, -1), budget)
         neurons = torch.arange(width)
@@ -94,7 +94,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        """Says how the FFNs were divided, or what they were cut down to."""
+        """Describe how the FFNs were divided, or what they were cut down to."""
         nominal = decision.summary.get("active", self.config.active)
         title = carved(self.config, nominal if active is None else active)
         assert decision.plan is not None
@@ -110,7 +110,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return Summary(title, text)
 
     def _described(self, layers: list[LayerRecord]) -> str:
-        """The FFNs that these options make, in words."""
+        """Return what these options make of FFNs, in words."""
         variant = self.config.variant
         if variant == "static":
             return "cut down to their most important channels, the same for every token"
@@ -128,7 +128,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return f"{shape} a router picks {few} for each token"
 
     def choose(self, sizes: list[LayerSize]) -> Mapping[int, Split]:
-        """The layers to carve with backbone and petal sizes that meet the target in closed form.
+        """Return the layers to carve, with backbone and petal sizes that meet the target in closed
+        form.
 
         All variants get the same active width; they differ in what fills it.
 
@@ -148,7 +149,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return split_for_target(sizes, layers, active, experts, top_k, multiple)
 
     def observe(self, site: Site[DenseFFN]) -> MoREStats:
-        """Sums over the site's tokens: Eqs. 4 to 7."""
+        """Sum over the site's tokens: Eqs. 4 to 7."""
         ffn = site.view
         width, device = ffn.width, ffn.up_MD.device
         stats = MoREStats(
@@ -178,13 +179,14 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return stats
 
     def carved(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> LayerPlan:
-        """Backbone by importance, petals by co-activation, and a router; or a narrower FFN."""
+        """Return a plan: backbone by importance, petals by co-activation, router; or a narrower
+        FFN."""
         config, tokens = self.config, stats.tokens
         score_M = importance(site.view, stats.x_square_D / tokens, stats.h_square_M / tokens)
         if config.variant in ("static", "backbone"):
             return self._narrowed(score_M, budget)
         ranked_M = score_M.argsort(descending=True, stable=True)
-        if not budget.petal:  # a layer that nothing is taken from
+        if not budget.petal:  # a layer that keeps all neurons
             return self._carved(ranked_M.sort().values, [], budget.top_k, None)
         backbone = ranked_M[: budget.backbone].sort().values
         residual = ranked_M[budget.backbone :].sort().values
@@ -194,14 +196,14 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return self._carved(backbone, petals, budget.top_k, self._router(site, backbone, petals))
 
     def _narrowed(self, score_M: Tensor, budget: Split) -> LayerPlan:
-        """The neurons of the highest scores alone, of a variant that does not route."""
+        """Return a plan that keeps the highest scores, for variants that do not route."""
         width = budget.active_width if self.config.variant == "static" else budget.backbone
         return narrowest(score_M, width, counted=True)
 
     def _carved(
         self, backbone: Tensor, petals: Sequence[Tensor], top_k: int, router_RD: Tensor | None
     ) -> CarvedLayer:
-        """A layer of these neurons, by number in rising order."""
+        """Return a plan with these neurons; backbone and petals are indices in rising order."""
         config, widths = self.config, tuple(len(petal) for petal in petals)
         fitted = "linear" if config.router == "ridge" else "cosine"
         prompts = config.prompts
@@ -219,7 +221,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         )
 
     def _router(self, site: Site[DenseFFN], backbone: Tensor, petals: list[Tensor]) -> Tensor:
-        """The router's weight (R, D)."""
+        """Return the router's weight (R, D)."""
         config = self.config
         if config.variant == "random":
             seeded = torch.Generator().manual_seed(config.seed * 10_007 + site.index)
@@ -231,10 +233,10 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return prototypes(site, member_MR, config.alpha).cpu()
 
     def analyse(self, stats: MoREStats) -> JSON:
-        """Channel coverage (Table 4) and the activation spectrum (Fig. 1), for the record.
+        """Return channel coverage (Table 4) and the activation spectrum (Fig. 1), for the record.
 
         Returns:
-            ``tokens``; ``never_activated``: by share of the channels, the part of them that no
+            ``tokens``; ``never_activated``: by share in COVERAGE, the part of the channels that no
             token activated; ``activation_mass``: 21 points of the cumulative curve of sum |h|.
         """
         mass_M = stats.h_size_M.sort(descending=True).values.cumsum(0)
@@ -252,7 +254,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
 def _without_backbone(
     sizes: list[LayerSize], layers: list[int], share: float, limit: int = 8
 ) -> dict[int, Split]:
-    """Disjoint petals only (paper, App. E.3), k of r the closest to the active share."""
+    """Return disjoint petals only (paper, App. E.3), with k of r closest to the active share."""
     _, experts, top_k = min(
         (abs(k / r - share), r, k) for r in range(2, limit + 1) for k in range(1, r)
     )
@@ -264,7 +266,7 @@ def _without_backbone(
 
 
 def _activated(layers: Sequence[LayerRecord]) -> list[Figure]:
-    """How many channels no token activated, and how much of the activation the strongest have."""
+    """Draw how many channels no token activated, and the share of activation of the strongest."""
     section, analyses = "Layer by layer", {layer.index: layer.analysis for layer in layers}
     never = {i: x.get("never_activated") or {} for i, x in analyses.items()}
     curves = [

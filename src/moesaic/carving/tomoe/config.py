@@ -1,4 +1,4 @@
-"""The options of ToMoE. Imports no torch."""
+"""Options of ToMoE. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from moesaic.config import MethodConfig, option, seed_option
 from moesaic.types import JSON
 
 PUBLISHED: JSON = {"published": True, "steps": 10_000, "length": 2048, "lr": 1e-3}
-"""The paper's objective, start, masks, result and schedule (App. C; a process trains on one text at
-a time) wherever our defaults are others."""
+"""Bundle ``paper``: the paper's objective, start, masks, result and schedule (App. C; one text per
+process at a time) where our defaults differ."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ToMoEConfig(MethodConfig):
         "Target active ratio: the share of the projections' parameters that a token uses.",
         above=0,
         maximum=1,
+        idle=(1, "leaves nothing out"),
     )
     experts: int = option(8, "Experts of a layer.", minimum=1, maximum=64)
     attention: Literal["routed", "none"] = option(
@@ -72,36 +73,36 @@ class ToMoEConfig(MethodConfig):
     seed: int = seed_option("Seed of the modules' start and of tosses.", seldom=True)
 
     parameters: ClassVar[float] = 16.0
-    """alpha, the weight of the budget R_P."""
+    """Weight alpha of the budget R_P."""
     union: ClassVar[float] = 2.0
-    """beta, the weight of the union of experts R_U."""
+    """Weight beta of the union of experts R_U."""
     bias: ClassVar[float] = 3.0
-    """b: with it every expert starts as the whole FFN (Eq. 15)."""
+    """Bias b, with which every expert starts as the whole FFN (Eq. 15)."""
     batch: ClassVar[int] = 1
     warmup: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.05
 
     @property
     def balance(self) -> float:
-        """gamma, the weight of the load balance R_L (Eq. 9)."""
+        """Weight gamma of the load balance R_L (Eq. 9)."""
         return 1.0 if self.published else 0.125
 
     @property
     def head_bias(self) -> float:
-        """b of attention's dimensions."""
+        """Bias b of attention's dimensions."""
         return 3.0 if self.published else 6.0
 
     @property
     def noise(self) -> bool:
-        """A result tosses."""
+        """True if the result's choices are random, with Gumbel noise."""
         return self.published
 
     @property
     def clip(self) -> float:
-        """The norm that gradients are clipped at; 0 for never."""
+        """Norm at which gradients are clipped; 0 for never."""
         return 0.0 if self.published else 1.0
 
     @property
     def decay(self) -> str:
-        """``constant``, or ``cosine``: to 0 at the last step."""
+        """Learning rate schedule: ``constant``, or ``cosine`` to 0 at the last step."""
         return "constant" if self.published else "cosine"

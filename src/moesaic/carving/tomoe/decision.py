@@ -1,4 +1,4 @@
-"""ToMoE, from learned logits to a plan: equal widths, fixed choices, the hypernetwork dropped.
+"""ToMoE's plans from learned logits: equal widths, fixed choices, the hypernetwork dropped.
 
 Shape suffixes: T tokens, N experts, M neurons, W neurons of an expert, A size of a head.
 """
@@ -24,17 +24,17 @@ from moesaic.types import JSON
 
 @dataclass(frozen=True)
 class Learned:
-    """The logits of one layer, b and Gumbel noise or its median added: on above a threshold."""
+    """Logits of one layer plus b and Gumbel noise or its median; above a threshold they are on."""
 
     shape: LayerShape
     mlp_NM: Tensor
     qk: Tensor | None = None
-    """(free,); None where attention stays, as ``vo_TA``."""
+    """Logits of Q/K dimensions (free,); None if attention is unchanged, as ``vo_TA``."""
     vo_TA: Tensor | None = None
-    """Of calibration tokens."""
+    """Logits of V/O dimensions for calibration tokens."""
 
     def widths(self, threshold: float) -> tuple[int, int, int]:
-        """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3."""
+        """Return neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3."""
         heads, full = self.shape.heads, self.shape.width
         step = alignment(full, 1)
         widest = int((self.mlp_NM > threshold).sum(-1).max())
@@ -47,18 +47,18 @@ class Learned:
 
 
 def _on(logits: Tensor, threshold: float) -> Tensor:
-    """True for the static choices that are on; at least the likeliest is, if there are any."""
+    """Return True for the static choices that are on: at least the likeliest, if any."""
     on = logits > threshold
     return on | (logits == logits.max()) if logits.numel() else on
 
 
 def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
-    """The logits of every layer, by its number; with the option ``noise``, one toss of them.
+    """Return the logits of every layer, by index; with the option ``noise``, one sample of them.
 
     Args:
-        masking: trained; a forward pass has begun.
-        head_logits: of the V/O dimensions for calibration tokens (T, A); without them, as the mean
-            expert embedding alone has them.
+        masking: trained modules; a forward pass has begun.
+        head_logits: logits of the V/O dimensions for calibration tokens (T, A), by layer; if
+            missing, those of the mean expert embedding are used.
     """
     config = masking.config
     layers = {}
@@ -79,12 +79,12 @@ def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[
 
 
 def _raised(logits: Tensor, bias: float, noise: bool) -> Tensor:
-    """Logits with b and the noise of a toss, or its median: on where they exceed 0 (Eq. 15)."""
+    """Add b and Gumbel noise, or its median, to logits: they are on above 0 (Eq. 15)."""
     return logits + bias + (gumbel(logits) if noise else MEDIAN)
 
 
 def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
-    """The share of the projections that a token uses at a threshold."""
+    """Return the share of the projections that a token uses at a threshold."""
     used = total = 0.0
     for layer in layers.values():
         shape = layer.shape
@@ -95,7 +95,7 @@ def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
 
 
 def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
-    """The lowest active ratio that there is: the narrowest experts, one dimension."""
+    """Return the lowest possible active ratio: the narrowest experts, one dimension."""
     layers = {}
     for i, shape in enumerate(shapes):
         mlp_NM, heads = torch.zeros(1, shape.width), shape.heads
@@ -105,7 +105,7 @@ def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
 
 
 def threshold_for(layers: Mapping[int, Learned], active: float) -> float:
-    """The threshold at which the active ratio is nearest to its target.
+    """Return the threshold at which the active ratio is nearest to its target.
 
     The ratio falls as the threshold rises; training has brought it near the target at 0.
     """
@@ -117,12 +117,12 @@ def threshold_for(layers: Mapping[int, Learned], active: float) -> float:
 
 
 def experts(mlp_NM: Tensor, width: int) -> Tensor:
-    """Equal widths: each expert's neurons of highest logit, in rising order (N, W)."""
+    """Return each expert's neurons of highest logit, all of one width, in rising order (N, W)."""
     return mlp_NM.topk(width, dim=-1).indices.sort(-1).values
 
 
 def similarity(experts_NW: Tensor, width: int) -> Tensor:
-    """The share of neurons that two experts have in common (N, N), Fig. 9.
+    """Return the share of neurons that two experts have in common (N, N), Fig. 9.
 
     >>> similarity(torch.tensor([[0, 1], [1, 2]]), 3)
     tensor([[1.0000, 0.5000],
@@ -135,12 +135,12 @@ def similarity(experts_NW: Tensor, width: int) -> Tensor:
 def decide(
     masking: MaskingModules, layers: Mapping[int, Learned], names: AttentionNames, threshold: float
 ) -> tuple[dict[int, OverlappingLayer], dict[int, JSON]]:
-    """The plan of every layer, and the figures that the paper reports about it.
+    """Return the plan of every layer, and the figures that the paper reports about it.
 
     Args:
-        masking: trained; a forward pass has begun.
-        layers: its logits.
-        names: of attention's projections.
+        masking: trained modules; a forward pass has begun.
+        layers: logits by layer.
+        names: attention's projections.
         threshold: logits above it are on.
 
     Returns:
@@ -176,7 +176,7 @@ def decide(
 def _pruned(
     masking: MaskingModules, index: int, on: Tensor, vo: int, names: AttentionNames
 ) -> JSON:
-    """Fixed Q/K dimensions of every head; V/O ones top-K by token."""
+    """Return the plan's fields of attention: fixed Q/K dimensions; V/O top-K by token."""
     heads = masking.shapes[index].heads
     qk_A = heads.paired(on).nonzero().flatten()
     parts = {
@@ -200,12 +200,12 @@ def _pruned(
 
 
 def _over(kept_A: Tensor, heads: int, size: int) -> Tensor:
-    """The same dimensions of every head."""
+    """Return the rows of the same dimensions of every head."""
     return (torch.arange(heads)[:, None] * size + kept_A).flatten()
 
 
 def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> dict[str, Tensor]:
-    """The rows that stay, by projection; none for a projection that stays whole."""
+    """Return the kept rows by projection; projections that keep all are left out."""
     full = {"q": heads.queries * heads.size} | dict.fromkeys("kv", heads.keys * heads.size)
     rows: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
@@ -221,10 +221,10 @@ def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> d
 
 
 def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
-    """Widths, unions and similarity of the experts of each layer.
+    """Draw widths, unions and similarity of the experts of each layer.
 
     Args:
-        layers: of the result; their analysis is that of :func:`decide`.
+        layers: records of the result; their analysis is that of :func:`decide`.
     """
     learned = [x for x in layers if x.analysis.get("expert_widths") and x.width_before]
     section = "What was learned"
@@ -270,7 +270,7 @@ def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
 
 
 def _similar(layers: Sequence[LayerRecord], section: str) -> list[Figure]:
-    """The share of neurons that every two experts of a layer have in common, a map a layer."""
+    """Draw the share of neurons that two experts have in common, one map per layer."""
     rows = [
         Row(str(j), tuple(map(figures.finite, shares)), 1.0, panel=f"layer {layer.index}")
         for layer in layers

@@ -1,4 +1,4 @@
-"""A model whose activations are masked on the way through, its weights untouched."""
+"""Masks on the activations of a model whose weights are not changed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moesaic.carving.tomoe.masks import MaskingModules
 class Masked:
     """Hooks that apply a masker's choices to a model.
 
-    They stay on in the backward pass, which may compute activations again.
+    They are kept on in the backward pass, which may compute activations again.
 
     Args:
-        model: of which every layer is masked.
+        model: model of which every layer is masked.
         arch: its architecture.
-        masker: chooses the part of a layer that a token uses.
-        projections: an FFN's mask multiplies what gate and up write, beside the hidden activations.
+        masker: modules that choose the part of a layer that a token uses.
+        projections: True to mask the outputs of gate and up, besides the hidden activations.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Masked:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is as it was."""
+        """Switch the masks off while the context lasts."""
         self.on = False
         try:
             yield
@@ -45,26 +45,26 @@ class Masked:
             self.on = True
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 class _LayerMasks:
-    """The masks of one layer, made when its attention and its FFN are entered."""
+    """Masks of one layer, computed when its attention and its FFN are entered."""
 
     def __init__(self, masked: Masked, index: int) -> None:
         self.masked, self.index = masked, index
         self.heads: Mapping[str, Tensor] = {}
-        """By part of attention: q, k, v and o."""
+        """Masks by part of attention: q, k, v and o."""
         self.neurons: Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> _LayerMasks:
-        """A copy of the model has the same masks: hooks go along."""
+        """Return itself: a copy of the model shares the masks of its hooks."""
         return self
 
     def watch(self, layer: nn.Module, arch: Arch, projections: bool) -> list[RemovableHandle]:
-        """Hook a layer's parts."""
+        """Register the hooks on a layer's parts."""
         attention, ffn, names = arch.attention_of(layer), arch.ffn_of(layer), arch.attention
         handles = [
             attention.register_forward_pre_hook(self._enter_attention, with_kwargs=True),

@@ -1,4 +1,4 @@
-"""ToMoE: a dense model's experts and their routers, learned over frozen weights.
+"""ToMoE: experts of a dense model and their routers, learned over frozen weights.
 
 Gao et al., "ToMoE: Converting Dense Large Language Models to Mixture-of-Experts through Dynamic
 Structural Pruning", TMLR 2025. https://openreview.net/forum?id=RFHq46pjv6
@@ -10,26 +10,25 @@ s_t   = ST-GSig(Proj_D(Proj_E(X_t) + mean E))   value and output dimensions of a
 s_0   = ST-GSig(Proj_D(mean E))        query and key dimensions, the same for all tokens
 R_P, R_U, R_L                          budget, union of experts, load balance (Eqs. 6-9)
 
-Where our defaults depart from the paper; ``PUBLISHED`` (``--recipe paper``) sets all of them as the
-paper has them:
+Deviations of our defaults from the paper; ``PUBLISHED`` (``--recipe paper``) undoes all of them:
 
-- A mask is tossed in training only. A result is deterministic: a neuron is on where its logit plus
-  b exceeds minus the Gumbel median, so it is the majority of the tosses. The budget counts what is
-  deployed: the widest expert without noise, and the mean over tokens of a head's dimensions; and at
-  the end one threshold for all layers is moved until the active ratio is ``active``. With
-  ``published`` the result tosses and the budget counts maxima over tosses, as in the paper, which
-  leaves the result below its target.
-- Attention starts further from its threshold than FFNs (b is 6, not 3): else the budget takes half
-  of it in the first steps, before the teacher is heard.
+- Masks are random in training only. A result is deterministic: a neuron is on if its logit plus b
+  exceeds minus the Gumbel median, the majority of random masks. The budget counts what is deployed:
+  the widest expert without noise, and the mean over tokens of a head's dimensions; at the end one
+  threshold for all layers is chosen at which the active ratio is ``active``. With ``published`` the
+  result is random and the budget counts maxima over random masks, as in the paper, which leaves the
+  result below its target.
+- Attention starts further from its threshold than FFNs (b is 6, not 3): else the budget removes
+  half of it in the first steps, before distillation has an effect.
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
   should be on.
 - R_L has an eighth of the paper's weight (1/8, not 1): what the released code computes for eight
   experts, which leaves out Eq. 9's factor N.
 
-Where we differ in both: R_U covers attention too, as in the paper; the released code leaves it out.
+Unlike the released code, R_U covers attention too, as in the paper.
 - Where queries and keys are normalised (Qwen3, Gemma 3, OLMo 2), which the paper's models are not,
-  their s_0 is 1: Eq. 4 masks what the norm gives, and its mean needs every row of W_Q and W_K, so
-  that nothing of them could go.
+  their s_0 is 1: Eq. 4 masks the norm's output, and its mean needs every row of W_Q and W_K, so
+  that no row could be removed.
 
 Shape suffixes: B texts, L tokens of each, N experts, M neurons, E embedding, A size of a head.
 """
@@ -50,24 +49,24 @@ from moesaic.carving.budget import LayerSize
 from moesaic.carving.tomoe.config import ToMoEConfig
 
 EMBEDDING, INPUT, HIDDEN = 128, 32, 64
-"""d_e, and the sizes of the hypernetwork's input and of its state in each direction (Tab. 8)."""
+"""Sizes: d_e, the hypernetwork's input, and its state in each direction (Tab. 8)."""
 
 MEDIAN = -math.log(math.log(2))
-"""Of the Gumbel distribution."""
+"""Median of the Gumbel(0, 1) distribution."""
 
 
 # --- straight-through masks (App. A.3) -----------------------------------------------------------
 
 
 def gumbel(like: Tensor) -> Tensor:
-    """Noise of the Gumbel(0, 1) distribution."""
+    """Return noise of the Gumbel(0, 1) distribution, in the shape of a tensor."""
     return -torch.empty_like(like).exponential_().log()
 
 
 def st_sigmoid(x: Tensor, tau: float, bias: float, noise: bool) -> Tensor:
-    """ST-GSig, Eq. 15: round(sigmoid((x + g + b) / tau)), with the sigmoid's gradient.
+    """Return ST-GSig, Eq. 15: round(sigmoid((x + g + b) / tau)), with the sigmoid's gradient.
 
-    Without noise, g is the Gumbel median: the mask that is tossed more often than not.
+    Without noise, g is the Gumbel median: the more likely mask.
 
     >>> st_sigmoid(torch.tensor([-4.0, -3.0, 0.0]), 0.4, 3.0, noise=False)
     tensor([0., 1., 1.])
@@ -78,12 +77,13 @@ def st_sigmoid(x: Tensor, tau: float, bias: float, noise: bool) -> Tensor:
 
 
 def gs_max(x: Tensor, tau: float, noise: bool) -> Tensor:
-    """GSmax (App. A.3): softmax((x + g) / tau)."""
+    """Return GSmax (App. A.3): softmax((x + g) / tau)."""
     return ((x + gumbel(x) if noise else x) / tau).softmax(-1)
 
 
 def straight_through(soft: Tensor) -> Tensor:
-    """ST-GSmax of a GSmax, Eq. 14: the one-hot of the largest, with the gradient of ``soft``.
+    """Return ST-GSmax of a GSmax, Eq. 14: the one-hot of the largest, with the gradient of
+    ``soft``.
 
     >>> straight_through(torch.tensor([0.1, 0.7, 0.2]))
     tensor([0., 1., 0.])
@@ -96,7 +96,7 @@ def straight_through(soft: Tensor) -> Tensor:
 
 
 def f_reg(x: Tensor, y: float) -> Tensor:
-    """log(max(x, y) / min(x, y)), 1e-3 on both as in the released code.
+    """Return log(max(x, y) / min(x, y)), with 1e-3 added to both as in the released code.
 
     >>> f_reg(torch.tensor(0.5), 0.5), f_reg(torch.tensor(0.999), 0.499)
     (tensor(0.), tensor(0.6931))
@@ -105,7 +105,7 @@ def f_reg(x: Tensor, y: float) -> Tensor:
 
 
 def union(s_NM: Tensor) -> Tensor:
-    """The share of u = 1 - prod_i (1 - s_i), Eqs. 6 and 16: neurons that any expert has.
+    """Return the share of u = 1 - prod_i (1 - s_i), Eqs. 6 and 16: neurons that any expert has.
 
     >>> union(torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]]))
     tensor(0.5000)
@@ -114,9 +114,9 @@ def union(s_NM: Tensor) -> Tensor:
 
 
 def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
-    """R_L = N sum_i F_i P_i, Eq. 9: 1 when balanced, N when collapsed.
+    """Return R_L = N sum_i F_i P_i, Eq. 9: 1 when balanced, N when collapsed.
 
-    F_i counts tokens: the gradient is that of P_i alone.
+    F_i counts tokens, so only P_i has a gradient.
 
     Args:
         chosen_TN: the one-hot of each token's expert.
@@ -130,11 +130,12 @@ def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
     return len(P_N) * F_N @ P_N
 
 
-# --- what trains (App. A.1, Tab. 8) -------------------------------------------------------------
+# --- what trains (App. A.1, Tab. 8) --------------------------------------------------------------
 
 
 class Hypernetwork(nn.Module):
-    """HN, Eq. 1: a Bi-GRU along the slots attention 0, FFN 0, attention 1, ...; a batch of experts.
+    """HN, Eq. 1: a Bi-GRU along the slots attention 0, FFN 0, attention 1, ...; experts are its
+    batch.
 
     Its input is random and fixed.
     """
@@ -145,7 +146,7 @@ class Hypernetwork(nn.Module):
         self.gru = nn.GRU(INPUT, HIDDEN, bidirectional=True)
 
     def forward(self) -> Tensor:
-        """E_all (slots, N, E)."""
+        """Return E_all (slots, N, E)."""
         return self.gru(self.z)[0]
 
 
@@ -181,7 +182,7 @@ class _MHAModules(nn.Module):
 
 @dataclass(frozen=True)
 class LayerShape(LayerSize):
-    """The sizes of a decoder layer that the method asks for."""
+    """Sizes of a decoder layer that ToMoE needs."""
 
     heads: Heads = field(kw_only=True)
 
@@ -196,13 +197,13 @@ class LayerShape(LayerSize):
 
 
 class MaskingModules(nn.Module):
-    """Theta of Eq. 10: all that trains, and the masks that it makes of a layer's input."""
+    """Theta of Eq. 10: all trainable modules, which compute masks from a layer's input."""
 
     def __init__(self, config: ToMoEConfig, shapes: Sequence[LayerShape]) -> None:
         super().__init__()
         self.config, self.shapes = config, shapes
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)  # a prediction starts where training does
+            torch.manual_seed(config.seed)  # a dry run starts where training does
             self.hypernetwork = Hypernetwork(2 * len(shapes), config.experts)
             self.mlp = nn.ModuleList(_MLPModules(s.hidden, s.width, config.experts) for s in shapes)
             self.mha = nn.ModuleList(
@@ -224,7 +225,7 @@ class MaskingModules(nn.Module):
         return cast(_MHAModules, self.mha[index])
 
     def begin(self, valid_BL: Tensor, noise: bool) -> None:
-        """Before a forward pass: which tokens are real, and whether masks are tossed."""
+        """Prepare a forward pass: set which tokens are real, and whether masks are random."""
         self.valid_T, self.noise = valid_BL.flatten(), noise
         with torch.autocast(valid_BL.device.type, enabled=False):
             self.E_all = self.hypernetwork()
@@ -236,15 +237,15 @@ class MaskingModules(nn.Module):
         return st_sigmoid(x, self.config.tau, self.config.head_bias, noise)
 
     def mean_embedding(self, index: int) -> Tensor:
-        """The mean expert embedding of one attention (Eq. 5)."""
+        """Return the mean expert embedding of one attention (Eq. 5)."""
         return self.E_all[2 * index].mean(0)
 
     def expert_logits(self, index: int) -> Tensor:
-        """Proj_D(E) of one FFN (N, M), Eq. 11."""
+        """Return Proj_D(E) of one FFN (N, M), Eq. 11."""
         return self.mlp_modules(index).proj_d(self.E_all[2 * index + 1])
 
     def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
-        """s (B, L, M), Eq. 3."""
+        """Return s (B, L, M), Eq. 3."""
         tossed = self.config.noise and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
             logits = self.mlp_modules(index).router(x_BLD.float())
@@ -264,10 +265,10 @@ class MaskingModules(nn.Module):
         return s
 
     def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
-        """s_0 for queries and keys, s_t for values and outputs, over all heads (Eqs. 4-5).
+        """Return s_0 for queries and keys, s_t for values and outputs, over all heads (Eqs. 4-5).
 
         Returns:
-            masks by ``q``, ``k``, ``v`` and ``o``; empty where attention stays.
+            masks by ``q``, ``k``, ``v`` and ``o``; empty if attention is not changed.
         """
         if self.config.attention == "none":
             return {}
@@ -296,18 +297,18 @@ class MaskingModules(nn.Module):
             }
 
     def static_logits(self, index: int) -> Tensor:
-        """Proj_D(mean E): logits that hold for every token; of V/O dimensions, then of Q/K ones."""
+        """Return Proj_D(mean E): logits for all tokens alike, V/O dimensions, then Q/K."""
         return self.mha_modules(index).proj_d(self.mean_embedding(index))
 
     def head_logits(self, index: int, x_BLD: Tensor) -> Tensor:
-        """Logits of the V/O dimensions (B, L, A)."""
+        """Return logits of the V/O dimensions (B, L, A)."""
         modules, size = self.mha_modules(index), self.shapes[index].heads.size
         embedded = modules.proj_e(x_BLD.float()) + self.mean_embedding(index)
         logits: Tensor = modules.proj_d(embedded)
         return logits[..., :size]
 
     def terms(self) -> dict[str, Tensor]:
-        """The regularisers of the pass that was just made (Eqs. 7-9).
+        """Return the regularisers of the last forward pass (Eqs. 7-9).
 
         Returns:
             ``parameters``, ``union`` and ``balance``: R_P, R_U and R_L; ``active``: the ratio.
@@ -331,7 +332,7 @@ class MaskingModules(nn.Module):
         }
 
     def penalty(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """alpha R_P + beta R_U + gamma R_L, Eq. 10."""
+        """Return alpha R_P + beta R_U + gamma R_L, Eq. 10."""
         config = self.config
         weights = {
             "parameters": config.parameters,

@@ -1,4 +1,4 @@
-"""ToMoE as a method: experts and routers are trained over frozen weights, then fixed in a plan."""
+"""ToMoE's run: experts and routers are trained over frozen weights, then fixed in a plan."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ CURVES = {
     "balance": "R_L, the load balance",
     "active": "active ratio",
 }
-"""The figures that training logs, in words."""
+"""Names of the figures that training logs, in words."""
 
 
 class ToMoE(DenseMethod[ToMoEConfig]):
-    """Learns which part of a dense model each token uses; no weight of it changes."""
+    """Method ``tomoe`` of ``carve``: learns which part of a frozen dense model each token uses."""
 
     ratio = "projections"
 
     def run(self, job: Job[Arch]) -> Decision:
-        """Train masks, and fix them.
+        """Train masks, and fix them in a plan.
 
-        All of the calibration text is trained on; the windows drawn from it fix how many
+        Training uses all of the calibration text; the windows drawn from it decide how many
         dimensions of a head are used.
         """
         args = job.args
         self._check(job)
-        job.tokens  # noqa: B018 - what is wrong with the text is said before a model is read
+        job.tokens  # noqa: B018 - refuse a wrong text before a model is read
         live = job.live()
         total = parameters(live)
         config = self.config
@@ -71,7 +71,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             examples,
             args.resume_from and args.resume_from / "training",
             objective=StudentLoss(config.seed),
-            request={"calibration": job.tokens.fingerprint},
+            request={"text": job.text},
         )
         head_logits = student.head_logits(job.tokens)
         student.to("cpu")
@@ -103,7 +103,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         )
 
     def _check(self, job: Job[Arch]) -> list[LayerShape]:
-        """The sizes of the layers.
+        """Return the sizes of the layers.
 
         Raises:
             MoesaicError: the active ratio is out of reach, for the result or a comparison.
@@ -123,7 +123,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
 
     @torch.no_grad()
     def outline(self, job: Job[Arch]) -> Outline:
-        """Experts that nobody trained, at the threshold that meets the active ratio."""
+        """Outline a run with untrained experts, at the threshold that meets the active ratio."""
         shapes = self._check(job)
         config = self.config
         masking = MaskingModules(config, shapes)
@@ -139,7 +139,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         )
 
     def _beside(self, job: Job[Arch], name: str, active: float) -> Plan:
-        """A comparison, carved at the active ratio that the result came to."""
+        """Return the plan of a comparison, carved at the active ratio of the result."""
         baseline = _baseline(name, active)
         folder = job.args.resume_from and job.args.resume_from / name
         args = replace(job.args, text=job.tokens, compare=(), resume_from=folder)
@@ -153,7 +153,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        """Says how FFNs and attention were divided, and how long that was trained."""
+        """Describe how FFNs and attention were divided, and how long modules were trained."""
         assert decision.plan is not None
         config, training = self.config, decision.summary["training"]
         where = some(len(decision.plan.layers), len(layers))
@@ -169,18 +169,18 @@ class ToMoE(DenseMethod[ToMoEConfig]):
 
 
 def _baseline(name: str, active: float) -> MoRE:
-    """The method that a comparison is made by."""
+    """Return the method that makes a comparison."""
     variant: Variant = "static" if name == "static" else "full"
     return MoRE(MoREConfig(active=active, experts=8, layers="all", variant=variant))
 
 
 def parameters(module: torch.nn.Module) -> int:
-    """How many there are."""
+    """Return the number of a module's parameters."""
     return sum(p.numel() for p in module.parameters())
 
 
 def _attention(decision: Decision) -> str:
-    """A sentence on what attention lost."""
+    """Return a sentence on how attention was cut down."""
     analyses = decision.analyses.values()
     cut = {part for part in ("qk", "vo") if any(x[part] < x["head_dim"] for x in analyses)}
     if not cut:
@@ -196,6 +196,6 @@ def _attention(decision: Decision) -> str:
 
 
 def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]) -> int:
-    """FFN weights that materialised experts hold beyond the dense model's."""
+    """Return the number of FFN weights that materialised experts hold beyond the dense model's."""
     shares = {i: sum(p.header()["petals"]) / layers[i].shape.width for i, p in plans.items()}
     return round(sum(layers[i].shape.ffn * (share - 1) for i, share in shares.items()))

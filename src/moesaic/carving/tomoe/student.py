@@ -1,4 +1,4 @@
-"""The model that ToMoE trains: frozen weights, masked by modules that learn."""
+"""Student of ToMoE: a model with frozen weights, masked by trainable modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moesaic.train.objectives import Objective, checkpointing, distillation_loss
 from moesaic.types import Config, Model
 
 _KEPT_TOKENS = 8192
-"""Calibration tokens, at most, of which logits are kept."""
+"""Most calibration tokens of which logits are kept."""
 _Terms = dict[str, Tensor | dict[str, Tensor]]
 
 
 def layer_shapes(model: Model, arch: Arch) -> list[LayerShape]:
-    """The sizes of each layer that ToMoE asks for.
+    """Return the sizes of each layer that ToMoE needs.
 
     Raises:
         MoesaicError: the model has no rotary positions.
@@ -34,7 +34,7 @@ def layer_shapes(model: Model, arch: Arch) -> list[LayerShape]:
 
 
 class Student(nn.Module):
-    """A frozen model, masked; the same weights, unmasked, are its teacher (App. B.1)."""
+    """Frozen model with masks; the same weights without masks are its teacher (App. B.1)."""
 
     def __init__(self, base: Model, arch: Arch, config: ToMoEConfig) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class Student(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        """The classes of modules that FSDP splits each by itself: the base's decoder layers."""
+        """Classes of modules that FSDP shards as one: the base's decoder layers."""
         return sorted(self.base._no_split_modules or ())
 
     @property
     def learning(self) -> dict[str, nn.Parameter]:
-        """The parameters that train, by name."""
+        """Trainable parameters by name."""
         return {n: p for n, p in self.named_parameters() if n.startswith("masking.")}
 
     def train(self, mode: bool = True) -> Student:
-        """The base stays as it is when it runs, without dropout; its layers may recompute."""
+        """Set the modules' mode; the base is always in eval mode, but its layers may recompute."""
         super().train(mode)
         self.base.eval()
         for layer in self.arch.layers(self.base):
@@ -78,7 +78,7 @@ class Student(nn.Module):
         checkpointing(self.base, "disable")()
 
     def logits(self, ids_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-        """The masked model's logits (B, L, V)."""
+        """Return the masked model's logits (B, L, V)."""
         valid = torch.ones_like(ids_BL) if mask_BL is None else mask_BL
         self.masking.begin(valid.bool(), self.training)
         out = self.base(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
@@ -87,10 +87,10 @@ class Student(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> _Terms:
-        """The loss of Eq. 10.
+        """Return the loss of Eq. 10 and its terms.
 
         Returns:
-            ``loss``, and ``terms``: its terms by name, before they are weighed.
+            ``loss``, and ``terms``: its terms by name, before they are weighted.
         """
         with torch.no_grad(), self.masked.off():
             taught = self.base(
@@ -104,7 +104,7 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def head_logits(self, tokens: Tokens) -> dict[int, Tensor]:
-        """Logits of the V/O dimensions (T, A) by layer, for real tokens, without noise."""
+        """Return logits of the V/O dimensions (T, A) by layer, for real tokens, without noise."""
         self.eval()
         self.masking.kept = {}
         device = self.base.device
@@ -118,16 +118,16 @@ class Student(nn.Module):
         return {i: torch.cat(logits).cpu() for i, logits in parts.items()}
 
     def release(self) -> None:
-        """Leave the base as it was."""
+        """Remove the masks from the base, and make it trainable again."""
         self.masked.remove()
         self.base.requires_grad_(True).eval()
 
 
 class StudentLoss(Objective):
-    """Eq. 10, which the student computes as a mean, as the sum that the training loop takes.
+    """Eq. 10 as a sum over tokens, which the training loop takes; the student computes the mean.
 
-    A batch's tosses follow from its number among the batches of all processes, so that several
-    processes toss what one that accumulates as many batches would.
+    A batch's random masks depend on its number among the batches of all processes, so that several
+    processes draw the same as one process that accumulates as many batches.
     """
 
     def __init__(self, seed: int) -> None:

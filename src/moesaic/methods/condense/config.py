@@ -1,4 +1,4 @@
-"""The options of condensing."""
+"""Options of ``condense``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ KEEPS = {
     "attention": ("Layer Drop", DROP),
     "nothing": ("Block Drop", DROP),
 }
-"""By what stays of a layer: the name of that, and the paper."""
+"""Name and paper of the method, by the value of ``--keep``."""
 WITHOUT_FFN = ("attention", "nothing")
-"""Of them what leaves no FFN, and so nothing to refit."""
+"""Values of ``--keep`` that leave no FFN in a layer, so there is nothing to refit."""
 SEARCHED = 8
-"""Layers of which `fit` tries each in every round; of more it looks in one pass over the text."""
+"""Most layers for which `fit` uses the racing search; deeper models are ranked in one pass."""
 
 
 @dataclass(frozen=True)
 class CondenseConfig(MethodConfig):
-    """Options of condensing. The defaults are the paper's but for the refit; see ``bundles``.
+    """Options of ``condense``.
 
-    One of ``count``, ``memory`` and ``active`` says when to stop; one layer where none does.
+    The defaults are CD-MoE's except for the refit; see ``bundles``. One of ``count``, ``memory``
+    and ``active`` is the stopping rule; without any, one layer is condensed.
     """
 
     verb = "condense"
@@ -57,7 +58,10 @@ class CondenseConfig(MethodConfig):
     window = 512
 
     count: int | None = option(
-        None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
+        None,
+        "Layers to condense; 1 where memory and active are not given either.",
+        minimum=0,
+        idle=(0, "condenses nothing"),
     )
     memory: int | None = option(
         None, "Condense until the weights fit, as in 12GB.", minimum=0, parse="bytes"
@@ -68,11 +72,11 @@ class CondenseConfig(MethodConfig):
         minimum=0,
     )
     keep: Literal["shared", "shared+routed", "attention", "nothing"] = option(
-        "shared", "What stays of a layer; attention is Layer Drop, nothing is Block Drop."
+        "shared", "What to keep of a layer; attention is Layer Drop, nothing is Block Drop."
     )
     experts: int | None = option(
         None,
-        "Routed experts that stay with shared+routed. Default: as many as a token runs.",
+        "Routed experts to keep with shared+routed. Default: as many as a token runs.",
         minimum=0,
     )
     metric: Literal["js", "kl", "ppl"] = option(
@@ -82,7 +86,7 @@ class CondenseConfig(MethodConfig):
     )
     expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
         "greedy",
-        "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
+        "How the kept experts are chosen; greedy is the paper's Alg. 1.",
         seldom=True,
     )
     layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine"] = option(
@@ -104,7 +108,6 @@ class CondenseConfig(MethodConfig):
     refit: bool | None = option(
         None,
         "Solve for the dense layers' down projections anew. Default: where it can be done.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of random choices.", seldom=True)
@@ -155,10 +158,10 @@ class CondenseConfig(MethodConfig):
 
     @staticmethod
     def check_compared(name: str, condensed: int) -> None:
-        """Refuse a comparison of more layers than are condensed.
+        """Refuse to compare more layers than are condensed.
 
         Raises:
-            MoesaicError: names both.
+            MoesaicError: ``name`` is above ``condensed``.
         """
         if int(name) > condensed:
             raise MoesaicError(

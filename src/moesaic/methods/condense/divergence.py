@@ -1,4 +1,4 @@
-"""How far two sets of hidden states are apart: what CD-MoE's searches minimise.
+"""Divergences between two sets of hidden states, which CD-MoE's searches minimise.
 
 The released code turns each hidden state into a distribution by a softmax over the hidden
 dimension, in float32, and takes natural logarithms; so do we.
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny
-"""What a mean of two zeros counts as: nothing is lost and no logarithm fails."""
+"""Lower bound of a mean of two probabilities, so that the logarithm of two zeros is finite."""
 
 
 def js(p_ND: Tensor, q_ND: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of softmax(p) and softmax(q) over D (N,); 0 to ln 2.
+    """Return the Jensen-Shannon divergence of softmax(p) and softmax(q) over D (N,); 0 to ln 2.
 
-    JS = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. Arguments broadcast, the second one
-    whole: a search scores many q against one p. In place, since that is all a search does.
+    JS = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. Arguments broadcast to the shape of the
+    second, since a search scores many q against one p. Temporaries are reused in place.
 
     >>> js(torch.tensor([[100.0, 0.0]]), torch.tensor([[0.0, 100.0]]))
     tensor([0.6931])
@@ -32,15 +32,15 @@ def js(p_ND: Tensor, q_ND: Tensor) -> Tensor:
 
 
 def kl(p_ND: Tensor, q_ND: Tensor) -> Tensor:
-    """Kullback-Leibler divergence KL(softmax(p) || softmax(q)) over D (N,)."""
+    """Return the Kullback-Leibler divergence KL(softmax(p) || softmax(q)) over D (N,)."""
     log_p, log_q = (x.float().log_softmax(-1) for x in (p_ND, q_ND))
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)
 
 
 def cosine(p_ND: Tensor, q_ND: Tensor) -> Tensor:
-    """1 - cos(p, q) (N,): what a module adds to its input, in He et al. (2024), Eq. 3."""
+    """Return 1 - cos(p, q) (N,), a module's importance in He et al. (2024), Eq. 3."""
     return 1 - torch.cosine_similarity(p_ND.float(), q_ND.float(), dim=-1)
 
 
 DIVERGENCES = {"js": js, "kl": kl}
-"""Measures of change by name, of hidden states."""
+"""Divergences of hidden states, by name."""

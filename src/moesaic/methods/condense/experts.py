@@ -1,4 +1,4 @@
-"""Condensing: some mixture layers become small dense MLPs, nothing trained.
+"""Eq. 2, Alg. 1 and Tab. 5 of CD-MoE: gates and choice of the experts of one condensed layer.
 
 Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer Pruning"
 (TMLR 2025). Equation and algorithm numbers are the paper's.
@@ -7,16 +7,16 @@ Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in
 E_s, E_i            the shared path, routed expert i
 g_{i,t}             the true combine weight of expert i for token t (T, E)
 g_i                 Eq. 2: its fixed weight, the mean of g_{i,t} where it is not 0
-C, K                the routed experts that stay, |C| = K
+C, K                the routed experts that are kept, |C| = K
 h                   Eq. 3: x + E_s(x) + sum_{i in C} g_i E_i(x); no router
 ==================  ==========================================================
 
 Alg. 1 chooses C greedily by JS(O_ref, O) of the decoder layer's output, each layer alone. With the
 residual, the shared path and every E_i(x) known once, each candidate's output is a sum of vectors,
 so the paper's 369 inferences a layer (66 experts, K = 6) become one. Where a layer does more with
-what its block makes than to add it, such as normalise it, each candidate is run.
+its block's output than to add it, such as normalise it, each candidate is run.
 
-Where we depart from the paper or its code, and how to have theirs:
+Deviations from the paper or its code, and options that restore theirs:
 
 - Experts that no token chose have no g_i and are left out.
 - Qwen's shared path keeps its gate, a sigmoid a token: ``shared_gate="token"``. ``"mean"`` fixes it
@@ -42,14 +42,15 @@ from moesaic.distributed import mean_over_processes
 from moesaic.methods.prune.criteria import random_scores
 
 BLOCK_BYTES = 64 << 20
-"""Candidates' outputs held at a time."""
+"""Bytes of candidates' outputs in memory at once."""
 
 
 # --- Eq. 2 ---------------------------------------------------------------------------------------
 
 
 def fixed_gates(sum_E: Tensor, calls_E: Tensor) -> Tensor:
-    """g_i, Eq. 2: mean of g_{i,t} over the tokens that chose i; NaN where none did (E,).
+    """Return g_i of Eq. 2, the mean of g_{i,t} over the tokens that chose expert i (E,); NaN if
+    none did.
 
     >>> fixed_gates(torch.tensor([1.5, 0.0]), torch.tensor([3, 0]))
     tensor([0.5000,    nan])
@@ -62,14 +63,14 @@ def fixed_gates(sum_E: Tensor, calls_E: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outputs:
-    """One batch of a layer's tokens, everything a condensed layer's output is a sum of."""
+    """Terms of a condensed layer's output, for one batch of its tokens."""
 
     reference_TD: Tensor
-    """O_ref: the decoder layer's output."""
+    """Output O_ref of the decoder layer before it is condensed."""
     start_TD: Tensor
-    """The residual, and what stays of the shared path."""
+    """Residual, plus the kept part of the shared path."""
     experts_TED: Tensor
-    """E_i(x), as they are added to the residual with weight one."""
+    """Outputs E_i(x) of all routed experts, scaled as they are added to the residual."""
 
 
 def candidate_losses(
@@ -79,9 +80,10 @@ def candidate_losses(
     candidates: list[int],
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Mean divergence from O_ref with each candidate added to the chosen experts (candidates,).
+    """Return the mean divergence from O_ref with each candidate added to the chosen experts
+    (candidates,).
 
-    An empty list of candidates scores the chosen experts alone (1,).
+    Without candidates, return that of the chosen experts alone (1,).
     """
     total = torch.zeros(max(1, len(candidates)), dtype=torch.float64)
     tokens = 0
@@ -104,15 +106,16 @@ def candidate_losses(
 def greedy_experts(
     losses: Callable[[list[int], list[int]], Tensor], g_E: Tensor, k: int
 ) -> tuple[list[int], list[float]]:
-    """Alg. 1: the greedy choice of experts; of equally good ones the first.
+    """Choose experts greedily by Alg. 1; of equally good ones the first.
 
     Args:
-        losses: of the chosen experts and candidates, with each candidate added (candidates,).
+        losses: function of (chosen, candidates) that returns the divergence with each candidate
+            added (candidates,).
         g_E: the fixed weights of Eq. 2; experts without one are left out.
         k: experts to choose.
 
     Returns:
-        experts in the order in which they were chosen, and the loss after each.
+        experts in the order in which they were chosen, and the divergence after each.
     """
     left = [i for i, g in enumerate(g_E.tolist()) if g == g]
     chosen: list[int] = []
@@ -129,13 +132,14 @@ def greedy_experts(
 
 
 BINS = 100
-"""Of the histogram in which the fix-finger method looks for a peak."""
+"""Bins of the histogram in which the fix-finger method looks for a peak."""
 AROUND = (0.95, 1.5)
-"""Where it looks for x_min, in peaks."""
+"""Range in which it looks for x_min, in multiples of the peak."""
 
 
 def pl_alpha_hill(weight: Tensor) -> float:
-    """Eq. 4: 1 + k / sum_{i <= k} ln(lambda_{n-i+1} / lambda_{n-k}), lambda of W^T W.
+    """Return PL_Alpha_Hill, Eq. 4: 1 + k / sum_{i <= k} ln(lambda_{n-i+1} / lambda_{n-k}), lambda
+    of W^T W.
 
     k by the fix-finger method (Yang et al. 2023): lambda_{n-k}, their x_min, is sought around the
     peak of the histogram of log10 lambda; the one whose power law is nearest to the eigenvalues
@@ -146,7 +150,7 @@ def pl_alpha_hill(weight: Tensor) -> float:
 
 
 def tail_exponent(value_N: Tensor) -> float:
-    """Eq. 4 of eigenvalues in rising order, x_min sought by the fix-finger method.
+    """Return Eq. 4 for eigenvalues in rising order, with x_min by the fix-finger method.
 
     Args:
         value_N: at least two, above zero, float64.
@@ -171,7 +175,7 @@ def tail_exponent(value_N: Tensor) -> float:
 
 
 def weight_scores(view: MoEFFN, search: str, layer: int, seed: int) -> list[float]:
-    """A score for each expert that needs no tokens; the lowest stay."""
+    """Return a score for each expert from its weights or at random; the lowest are kept."""
     if search == "random":
         return random_scores(view.count, layer, seed).tolist()
     experts = [view.weights_of(i) for i in range(view.count)]
@@ -181,7 +185,7 @@ def weight_scores(view: MoEFFN, search: str, layer: int, seed: int) -> list[floa
 
 
 def ranked_experts(score_E: list[float], g_E: Tensor, k: int) -> list[int]:
-    """The k experts of lowest score that some token chose.
+    """Return the k experts of lowest score among those that at least one token chose.
 
     >>> ranked_experts([0.2, 0.1, 0.3], torch.tensor([0.5, float("nan"), 0.5]), 1)
     [0]

@@ -1,4 +1,4 @@
-"""Bytes and active parameters of a model with some of its layers condensed, without building it."""
+"""Bytes and active parameters of a model with condensed layers, computed without building it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moesaic.surgery import layer_uses, shaped
 
 
 class Footprint:
-    """Bytes of the weights and parameters a token uses, of a model and of its results."""
+    """Bytes and active parameters of a model and of its condensed versions."""
 
     def __init__(self, job: Job[MoEArch]) -> None:
         self._arch = job.arch
@@ -35,7 +35,7 @@ class Footprint:
         self._counts: dict[tuple[int, str], tuple[int, int]] = {}
 
     def applied(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
-        """Bytes and active parameters with the layers' plans applied."""
+        """Return bytes and active parameters with the layers' plans applied."""
         bytes_, active = self.bytes, self.active
         for i, plan in plans.items():
             (whole, beside), (stays, tables) = self._whole[i], self._size(i, plan)
@@ -45,7 +45,7 @@ class Footprint:
         return bytes_, active
 
     def _size(self, index: int, plan: LayerPlan) -> tuple[int, int]:
-        """Parameters of a layer as its plan will have it, and bytes of what else it stores."""
+        """Return a layer's parameters under its plan, and the bytes of its other stored tensors."""
         key = (index, json.dumps(plan.header()))
         if key not in self._counts:
             layer = shaped(self._skeleton[index], self._arch, plan)
@@ -58,6 +58,6 @@ def _count(module: nn.Module) -> int:
 
 
 def _beside(module: nn.Module) -> int:
-    """Bytes of what is stored beside parameters, such as a table of each token's experts."""
+    """Return the bytes of stored tensors that are no parameters, such as a router's table."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return sum(t.nbytes for name, t in module.state_dict().items() if name not in parameters)

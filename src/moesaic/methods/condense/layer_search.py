@@ -1,17 +1,17 @@
-"""CD-MoE over a whole model: each layer's experts (Alg. 1), then which layers (Alg. 2).
+"""CD-MoE for one model: the experts of each layer (Alg. 1), then which layers (Alg. 2).
 
-Alg. 2 adds the layer that moves the model's last hidden state least, after the final norm, again
-and again. One round is one pass over the layers: each candidate branches off at its own layer, and
-all branches go on together, so that a model read from disk is read once a round.
+Alg. 2 repeatedly condenses the layer that changes the model's last hidden state least, after the
+final norm. One round is one pass over the layers: each candidate branches off at its own layer, and
+all branches are carried on together, so that a model read from disk is read once a round.
 
 ``racing`` compares the same candidates on less text. Each round begins with all of them on a few
-windows, and those that are behind the best one for good, by the standard error of the difference
-from window to window, are out; the others go on with four times the text, until one is left or the
-text ends.
+windows, and those that are significantly worse than the best one, by the standard error of the
+difference over windows, are out; the others are compared on four times the text, until one is left
+or the text ends.
 
 Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's own output,
 ``global-rank`` by the model's with that layer alone condensed. ``cosine`` is the rule of He et al.
-(2024) for Block Drop and Layer Drop: the module whose output is most like its input goes first.
+(2024) for Block Drop and Layer Drop: the module whose output is most like its input is first.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from moesaic.types import JSON
 
 Replaced: TypeAlias = CondensedLayer | DroppedLayer
 CHUNK_BYTES = 128 << 20
-"""Expert outputs computed at a time."""
+"""Bytes of expert outputs computed at a time."""
 FIRST, LEAST, GROWTH = 16, 8, 4
-"""A race begins on one of so many windows, and at least on so many, and goes on with so many times
-the text."""
+"""Schedule of a race: it starts on one window in ``FIRST``, at least on ``LEAST`` windows, and
+multiplies the text by ``GROWTH`` each leg."""
 SURE = 3.0
-"""Standard errors of the mean difference by which a candidate is behind for good."""
+"""Standard errors of the mean difference above which a candidate is significantly worse."""
 
 
 class ExpertSearch:
-    """Decides what one layer would be condensed to, and how much that would change it.
+    """Search for what one layer is condensed to, and how much that changes its output.
 
     Args:
         config: the options.
-        stream: that the layer is of.
+        stream: the model's layers.
         arch: its architecture.
-        block: the layer, open.
-        hidden: what enters it, one entry a batch.
+        block: the layer, with its weights loaded.
+        hidden: the layer's input, one entry a batch.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class ExpertSearch:
         self.block, self.hidden, self.view = block, hidden, arch.mixture(block.layer)
         self.divergence = DIVERGENCES["js" if config.metric == "ppl" else config.metric]
         self.inputs, self.reference = Spill(1 << 30), Spill(1 << 30)
-        """By batch what enters the layer's block, and what the layer makes of it (T, D)."""
+        """Per batch, input of the layer's FFN block and output of the layer (T, D)."""
 
     def decide(self) -> tuple[Replaced, JSON]:
-        """The layer's plan, and what it costs beside the other variants (Fig. 5)."""
+        """Return the layer's plan, and the divergence of every variant of ``keep`` (Fig. 5)."""
         try:
             with self.stream.collected(self.view.block, self.inputs, None, self.block.index):
                 for out_TD in self._outputs():
@@ -95,7 +95,7 @@ class ExpertSearch:
             self.reference.clear()
 
     def _outputs(self, plan: Replaced | None = None) -> Iterator[Tensor]:
-        """What the layer makes of each batch (T, D), as it is or as a plan would have it."""
+        """Yield the layer's output for each batch (T, D), as it is or with a plan applied."""
         instead = nullcontext() if plan is None else applied(self.block.layer, self.arch, plan)
         with instead as layer:
             outputs = self.block.outputs(self.hidden, layer)
@@ -132,7 +132,7 @@ class ExpertSearch:
         return variants[config.keep], analysis
 
     def _gates(self) -> tuple[Tensor, Tensor]:
-        """g of Eq. 2 over the tokens of all processes (A,), and how often each was chosen (E,)."""
+        """Return g of Eq. 2 over all processes' tokens (A,), and each expert's calls (E,)."""
         view = self.view
         sums_2A = torch.zeros(2, view.weighed, dtype=torch.float64)
         for x_TD in self.stream.entered(self.block, self.inputs):
@@ -142,7 +142,8 @@ class ExpertSearch:
         return fixed_gates(sums_2A[0], sums_2A[1]), sums_2A[1, : view.count]
 
     def _shared(self, g_S: Tensor) -> CondensedLayer:
-        """The layer with its shared path alone; ``g_S`` are its experts' where they are weighed."""
+        """Return the plan with the shared path alone; ``g_S`` are gates of weighed shared
+        experts."""
         view, width = self.view, self.view.shared_width
         if not width:
             return NO_FFN
@@ -162,12 +163,12 @@ class ExpertSearch:
     def _with_experts(
         self, shared: CondensedLayer, routed_K: Tensor, g_E: Tensor
     ) -> CondensedLayer:
-        """The shared path with some routed experts at their fixed weights."""
+        """Add routed experts at their fixed weights to the shared path."""
         gates_K, width = g_E[routed_K].float(), shared.width + len(routed_K) * self.view.width
         return replace(shared, experts_K=routed_K, gates_K=gates_K, width=width)
 
     def _greedy(self, shared: CondensedLayer, g_E: Tensor, k: int) -> tuple[list[int], list[float]]:
-        """Alg. 1 over outputs that are computed once and kept, on disk where they are many."""
+        """Run Alg. 1 on outputs that are computed once and kept, on disk if they are many."""
         view, factor = self.view, self._factor()
         if factor is None:
 
@@ -200,9 +201,9 @@ class ExpertSearch:
             experts.clear()
 
     def _factor(self) -> float | None:
-        """The factor by which the layer adds what its block makes to the residual stream.
+        """Return the factor by which the layer adds its block's output to the residual stream.
 
-        None where it does something else with it. Asked of the first batch.
+        None if the layer does not just add it. Found by comparing outputs of the first batch.
         """
         view, before_TD = self.view, next(self._outputs(NO_FFN))
         x_TD, o_TD = self.inputs[0].to(view.device), self.reference[0]
@@ -222,12 +223,12 @@ class ExpertSearch:
         return 1.0 if abs(every[1] - 1) < 1e-3 else every[1].item()
 
     def _cost(self, plan: Replaced) -> float:
-        """Divergence of the layer's output from what it was."""
+        """Return the divergence of the layer's output under a plan from its original output."""
         pairs = zip(self.reference, self._outputs(plan), strict=True)
         return _mean([self.divergence(o_TD, out_TD) for o_TD, out_TD in pairs])
 
     def _importance(self) -> dict[str, float]:
-        """1 - cos of input and output, of the block with its residual and of the whole layer."""
+        """Return 1 - cos of input and output, of block plus residual and of the whole layer."""
         entering = map(valid, self.hidden, self.stream.masks())
         befores = {"attention": self._outputs(NO_FFN), "nothing": entering}
         return {
@@ -237,7 +238,7 @@ class ExpertSearch:
 
 
 def _mean(parts: Sequence[Tensor]) -> float:
-    """Mean over the tokens of all processes."""
+    """Return the mean over the tokens of all processes."""
     total = sum(part.double().sum().cpu() for part in parts)
     return mean_over_processes(torch.as_tensor(total), sum(len(part) for part in parts)).item()
 
@@ -246,9 +247,9 @@ def _mean(parts: Sequence[Tensor]) -> float:
 
 
 def legs(tokens: Tokens) -> list[Tokens]:
-    """The windows of a race in a random order, cut where it goes on with more text.
+    """Return the windows of a race in a random order, cut where more text is added.
 
-    Every process has as many parts: those of the process with the fewest windows.
+    Every process has the same number of parts, that of the process with the fewest windows.
     """
     count = len(tokens.input_ids)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -261,11 +262,11 @@ def legs(tokens: Tokens) -> list[Tokens]:
 
 
 class LayerSearch:
-    """Orders layers by what condensing them does to the model's output.
+    """Search for the layers whose condensing changes the model's output least.
 
     Args:
-        streams: over the text, or over its :func:`legs`.
-        plans: what each layer would become.
+        streams: over the text, or one for each of its :func:`legs`.
+        plans: plan of each layer if it is condensed.
         metric: of the output's change: ``js``, ``kl`` or ``ppl``.
     """
 
@@ -281,7 +282,8 @@ class LayerSearch:
         self._references: dict[int, Spill] = {}
 
     def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
-        """The model's loss with the chosen layers condensed, and each candidate as well."""
+        """Return the change of the output with each candidate condensed besides the chosen
+        layers."""
         parts = [self.sums(chosen, candidates, n) for n in range(len(self.streams))]
         return {i: _mean_of([part[i] for part in parts]) for i in candidates}
 
@@ -289,8 +291,8 @@ class LayerSearch:
     def sums(
         self, chosen: Collection[int], candidates: Collection[int], leg: int
     ) -> dict[int, Tensor]:
-        """By candidate what each window of one leg loses, summed, and the tokens or windows that it
-        is the sum of, float64 (2, N); of all processes."""
+        """Return, by candidate, the change of the output summed over each window of one leg, and
+        the tokens or windows summed over, float64 (2, N); of all processes."""
         some, stream = {i: self.plans[i] for i in chosen}, self.streams[leg]
         changes = [{**some, i: self.plans[i]} for i in candidates]
         if leg not in self._references:
@@ -309,8 +311,8 @@ class LayerSearch:
     def _judged(
         self, stream: LayerStream[MoEFFN], final: Spill
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """What is compared of each batch, (T, D) after the final norm or (B,) perplexities, and how
-        many rows of it each window has."""
+        """Yield per batch the outputs that are compared, (T, D) after the final norm or (B,)
+        perplexities, and the number of rows of each window."""
         for out, batch in stream.heads(final, logits=self.metric == "ppl"):
             windows, mask = len(batch.input_ids), batch.attention_mask
             if self.metric == "ppl":
@@ -321,7 +323,7 @@ class LayerSearch:
                 yield valid(out, mask), mask.sum(1).tolist()
 
     def _by_window(self, stream: LayerStream[MoEFFN], reference: Spill, final: Spill) -> Tensor:
-        """Sums and counts of :meth:`sums`, of this process's windows."""
+        """Return the sums and counts of :meth:`sums` for this process's windows (2, N)."""
         sums, counts = list[float](), list[int]()
         for before, (after, rows) in zip(reference, self._judged(stream, final), strict=True):
             if self.metric == "ppl":
@@ -335,11 +337,12 @@ class LayerSearch:
     def order(
         self, search: str, scores: Mapping[int, float], done: Sequence[int] = ()
     ) -> Iterator[tuple[int, dict[int, float]]]:
-        """Layers in the order they should be condensed, each with the losses it was chosen by.
+        """Yield layers in the order in which to condense them, each with the losses it was chosen
+        by.
 
         Args:
-            search: racing, greedy, global-rank, or another by ``scores``.
-            scores: of every layer; the lowest goes first.
+            search: racing, greedy, global-rank, or any other name to order by ``scores``.
+            scores: by layer; the lowest is condensed first.
             done: layers that were chosen before, in order.
         """
         chosen = [*done]
@@ -358,7 +361,7 @@ class LayerSearch:
             left.remove(best)
 
     def _raced(self, chosen: Sequence[int], left: Sequence[int]) -> dict[int, float]:
-        """The losses of those that ran the last leg, on all text that they were compared on."""
+        """Race the candidates; return the losses of the last leg's survivors, over all text."""
         running, collected = [*left], {i: list[Tensor]() for i in left}
         losses = dict[int, float]()
         for leg in range(len(self.streams)):
@@ -373,25 +376,25 @@ class LayerSearch:
         return losses
 
     def close(self) -> None:
-        """Let go of what is kept on disk."""
+        """Delete the references kept on disk."""
         for reference in self._references.values():
             reference.clear()
 
 
 def _mean_of(parts: Sequence[Tensor]) -> float:
-    """The mean loss over windows, of their sums and counts (2, N) each."""
+    """Return the mean loss, from sums and counts by window (2, N) each."""
     total, count = torch.cat([*parts], 1).sum(1).tolist()
     return float(total / max(1.0, count))
 
 
 def _by_window(parts: Sequence[Tensor]) -> Tensor:
-    """The loss of each window (N,), of their sums and counts (2, N) each."""
+    """Return the loss of each window (N,), from sums and counts by window (2, N) each."""
     sums_N, count_N = torch.cat([*parts], 1)
     return sums_N / count_N.clamp(min=1)
 
 
 def _window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:
-    """exp of the mean next-token loss of each window (B,); padding is not scored."""
+    """Return exp of the mean next-token loss of each window (B,); padding is not scored."""
     ids = batch.input_ids.to(logits_BLV.device)[:, 1:]
     losses = F.cross_entropy(logits_BLV[:, :-1].float().transpose(1, 2), ids, reduction="none")
     mask = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask[:, 1:]

@@ -1,4 +1,4 @@
-"""CD-MoE over a whole model: mixture layers made into small dense layers, nothing trained.
+"""CD-MoE's run: mixture layers become small dense layers, nothing is trained.
 
 Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer Pruning"
 (TMLR 2025). Each layer's experts (Alg. 1: :mod:`moesaic.methods.condense.experts`), then the layers
@@ -37,10 +37,10 @@ from moesaic.types import JSON, Config
 
 
 class Target:
-    """When a request is met, and what a plan of those that are condensed then holds.
+    """Stopping rule of a run, and the complete plan for a choice of layers.
 
     Raises:
-        MoesaicError: not even all layers condensed meet it.
+        MoesaicError: the target is out of reach even with all layers condensed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Target:
             )
 
     def finish(self, chosen: Sequence[int]) -> dict[int, LayerPlan]:
-        """The layers of a plan, of the numbers of those that are condensed."""
+        """Return the plans of all layers that change if ``chosen`` are condensed."""
         some = {i: self.plans[i] for i in sorted(chosen)}
         if self.config.keep != "nothing":
             condensed, job = cast("dict[int, CondensedLayer]", some), self.job
@@ -64,7 +64,7 @@ class Target:
         return {**some}
 
     def met(self, chosen: Sequence[int]) -> bool:
-        """Whether the layers chosen so far are enough."""
+        """Return True if the layers chosen so far are enough."""
         config = self.config
         if config.count is not None:
             return len(chosen) >= config.count
@@ -75,7 +75,7 @@ class Target:
 
 
 class Condenser(Method[CondenseConfig, MoEArch]):
-    """Turns some of a mixture's layers into small dense layers."""
+    """Method of ``condense``: turns some of a mixture's layers into small dense layers."""
 
     ratio = "stored"
 
@@ -83,7 +83,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         return original(config, "condense the original")
 
     def outline(self, job: Job[MoEArch]) -> Outline:
-        """The first layers that may be chosen, each with its first experts."""
+        """Outline a run: the first candidates, each with its first experts."""
         config = self.config
         candidates = _candidates(job, config)
         plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
@@ -100,7 +100,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config, options = self.config, asdict(self.config)
         candidates = _candidates(job, config)
         fingerprint = job.tokens.fingerprint
-        finished = job.finished({"config": options, "calibration": fingerprint})
+        finished = job.finished({**job.asked(config), "text": job.text})
         stream = job.stream(candidates, job.arch.mixture, job.share[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
@@ -150,7 +150,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         candidates: Sequence[int],
         finished: Finished,
     ) -> None:
-        """Decide on every candidate's experts that is not finished, in one pass over the layers."""
+        """Choose the experts of every unfinished candidate, in one pass over the layers."""
         missing = [i for i in candidates if ("experts", i) not in finished]
         if not missing:
             return
@@ -166,7 +166,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         plans: Mapping[int, Replaced],
         finished: Finished,
     ) -> Generator[tuple[int, dict[int, float]], None, None]:
-        """Layers in the order of choice, those of an unfinished run first."""
+        """Yield layers in the order of choice, those of an unfinished run first."""
         config = self.config
         rounds = sorted((name, i) for name, i in finished.store if name.startswith("round"))
         done = [
@@ -191,7 +191,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             search.close()
 
     def _scores(self, plans: Mapping[int, Replaced], finished: Finished) -> dict[int, float]:
-        """The ranks of layers, where no search looks at the whole model."""
+        """Return a score by layer, lowest first, for searches that do not measure the whole
+        model."""
         config = self.config
         analyses = {i: finished["experts", i][1] for i in plans}
         if config.layer_search == "cosine":
@@ -231,8 +232,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         order, section = decision.summary["layers"], "Which layers were condensed"
         divergence = {x.index: x.analysis.get("divergence") or {} for x in layers}
         return [
-            *_taken(layers, order, section),
-            *_search(decision.summary.get("search") or (), section),
+            *_choice_figure(layers, order, section),
+            *_search_figure(decision.summary.get("search") or (), section),
             *figures.lines(
                 section,
                 "What a layer loses.",
@@ -253,8 +254,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         ]
 
 
-def _taken(layers: list[LayerRecord], order: Sequence[int], section: str) -> list[Figure]:
-    """Which layers were taken, and what of their experts stays."""
+def _choice_figure(layers: list[LayerRecord], order: Sequence[int], section: str) -> list[Figure]:
+    """Draw which layers were condensed, and which of their experts were kept."""
     routed = [layer for layer in layers if layer.experts_before or layer.experts]
     rows = []
     for layer in routed:
@@ -277,7 +278,7 @@ def _taken(layers: list[LayerRecord], order: Sequence[int], section: str) -> lis
 
 
 def _ordinal(n: int) -> str:
-    """A place in an order.
+    """Return a number as an ordinal.
 
     >>> [_ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21)]
     ['1st', '2nd', '3rd', '4th', '11th', '12th', '21st']
@@ -286,11 +287,11 @@ def _ordinal(n: int) -> str:
     return f"{n}{ending}"
 
 
-def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
-    """A search over layers: a row a round, a column a layer, the layer taken in each outlined.
+def _search_figure(rounds: Sequence[JSON], section: str) -> list[Figure]:
+    """Draw a search over layers: one row per round, one column per layer, the layer taken outlined.
 
     Args:
-        rounds: of each the ``layer`` taken, and the ``losses`` by layer.
+        rounds: each with the ``layer`` taken, and the ``losses`` by layer.
         section: the heading.
     """
     losses = [{int(j): figures.finite(v) for j, v in step["losses"].items()} for step in rounds]
@@ -318,7 +319,7 @@ def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
 
 
 def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:
-    """A layer with its first experts at equal weights, as large as the one that is decided on."""
+    """Return a plan of the final size for a layer, with its first experts at equal weights."""
     if config.keep == "nothing":
         return DroppedLayer()
     if config.keep == "attention":
@@ -342,7 +343,7 @@ def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:
 def padded(
     plans: Mapping[int, CondensedLayer], base: BaseShape, arch: MoEArch, config: Config
 ) -> Mapping[int, CondensedLayer]:
-    """Equal widths for all dense layers, if the architecture itself can then hold the result."""
+    """Give all dense layers the same width, if the architecture itself can then hold the result."""
     dense = {i for i, count in enumerate(base.experts) if not count}
     width = max((plan.width for plan in plans.values()), default=0)
     fits = not any(plan.gated for plan in plans.values())
@@ -360,7 +361,7 @@ def padded(
 
 
 def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
-    """The layers to choose from.
+    """Return the layers to choose from.
 
     Raises:
         MoesaicError: the request cannot be met.
@@ -396,12 +397,12 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
 
 
 def obstacle(view: MoEFFN, layer: nn.Module, keep: str) -> str:
-    """What keeps a layer from being condensed so, in words; "" where nothing does.
+    """Return what keeps a layer from being condensed so, in words; "" if nothing does.
 
     Args:
-        view: of the layer.
-        layer: itself.
-        keep: what is to stay of it.
+        view: its experts and shared path.
+        layer: the decoder layer.
+        keep: the part of it to keep, as ``--keep``.
     """
     if view.arch.entry is not None:
         return "its experts stand in the decoder layer itself"

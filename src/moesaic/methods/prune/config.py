@@ -1,4 +1,4 @@
-"""The options of expert pruning and of dynamic skipping."""
+"""Options of ``prune``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moesaic.registry import InWords
 from moesaic.types import Values
 
 QUICK = "pairwise"
-"""Sums over tokens, where all numbers of experts are compared in every layer: the exact loss would
-weigh all sets of each."""
+"""Score used where all numbers of experts are compared in every layer: sums over pairs of experts,
+since the exact loss would try every set of every size."""
 KEPT = (7 / 8, 3 / 4, 1 / 2)
-"""Shares of the experts that stay before something else is made smaller."""
+"""Shares of the experts that `fit` tries to keep before it makes anything else smaller."""
 
 
 @dataclass(frozen=True)
 class PruneConfig(MethodConfig):
-    """Options of expert pruning. The defaults are what measures best; see ``bundles``."""
+    """Options of ``prune``. The defaults are those that measure best; see ``bundles``."""
 
     verb = "prune"
     name = "naee"
@@ -38,10 +38,11 @@ class PruneConfig(MethodConfig):
 
     keep: float = option(
         6,
-        "Experts that stay in each layer, their mean if counts may differ; below 1 a share.",
+        "How many experts to keep in each layer: 6, or a share such as 0.75; the mean where "
+        "counts may differ.",
     )
     score: str = option(
-        "reconstruction", "How it is decided which experts stay.", choices=tuple(CRITERIA)
+        "reconstruction", "How to decide which experts to keep.", choices=tuple(CRITERIA)
     )
     progressive: bool = option(
         False,
@@ -50,8 +51,8 @@ class PruneConfig(MethodConfig):
     )
     allocate: Literal["uniform", "layers"] = option(
         "uniform",
-        "uniform: equally many experts in every layer; layers: more where more would be lost. The "
-        "result is then moesaic_<base>.",
+        "uniform: equally many experts in every layer; layers: more where removal costs more. The "
+        "result is then of the class moesaic_<base>.",
         beyond="counts that differ by layer",
     )
     padding: bool = option(
@@ -62,9 +63,8 @@ class PruneConfig(MethodConfig):
     )
     refit: bool | None = option(
         None,
-        "Solve for new down projections of the experts that stay, nearest to the original's "
-        "output. Default: where it can be done, not with stats.",
-        flag="--refit/--no-refit",
+        "Solve for new down projections of the kept experts, nearest to the original's output. "
+        "Default: where it can be done, not with stats.",
         beyond="refitted down projections",
     )
     sum_batch_norms: bool = option(
@@ -103,12 +103,12 @@ class PruneConfig(MethodConfig):
 
     @property
     def chosen(self) -> Criterion:
-        """The criterion itself."""
+        """Criterion named by ``score``."""
         return CRITERIA[self.score]
 
     @property
     def uniform(self) -> bool:
-        """Every layer keeps equally many experts."""
+        """True if every layer keeps the same number of experts."""
         return self.allocate == "uniform"
 
     @property
@@ -124,7 +124,7 @@ class PruneConfig(MethodConfig):
         return self.chosen.title
 
     def experts_of(self, count: int, groups: int = 1) -> float:
-        """How many of a layer's experts stay, whole groups where all layers keep as many."""
+        """Return how many of ``count`` experts are kept, a multiple of ``groups`` if uniform."""
         if self.keep >= 1:
             return self.keep
         return round(self.keep * count / groups) * groups if self.uniform else self.keep * count
@@ -153,7 +153,7 @@ class PruneConfig(MethodConfig):
 
 
 def _at_least(counts: range, wishes: list[float]) -> list[int]:
-    """For each wish the smallest number that is not below it, falling; each number once.
+    """Return for each wish the smallest count that is not below it, in falling order, each once.
 
     >>> _at_least(range(4, 13, 4), [11, 9, 6, 3])
     [12, 8, 4]

@@ -1,7 +1,9 @@
-"""Criteria: how it is decided which experts of a layer stay. One entry each; torch-free to import.
+"""Criteria of ``prune``, which decide the experts that a layer keeps. One entry each; imports no
+torch.
 
-A criterion either scores one expert at a time, and the lowest scores go, or gives the loss of a
-whole set of experts, and the best set is searched for (:mod:`moesaic.methods.prune.subsets`).
+A criterion either scores one expert at a time, and those of the lowest scores are removed, or gives
+the loss of a whole set of experts, and the best set is searched for
+(:mod:`moesaic.methods.prune.subsets`).
 
 ==========  ==========================
 T_j         tokens routed to expert j
@@ -30,49 +32,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of which experts are to go: everything that a criterion may look at."""
+    """Input of a criterion: one layer, and everything that was observed of it."""
 
     stats: ExpertStats
-    """What was observed of the layer."""
+    """Statistics of the layer."""
     routing: RoutingFunction
-    """The layer's routing function."""
+    """Routing function of the layer."""
     index: int
-    """Its number."""
+    """Index of the layer."""
     seed: int = 0
-    """Of random choices."""
+    """Seed of random choices."""
     sum_batch_norms: bool = False
-    """Losses are sums of norms over batches, as in the authors' code (:class:`PruneConfig`)."""
+    """True if losses are sums of norms over batches, as in the authors' code."""
     device: str = "cpu"
-    """Where to search."""
+    """Device on which to search."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A way to decide which experts stay. It has ``score`` or ``losses``, one of them."""
+    """Rule that decides which experts are kept. It has either ``score`` or ``losses``."""
 
     name: str
-    """What ``score`` calls it."""
+    """Value of the option ``score`` that chooses it."""
     title: str
-    """As titles write it: ``pruned by REAP``."""
+    """Name in titles, as in ``pruned by REAP``."""
     help: str
-    """What it measures, in a few words."""
+    """Measure in a few words."""
     paper: str = ""
-    """Authors, title and place; empty where it is of no paper that we know."""
+    """Authors, title and place; empty if it comes from no paper that we know."""
     score: Callable[[ScoredLayer], Tensor] | None = None
-    """Each expert's score (E,); the highest stay."""
+    """Function that returns each expert's score (E,); the highest are kept."""
     losses: Callable[[ScoredLayer], tuple[Losses, float]] | None = None
-    """The loss of sets of experts, and the loss that counts as everything lost."""
+    """Function that returns the loss of sets of experts, and that of removing all experts."""
     squared: bool = False
-    """``losses`` gives squares; records get their roots."""
+    """True if ``losses`` returns squares; records hold their roots."""
     observes: bool = True
-    """It looks at tokens; without, no loss is known by which layers could be compared."""
+    """True if it reads tokens; without, there is no loss by which layers could be compared."""
     needs: tuple[str, ...] = ("outputs",)
-    """The statistics that it reads beside those of the router, of
-    :data:`moesaic.observation.expert_stats.PARTS`; others are not observed."""
+    """Statistics that it reads besides the router's, of
+    :data:`moesaic.observation.expert_stats.PARTS`; others are not collected."""
 
     @property
     def gram(self) -> bool:
-        """It needs the inner products of all experts' outputs, token by token."""
+        """True if it needs the inner products of all experts' outputs, by token."""
         return "gram" in self.needs
 
 
@@ -80,7 +82,7 @@ class Criterion:
 
 
 def mean_over(sum_E: Tensor, calls_E: Tensor) -> Tensor:
-    """Mean over T_j (E,); 0 for an expert that no token was routed to.
+    """Return the mean over T_j (E,); 0 for an expert that no token was routed to.
 
     >>> import torch
     >>> mean_over(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]))
@@ -90,7 +92,7 @@ def mean_over(sum_E: Tensor, calls_E: Tensor) -> Tensor:
 
 
 def random_scores(experts: int, layer: int, seed: int) -> Tensor:
-    """Scores that say nothing (E,), the same for the same seed and layer."""
+    """Return random scores (E,), the same for the same seed and layer."""
     import torch
 
     generator = torch.Generator().manual_seed(seed * 10_007 + layer)
@@ -101,7 +103,8 @@ def random_scores(experts: int, layer: int, seed: int) -> Tensor:
 
 
 def _pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
-    """The loss of dropping a set S if no token is rerouted: 1_S^T Q 1_S; sets (C, E) to (C,).
+    """Return a function from sets (C, E) to losses (C,): dropping S without rerouting costs 1_S^T Q
+    1_S.
 
     Q_ij = sum over tokens of g_i g_j <f_i, f_j>.
 
@@ -125,7 +128,7 @@ def _pairwise(layer: ScoredLayer) -> tuple[Losses, float]:
 def _reconstruction(layer: ScoredLayer) -> tuple[Losses, float]:
     from moesaic.methods.prune.reconstruction import Reconstruction, output_norm
 
-    device = "cpu" if layer.device.startswith("mps") else layer.device  # which has no float64
+    device = "cpu" if layer.device.startswith("mps") else layer.device  # mps has no float64
     losses = Reconstruction(layer.stats, layer.routing, layer.sum_batch_norms, device)
     return losses, output_norm(layer.stats, layer.routing)
 
@@ -229,8 +232,8 @@ BUILT_IN = (
         observes=False,
     ),
 )
-"""Ours, in the order in which they are listed. A new one is an entry here."""
+"""Criteria of this package, in the order in which they are listed. A new one is an entry here."""
 
 
 CRITERIA = Registry("moesaic.criteria", {}, {c.name: c for c in BUILT_IN})
-"""The criteria by name."""
+"""Criteria by name, those of other packages included."""

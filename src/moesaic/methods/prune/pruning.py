@@ -1,20 +1,20 @@
 """Expert pruning: fewer experts in every layer, nothing trained.
 
 Lu et al., "Not All Experts are Equal: Efficient Expert Pruning and Skipping for Mixture-of-Experts
-Large Language Models" (ACL 2024): the set of experts that stays is the one that changes the
-layer's output least (:mod:`moesaic.methods.prune.reconstruction`). Other criteria, of other papers,
-stand in :mod:`moesaic.methods.prune.criteria`.
+Large Language Models" (ACL 2024): the set of experts is kept that changes the layer's output least
+(:mod:`moesaic.methods.prune.reconstruction`). Criteria of other papers are in
+:mod:`moesaic.methods.prune.criteria`.
 
-Where we depart from the paper or its code, and how to have theirs:
+Deviations from the paper or its code, and options that restore theirs:
 
 - One squared error over all tokens, the root once. The released code sums the norms of batches,
   so that its answer depends on the batch size: ``sum_batch_norms``.
 - Equal losses: the lexicographically first set of dropped experts.
 - Sets are enumerated while sets times tokens stay within ``exhaustive_limit``; beyond it, greedy
   removal and swaps on the same exact loss. Where both run (n <= 16) the gap is reported.
-- w' is what will be deployed: the architecture's own router over the experts that stay. Where it
-  does not normalise, the softmax over fewer experts inflates the weights, and that counts.
-- A set that differs in one expert from a known one is scored by the tokens that it moves
+- w' is what will be deployed: the architecture's own router over the kept experts. If it does not
+  normalise, the softmax over fewer experts inflates the weights, and that counts.
+- A set that differs in one expert from a known one is scored by the tokens that are rerouted
   (:mod:`moesaic.methods.prune.rerouting`), to the same loss.
 - Gram matrices are kept for as many tokens, evenly spread, as fit ``gram_mb`` a layer.
 """
@@ -58,7 +58,7 @@ from moesaic.types import JSON, Config
 
 
 class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
-    """Takes experts out of every layer that routes; sizes are numbers of experts."""
+    """Method of ``prune``: removes experts from every routing layer; sizes count experts."""
 
     ratio = "stored"
     varies = "score"
@@ -143,15 +143,15 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def choose(
         self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1
     ) -> dict[int, tuple[PrunedLayer, JSON]]:
-        """The experts that stay in a layer, for each size.
+        """Choose the experts that a layer keeps, for each size.
 
         Args:
             layer: its statistics.
-            sizes: how many experts may stay.
-            groups: router groups, which lose equally many.
+            sizes: numbers of experts to keep.
+            groups: router groups; the same number is removed from each.
 
         Returns:
-            by size the layer's plan, and what it costs; of criteria that look at tokens ``calls``,
+            by size the layer's plan and analysis; if the criterion reads tokens, with ``calls``,
             ``loss`` and ``relative_loss``.
         """
         criterion, stats = self.config.chosen, layer.stats
@@ -195,7 +195,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
 
     def _tries_all(self, experts: int, keep: int, groups: int, tokens: int) -> bool:
-        """Whether all sets are scored; each is, by every token."""
+        """Return True if all sets are scored, each on every token, within ``exhaustive_limit``."""
         return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
 
     def _scored(
@@ -222,11 +222,11 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def allocate(self, losses: Mapping[int, Mapping[int, float]]) -> Mapping[int, int]:
         if self.config.uniform:
             return super().allocate(losses)
-        counts = (max(of_layer) for of_layer in losses.values())  # all of them may stay
+        counts = (max(of_layer) for of_layer in losses.values())  # all of them may be kept
         return allocate(losses, sum(map(self.config.experts_of, counts)))
 
     def finish(self, job: Job[MoEArch], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
-        """Filled up to one number of experts where that was asked for."""
+        """Pad all layers to the same number of experts if ``padding`` is on."""
         if not self.config.padding:
             return layers
         pruned = cast("Mapping[int, PrunedLayer]", layers)

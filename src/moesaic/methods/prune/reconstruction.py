@@ -1,17 +1,17 @@
-"""Eq. 3 of NAEE: the exact error of a layer's routed output for any set of experts that stays.
+"""Eq. 3 of NAEE: the exact error of a layer's routed output for any set of kept experts.
 
 Equation numbers are the paper's (Lu et al., 2024).
 
 ==================  ==========================================================
-C                   the experts that stay
+C                   the kept experts
 w, w'               combine weights of a token, with all experts and with C (T, A)
 f_i(x)              output of expert i
 F(x), F'(x, C)      output of the experts, with all and with C
 G_t                 <f_i(x_t), f_j(x_t)>: the Gram matrix of a token (A, A)
 ==================  ==========================================================
 
-Experts are the E that are routed and, behind them, shared ones if the router weighs these too: all
-A whose weights may change.
+Experts are the E routed ones, followed by the shared ones if the router weighs these too: all A
+whose weights may change.
 
 Eq. 3: C minimises ||F'(x, C) - F(x)||_F. With every expert's output known once,
 
@@ -34,13 +34,13 @@ from moesaic.methods.prune.subsets import Neighbours
 from moesaic.observation.expert_stats import ExpertStats, unpacked
 
 ELEMENTS = 1 << 22
-"""Numbers in one block of candidate sets times tokens times experts."""
+"""Elements in one block of candidate sets times tokens times experts."""
 RELEASED_BATCH = 16_384
 """Tokens of a batch in the released code: 8 sequences of 2,048."""
 
 
 def squared_errors(diff_SCA: Tensor, gram_SAA: Tensor) -> Tensor:
-    """||F'(x_t, C) - F(x_t)||^2 = (w' - w)^T G_t (w' - w) for every token and set (S, C).
+    """Return ||F'(x_t, C) - F(x_t)||^2 = (w' - w)^T G_t (w' - w) for every token and set (S, C).
 
     >>> diff = torch.tensor([[[1.0, -1.0]]])
     >>> gram = torch.tensor([[[2.0, 0.5], [0.5, 1.0]]])
@@ -51,10 +51,10 @@ def squared_errors(diff_SCA: Tensor, gram_SAA: Tensor) -> Tensor:
 
 
 class Reconstruction(Neighbours):
-    """||F'(x, C) - F(x)||_F of Eq. 3 for sets of experts, (C, E) to (C,), float64.
+    """Function from sets of experts (C, E) to ||F'(x, C) - F(x)||_F of Eq. 3 (C,), float64.
 
-    Tokens go through in blocks, so that memory is bounded whatever their number. Of sets that
-    differ in one expert only the tokens that it moves are looked at, where the router allows it
+    Tokens are processed in blocks, so memory is bounded. For sets that differ in one expert only
+    the tokens that are rerouted are computed, if the router allows it
     (:mod:`moesaic.methods.prune.rerouting`). With cross terms (progressive pruning) the target is
     the original model's output, F(x) + delta.
 
@@ -93,7 +93,7 @@ class Reconstruction(Neighbours):
 
     @cached_property
     def rerouting(self) -> Rerouting | None:
-        """Neighbouring sets by the tokens that move; None where the router has no such law."""
+        """Errors of neighbouring sets by rerouted tokens; None without a known law."""
         law = law_of(self.routing, self.logits_SX)
         if law is None:
             return None
@@ -138,12 +138,12 @@ class Reconstruction(Neighbours):
     def _roots(self, squared_CB: Tensor) -> Tensor:
         squared_CB = squared_CB.clamp(min=0)
         loss_C = squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
-        # of experts that a token has no score for, some routers make no number: they never win
+        # some routers return NaN for experts without a score: such sets never win
         return loss_C.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
-    """w', the combine weights with only a set of experts there (S, C, A), float64."""
+    """Return w', the combine weights with only a set of experts present (S, C, A), float64."""
     tokens, sets = len(logits_SX), len(kept_CE)
     every_NX = logits_SX.repeat_interleave(sets, 0)
     w_NA = routing.every_weight(every_NX, kept_CE.repeat(tokens, 1))
@@ -151,7 +151,7 @@ def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -
 
 
 def output_norm(stats: ExpertStats, routing: RoutingFunction) -> float:
-    """||F(x)||_F over the sampled tokens: what a loss is a share of."""
+    """Return ||F(x)||_F over the sampled tokens, the denominator of relative losses."""
     logits_SX = stats.logits_TX[stats.sampled_T]
     total = 0.0
     for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.weighed**2)):

@@ -1,17 +1,17 @@
-"""Eq. 3's error when one expert goes or comes back, by looking only at the tokens that it moves.
+"""Eq. 3's error when one expert is removed or restored, computed from the rerouted tokens only.
 
 With the notation of :mod:`moesaic.methods.prune.reconstruction`, a token's squared error is
 
     |f(C)|^2 - 2 <f(C), y> + |y|^2,    |f(C)|^2 = w'^T G w',    <f(C), y> = w'^T (G w + c),
 
-y being the target and c_j = <f_j, delta>. Both terms need the few experts that the token runs. An
-expert that goes moves the tokens that run it; each of them takes the next one in its order. All
-others stay as they are, or, where the router's weights are a softmax that is not renormalised, all
-their weights grow by one factor, and the terms by its square and by itself.
+y being the target and c_j = <f_j, delta>. Both terms need the few experts that the token runs. If
+an expert is removed, each token that runs it takes the next one in its order. All others do not
+change, or, if the router's weights are a softmax that is not renormalised, all their weights grow
+by one factor, and the two terms by its square and by itself.
 
-Which of the two a router does is found out by asking it (:func:`law_of`), and it alone says which
-experts a moved token runs, with what weights. Routers of another kind (groups, biases added to a
-softmax) have no such law, and their sets are scored one by one.
+Which of the two a router does is found by running it (:func:`law_of`), and it is run again for the
+rerouted tokens. Routers of another kind (groups, biases added to a softmax) follow no such law, and
+their sets are scored one by one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.observation.expert_stats import ExpertStats, packed_places
 
 ROWS = 1 << 22
-"""Numbers in one block of tokens times experts."""
+"""Elements in one block of tokens times experts."""
 ASKED = 2048
-"""Tokens for which a router is asked what law it follows."""
+"""Tokens on which a router is run to find its law."""
 REMEMBERED = 3
-"""Sets whose rows are kept, to start from when a set that differs in one expert is asked for."""
+"""Number of sets whose rows are cached, as starting points for sets that differ in one expert."""
 
 
 class Law(Enum):
-    """What becomes of the tokens that do not run an expert when it goes."""
+    """Change of the weights of tokens that do not run an expert when it is removed."""
 
     STAY = "nothing changes"
     GROW = "their weights grow as those of a softmax over fewer"
@@ -42,10 +42,9 @@ class Law(Enum):
 
 @torch.no_grad()
 def law_of(routing: RoutingFunction, logits_SX: Tensor) -> Law | None:
-    """The law that a router follows, by what it does with experts taken out at random.
+    """Return the law that a router follows, found by removing experts at random; None if neither.
 
-    Asked of what it decided on for real tokens, moved a little, so that no logits are equal. None
-    where it follows neither.
+    The router runs on logits of real tokens, with a little noise so that none are equal.
     """
     generator = torch.Generator().manual_seed(0)
     step, count = max(1, len(logits_SX) // ASKED), routing.count
@@ -79,33 +78,34 @@ def law_of(routing: RoutingFunction, logits_SX: Tensor) -> Law | None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """How tokens are routed, with a set of experts there (row 0) and with one of theirs gone.
+    """Routing of tokens with a set of experts present (row 0) and with one of the chosen removed.
 
     Shape suffixes: S tokens, R = K + 1 rows a token, K experts that it runs.
     """
 
     chosen_SRK: Tensor
-    """int16: the experts."""
+    """Routed experts, int16."""
     square_SR: Tensor
-    """float64: |f|^2 of the output."""
+    """|f|^2 of the output, float64.
+    """
     inner_SR: Tensor
-    """float64: <f, y>."""
+    """<f, y>, float64."""
     share_SR: Tensor
-    """float64: the softmax's mass of the experts that are there; ones where nothing grows."""
+    """Softmax mass of the present experts, float64; ones if the law is not GROW."""
 
     def put(self, tokens_N: Tensor, rows: _Rows) -> _Rows:
-        """These rows in place of those of some tokens."""
+        """Return these rows, with those of some tokens replaced."""
         pairs = ((getattr(self, f.name), getattr(rows, f.name)) for f in fields(self))
         return _Rows(*(mine.index_copy(0, tokens_N, theirs) for mine, theirs in pairs))
 
 
 class Rerouting:
-    """Squared errors of sets of experts that differ in one from a set that is known.
+    """Squared errors of sets of experts that differ in one expert from a known set.
 
     Args:
         stats: the layer's statistics, with Gram matrices.
         routing: its routing function.
-        law: of that function.
+        law: the law that it follows.
         batch_S: the batch of each sampled token, counted from 0.
         device: where to compute.
     """
@@ -133,7 +133,7 @@ class Rerouting:
         self._remembered: list[tuple[Tensor, _Rows]] = []
 
     def _start(self, stats: ExpertStats) -> None:
-        """What stays the same for every set."""
+        """Compute what is the same for every set."""
         every = self.every
         self.inner_SA = torch.zeros(
             len(every), self.weighed, dtype=torch.float64, device=self.device
@@ -160,7 +160,7 @@ class Rerouting:
         self.share_SE = logits_SE.double().softmax(1) if self.grows else None
 
     def _levels(self, tokens_N: Tensor) -> Tensor:
-        """Each token's order of experts, as far as the router says it: K of a level (N, E)."""
+        """Return each token's order of experts in levels of K, by running the router (N, E)."""
         left_NE = torch.ones(len(tokens_N), self.count, dtype=torch.bool, device=self.device)
         level_NE = torch.zeros_like(left_NE, dtype=torch.int16)
         left = self.count
@@ -175,19 +175,19 @@ class Rerouting:
         return level_NE
 
     def _choose(self, tokens_N: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights (float64) and experts, shared ones that the router weighs the last (N, K)."""
+        """Return weights (float64) and experts (N, K), with weighed shared experts last."""
         w_NK, chosen_NK = self.routing.weigh(self.logits_SX[tokens_N], allowed_NE)
         return w_NK.float().double(), chosen_NK
 
     def _gram(self, tokens_N: Tensor, places: Tensor) -> Tensor:
-        """Entries of the tokens' Gram matrices (N, ...), float64."""
+        """Return entries of the tokens' Gram matrices (N, ...), float64."""
         first = (tokens_N * self.pairs).view(-1, *[1] * (places.dim() - 1))
         return self.gram_N[places + first].double()
 
     # --- rows ------------------------------------------------------------------------------------
 
     def _routed(self, tokens_N: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The routed experts that tokens run (N, K), |f|^2 and <f, y> (N,)."""
+        """Return the routed experts that tokens run (N, K), |f|^2 and <f, y> (N,)."""
         parts = []
         for at in torch.arange(len(tokens_N), device=self.device).split(max(1, ROWS // self.count)):
             tokens = tokens_N[at]
@@ -201,7 +201,7 @@ class Rerouting:
         return torch.cat(chosen), torch.cat(square), torch.cat(inner)
 
     def _rows(self, tokens_N: Tensor, kept_E: Tensor) -> _Rows:
-        """All rows of some tokens, by asking the router."""
+        """Return all rows of some tokens, by running the router."""
         tokens, share_SE = len(tokens_N), self.share_SE
         kept_NE = kept_E.expand(tokens, -1)
         chosen_NK, square_N, inner_N = self._routed(tokens_N, kept_NE)
@@ -213,7 +213,7 @@ class Rerouting:
         )
         k = chosen_NK.shape[1]
         if int(kept_E.sum()) == k:
-            return rows  # none can go
+            return rows  # none can be removed
         gone_M = chosen_NK.flatten()
         again_M = tokens_N.repeat_interleave(k)
         kept_ME = kept_NE.repeat_interleave(k, 0).scatter(1, gone_M.unsqueeze(1), False)
@@ -229,7 +229,7 @@ class Rerouting:
         )
 
     def _known_rows(self, kept_E: Tensor) -> _Rows:
-        """A set's rows, from those of a set that differs in one expert where there is one."""
+        """Return a set's rows, if possible from a cached set that differs in one expert."""
         for number, (near_E, rows) in enumerate(self._remembered):
             differing = (near_E != kept_E).nonzero().flatten()
             if len(differing) > 1:
@@ -245,7 +245,7 @@ class Rerouting:
         return result
 
     def _moved(self, rows: _Rows, before_E: Tensor, kept_E: Tensor, expert: int) -> _Rows:
-        """The rows when one expert has gone or come back."""
+        """Return the rows after one expert was removed or restored."""
         comes = bool(kept_E[expert])
         size, k = int(kept_E.sum()), rows.chosen_SRK.shape[2]
         if comes and size == k + 1:
@@ -258,7 +258,7 @@ class Rerouting:
         return rows.put(touched_N, moved)
 
     def _touched(self, rows: _Rows, expert: int, comes: bool) -> Tensor:
-        """The tokens one of whose rows an expert is in, or may be when it comes."""
+        """Return the tokens whose rows use an expert, or may use it when it is restored."""
         if comes:
             last_SK = rows.chosen_SRK.flatten(1).long()
             last_S = self.level_SE.gather(1, last_SK).amax(1)
@@ -266,7 +266,8 @@ class Rerouting:
         return (rows.chosen_SRK == expert).flatten(1).any(1).nonzero().flatten()
 
     def _rescaled(self, rows: _Rows, expert: int, comes: bool) -> _Rows:
-        """Rows that the expert is not in, their weights as they are with it or without it."""
+        """Return rows that do not use an expert, with weights rescaled for its presence or
+        absence."""
         if self.share_SE is None:
             return rows
         moved_S1 = self.share_SE[:, expert, None]
@@ -285,16 +286,16 @@ class Rerouting:
         return rows.square_SR - 2 * rows.inner_SR + self.target_S[:, None]
 
     def _sums(self, error_S: Tensor) -> Tensor:
-        """Sums by batch (B,)."""
+        """Return sums by batch (B,)."""
         sums_B = torch.zeros(self.batches, dtype=torch.float64, device=self.device)
         return sums_B.index_add_(0, self.batch_S, error_S)
 
     def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
-        """Squared errors by batch of the sets that lose one candidate more (C, B).
+        """Return squared errors by batch of the sets without one more candidate (C, B).
 
         Args:
             kept_E: bool; more experts than a token runs.
-            candidates: the numbers of experts that are there.
+            candidates: indices of present experts.
         """
         rows = self._known_rows(kept_E.to(self.device))
         error_SR = self._errors(rows)
@@ -306,8 +307,8 @@ class Rerouting:
         change_EB = change_N.view(self.count, self.batches)
         if self.share_SE is not None:
             share_SE = self.share_SE / rows.share_SR[:, :1]
-            share_SE = share_SE.clamp(max=1 - 1e-9)  # of experts that are gone nobody asks
-            growth_SE = share_SE / (1 - share_SE)  # of a weight, as a share of it
+            share_SE = share_SE.clamp(max=1 - 1e-9)  # removed experts are not used
+            growth_SE = share_SE / (1 - share_SE)  # relative growth of a weight
             square_S1, inner_S1 = rows.square_SR[:, :1], rows.inner_SR[:, :1]
             grown_SE = growth_SE * ((2 + growth_SE) * square_S1 - 2 * inner_S1)
             grown_SE = grown_SE.scatter(1, chosen_SK, 0)
@@ -316,11 +317,11 @@ class Rerouting:
         return self._sums(error_SR[:, 0]) + change_EB[candidates.to(self.device)]
 
     def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
-        """Squared errors by batch of the sets that one candidate comes back to (C, B).
+        """Return squared errors by batch of the sets with one candidate restored (C, B).
 
         Args:
             kept_E: bool.
-            candidates: the numbers of experts that are gone.
+            candidates: indices of removed experts.
         """
         kept_E = kept_E.to(self.device)
         rows = self._known_rows(kept_E)

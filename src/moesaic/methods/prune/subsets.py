@@ -1,8 +1,7 @@
-"""Which experts stay: all subsets where they can be counted, else greedy removal and swaps.
+"""Search for the best set of experts: all subsets if they are few, else greedy removal and swaps.
 
-A set is a row of booleans (E,), True for an expert that stays. ``losses`` scores many sets at
-once: (C, E) to (C,). Groups, where a router has them, are equal runs of neighbouring experts that
-lose equally many.
+A set is a row of booleans (E,), True for a kept expert. ``losses`` scores many sets at once: (C, E)
+to (C,). Router groups are equal runs of neighbouring experts; each keeps the same number.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch import Tensor
 Losses = Callable[[Tensor], Tensor]
 
 ENOUGH = 1e-7
-"""The share by which a swap must make a set better: more than float32 weights are rounded by."""
+"""Relative improvement that a swap must bring, above the rounding error of float32 weights."""
 
 
 class Neighbours:
-    """Losses of sets; a subclass may have those of sets that differ in one expert for less.
+    """Losses of sets; subclasses may compute those of sets that differ in one expert faster.
 
     Args:
-        losses: of any sets: (C, E) to (C,).
+        losses: function from any sets (C, E) to their losses (C,).
     """
 
     def __init__(self, losses: Losses) -> None:
@@ -35,40 +34,40 @@ class Neighbours:
         return self._losses(kept_CE)
 
     def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
-        """The losses of the sets that lose one candidate more (C,)."""
+        """Return the losses of the sets without one more candidate (C,)."""
         return self(changed(kept_E, candidates, False))
 
     def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
-        """The losses of the sets that one candidate comes back to (C,)."""
+        """Return the losses of the sets with one candidate restored (C,)."""
         return self(changed(kept_E, candidates, True))
 
 
 def neighbours(losses: Losses) -> Neighbours:
-    """Losses that can be asked for neighbours of a set."""
+    """Wrap a loss function as :class:`Neighbours`, unless it is one."""
     return losses if isinstance(losses, Neighbours) else Neighbours(losses)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best set that a search saw."""
+    """Best set that a search found."""
 
     kept_E: Tensor
-    """bool."""
+    """Kept experts, bool."""
     loss: float
-    """As ``losses`` gave it."""
+    """Loss of the set, as ``losses`` returned it."""
     search: str
-    """exhaustive, or greedy+swap."""
+    """Name of the search: exhaustive, or greedy+swap."""
     evaluated: int
-    """Sets that were scored."""
+    """Number of sets that were scored."""
 
 
 def subsets(experts: int, keep: int, groups: int = 1) -> int:
-    """How many sets there are to choose from."""
+    """Return the number of sets to choose from."""
     return comb(experts // groups, keep // groups) ** groups
 
 
 def every_set(experts: int, keep: int, groups: int = 1, block: int = 1024) -> Iterator[Tensor]:
-    """All sets in blocks (C, E), in lexicographic order of what they drop.
+    """Yield all sets in blocks (C, E), in lexicographic order of the dropped experts.
 
     >>> [s.int().tolist() for s in every_set(3, 2)]
     [[[0, 1, 1], [1, 0, 1], [1, 1, 0]]]
@@ -84,12 +83,13 @@ def every_set(experts: int, keep: int, groups: int = 1, block: int = 1024) -> It
 
 
 def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> SearchResult:
-    """The best of all sets; of equal ones, the one that drops the lexicographically first."""
+    """Return the best of all sets; of equal ones, that of lexicographically first dropped
+    experts."""
     best: tuple[float, Tensor] | None = None
     evaluated = 0
     for kept_CE in every_set(experts, keep, groups):
         loss_C = losses(kept_CE).double().cpu().numpy()
-        first = int(loss_C.argmin())  # numpy's is the first of equals
+        first = int(loss_C.argmin())  # numpy's argmin takes the first of equals
         evaluated += len(kept_CE)
         if best is None or loss_C[first] < best[0]:
             best = (float(loss_C[first]), kept_CE[first])
@@ -98,12 +98,12 @@ def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Sear
 
 
 def changed(kept_E: Tensor, candidates: Tensor, stays: bool) -> Tensor:
-    """The sets in which one candidate more goes, or one comes back and ``stays`` (C, E)."""
+    """Return the sets with one more candidate removed, or restored if ``stays`` (C, E)."""
     return kept_E.repeat(len(candidates), 1).scatter_(1, candidates[:, None], stays)
 
 
 def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> SearchResult:
-    """Take out the expert whose loss hurts least, again and again."""
+    """Remove one expert at a time, always the one that leaves the lowest loss."""
     kept_E, evaluated, loss = kept_E.clone(), 0, 0.0
     near = neighbours(losses)
     size = len(kept_E) // groups
@@ -120,7 +120,7 @@ def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Search
 
 
 def refined(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 64) -> SearchResult:
-    """Put one expert back and take another out, as long as that makes it better."""
+    """Restore one expert and remove another, as long as that lowers the loss."""
     kept_E, loss, evaluated = start.kept_E, start.loss, start.evaluated
     near = neighbours(losses)
     group_E = torch.arange(len(kept_E)) // (len(kept_E) // groups)
@@ -141,12 +141,13 @@ def refined(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 
                 break
         else:
             break
-    exact = float(losses(kept_E[None])[0])  # neighbours are rounded otherwise
+    exact = float(losses(kept_E[None])[0])  # losses of neighbours differ in the last bits
     return SearchResult(kept_E, exact, "greedy+swap", evaluated)
 
 
 def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
-    """The set of highest scores, group by group; of equal ones the lower numbers go first.
+    """Return the set of highest scores, by group; of equal ones the lower indices are removed
+    first.
 
     >>> best_scores(torch.tensor([1.0, 3.0, 1.0, 2.0]), 2).tolist()
     [False, True, False, True]
@@ -156,17 +157,18 @@ def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
     return torch.ones_like(score_GE, dtype=torch.bool).scatter(1, gone_GE, False).flatten()
 
 
-# --- counts that differ by layer ------------------------------------------------------------------
+# --- counts that differ by layer -----------------------------------------------------------------
 
 
 def allocate(losses: Mapping[int, Mapping[int, float]], total: float) -> dict[int, int]:
-    """Experts for each layer, at most ``total`` in all, of least summed squared loss; exact.
+    """Return the number of experts of each layer, at most ``total`` in all, that minimises the
+    summed squared loss.
 
-    Where no choice is within ``total``, one of the fewest experts.
+    The result is exact. If no choice is within ``total``, it has the fewest experts.
 
     Args:
-        losses: by layer and number of experts, relative to the layer's output.
-        total: experts of all layers together at most; a fraction of one buys nothing.
+        losses: relative losses by layer and number of experts.
+        total: most experts of all layers together; fractions are rounded down.
 
     >>> allocate({0: {1: 0.9, 2: 0.1, 3: 0.0}, 1: {1: 0.2, 2: 0.1, 3: 0.0}}, 3)
     {0: 2, 1: 1}

@@ -1,1 +1,1 @@
-"""Fewer experts a token: NAEE's dynamic skipping (Lu et al., 2024), or one number for all."""
+"""Skipping: NAEE's dynamic skipping of experts (Lu et al., 2024), or a lower top-k."""

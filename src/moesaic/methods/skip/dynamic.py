@@ -1,20 +1,20 @@
-"""Dynamic expert skipping: a token leaves out experts that weigh little for it.
+"""Dynamic expert skipping: a token skips experts that weigh little for it.
 
 Lu et al. (ACL 2024), Sec. 3.3 and App. A.2.
 
 Top-2 (Sec. 3.3): the second expert is skipped when w_2 < beta w_1, where beta is the median of
-w_2 / w_1 over the calibration tokens of the layer. Top-k (App. A.2): the smallest i experts stay
-for which the sum of the other weights is at most beta times the sum of all k.
+w_2 / w_1 over the calibration tokens of the layer. Top-k (App. A.2): the first i experts are kept,
+i being the smallest number for which the other weights sum to at most beta times the sum of all k.
 
-Where we depart from the paper:
+Deviations from the paper:
 
 - App. A.2 gives no beta; it is the median of w_k / sum w, which for k = 2 marks the same tokens.
 - Both rules compare strictly, so that at k = 2 they are one rule: beta = 0 never skips.
 - Survivors take over the weight of the skipped in proportion. A router whose weights sum to one
   keeps that; others keep their own sum.
 - ``quantile`` moves beta: 0.5 is the median. ``calls`` asks for a mean number of experts a token
-  instead, which is what a lower num_experts_per_tok must be compared with. ``betas`` are taken as
-  they are; the calibration text then only tells how much they skip.
+  instead, to compare with a lower num_experts_per_tok. ``betas`` are taken as they are; the
+  calibration text then only shows how much they skip.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moesaic.types import JSON, Config
 
 
 def ratios(weights_TK: Tensor, rule: str) -> Tensor:
-    """Ratios of which beta is a quantile (T,): w_2 / w_1, or w_k / sum w.
+    """Return the ratios of which beta is a quantile (T,): w_2 / w_1, or w_k / sum w.
 
     Args:
         weights_TK: combine weights in falling order.
@@ -57,18 +57,18 @@ def ratios(weights_TK: Tensor, rule: str) -> Tensor:
 
 
 def mean_calls(weights_TK: Tensor, beta: float, rule: str) -> float:
-    """Experts a token runs at this beta, in the mean."""
+    """Return the mean number of experts that a token runs at this beta."""
     return survivors(weights_TK, beta, rule).sum().item() / max(1, len(weights_TK))
 
 
 def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60) -> float:
-    """The beta at which a token runs ``calls`` experts in the mean, by bisection.
+    """Return the beta at which a token runs ``calls`` experts on average, by bisection.
 
     >>> w = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
     >>> 1 / 9 < _beta_for_calls(w, 1.5, "top2") < 2 / 3
     True
     """
-    low, high = 0.0, 2.0  # above 1 only the first expert stays
+    low, high = 0.0, 2.0  # above 1 only the first expert is kept
     for _ in range(steps):
         middle = (low + high) / 2
         if mean_calls(weights_TK, middle, rule) > calls:
@@ -79,7 +79,7 @@ def _beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60
 
 
 def quantile(values_T: Tensor, q: float) -> float:
-    """The quantile, between neighbours in proportion; for any number of values.
+    """Return a quantile, interpolated linearly; for any number of values.
 
     >>> quantile(torch.tensor([3.0, 1.0, 2.0]), 0.5)
     2.0
@@ -92,10 +92,10 @@ def quantile(values_T: Tensor, q: float) -> float:
 
 
 class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
-    """Lets the routers of a mixture of experts skip, token by token, experts that weigh little.
+    """Method of ``skip``: routers skip, token by token, experts that weigh little.
 
-    Beta is calibrated on the model that is given: prune first, then skip. Sizes are betas that were
-    asked for, or None for one that is calibrated.
+    Beta is calibrated on the given model: prune first, then skip. A size is a requested beta, or
+    None for one that is calibrated.
     """
 
     ratio = "active"
@@ -138,11 +138,11 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     def calibrated(
         self, weights_TK: Tensor, fixed: float | None = None
     ) -> tuple[SkippingLayer, JSON]:
-        """A layer's beta, and how much it skips of the calibration tokens.
+        """Return a layer's plan with its beta, and how much it skips of the calibration tokens.
 
         Args:
             weights_TK: combine weights of the experts that tokens run, in falling order.
-            fixed: its beta, where that was asked for.
+            fixed: the requested beta; None to calibrate it.
 
         Returns:
             the layer's plan, and ``calls_per_token`` and ``skipped``, the share of calls.
@@ -159,10 +159,10 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return SkippingLayer(beta, rule), {"calls_per_token": calls, "skipped": 1 - calls / top_k}
 
     def rule(self, top_k: int) -> str:
-        """The rule of a layer: ``top2`` or ``tail``.
+        """Return the rule of a layer with this top-k: ``top2`` or ``tail``.
 
         Raises:
-            MoesaicError: the request cannot be met there.
+            MoesaicError: the request cannot be met in such a layer.
         """
         config = self.config
         if top_k < 2:
@@ -198,7 +198,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
 
 
 def _percents(least: float, most: float) -> str:
-    """A span of shares.
+    """Return a range of shares in percent.
 
     >>> _percents(0.2, 0.304)[:-2]
     '20–30'

@@ -1,4 +1,4 @@
-"""Fewer experts a token: one number for all layers, a field of the config. Looks at no text."""
+"""Lower top-k: one number of experts per token for all layers. Reads no text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from moesaic.types import JSON, Config
 
 
 class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
-    """Lets a token run fewer experts, as many in every layer.
+    """Method of ``skip --top-k``: a token runs fewer experts, the same number in every layer.
 
-    Sizes are numbers of experts a token.
+    Sizes are numbers of experts per token.
     """
 
     ratio = "active"

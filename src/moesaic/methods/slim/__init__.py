@@ -1,1 +1,1 @@
-"""Slimming: experts, or dense FFNs, made narrower neuron by neuron."""
+"""Slimming: removes neurons from experts, or from dense FFNs."""

@@ -1,7 +1,7 @@
-"""Which neurons stay, and what leaving the others out changes.
+"""Choice of the neurons that are kept, and the error that removing the others causes.
 
-Shape suffixes: T tokens, E experts, M neurons of one, W that stay, S of the shared path, D hidden
-size.
+Shape suffixes: T tokens, E experts, N kept experts, M neurons of one expert, W kept neurons, S
+neurons of the shared path, D hidden size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.plans.neurons import filled_up
 
 
 def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
-    """The neurons of the routed experts (E, M), or of the shared path, as one expert's (1, S)."""
+    """Return the neurons of routed experts (E, M), or of the shared path as one expert (1, S)."""
     neurons, products = stats.neurons, stats.products
     assert neurons is not None
 
@@ -40,7 +40,7 @@ def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
 
 
 def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
-    """Each row's places, the highest scores first (E, M); equals by reach, then the first ones.
+    """Return each row's indices, highest scores first (E, M); equal ones by reach, then by index.
 
     The neurons of an expert that no token reached all score zero.
 
@@ -53,16 +53,16 @@ def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
 
 
 def highest(score_EM: Tensor, width: int, reach_EM: Tensor) -> Tensor:
-    """Each row's highest scores, in rising order of place (E, W); equals go by reach."""
+    """Return the rising indices of each row's highest scores (E, W); equal ones by reach."""
     return ranked(score_EM, reach_EM)[:, :width].sort(dim=1).values
 
 
 def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLayer:
-    """A dense FFN with its neurons of the highest score alone.
+    """Return the plan of a dense FFN that keeps the neurons of the highest scores.
 
     Args:
-        score_M: of its neurons.
-        width: neurons that stay.
+        score_M: scores of its neurons.
+        width: number of neurons to keep.
         counted: see :class:`~moesaic.plans.narrowed.NarrowedLayer`.
 
     >>> narrowest(torch.tensor([1.0, 3.0, 2.0]), 2).order_W.tolist()
@@ -73,13 +73,14 @@ def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLay
 
 
 def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:
-    """The neurons of each expert that stay (E, W), the highest scores of all; PADDING behind them.
+    """Return the kept neurons of each expert (E, W), those of the highest scores in the layer, then
+    PADDING.
 
     Args:
-        score_EM: of neurons.
-        count: neurons that stay, of all experts together.
-        reach_EM: equal scores go by it.
-        step: widths are a multiple of this, and at least it.
+        score_EM: scores of neurons.
+        count: neurons to keep, of all experts together.
+        reach_EM: order of neurons with equal scores.
+        step: widths are a multiple of this, and at least this.
 
     >>> score = torch.tensor([[1.0, 9, 8], [6, 2, 7], [0, 0, 1]])
     >>> uneven(score, count=5, reach_EM=torch.ones(3, 3)).tolist()
@@ -102,14 +103,15 @@ def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Ten
 def choose(
     score_EM: Tensor, count: int, width: int, reach_EM: Tensor, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The experts that stay (N,), and the neurons of each (N, W).
+    """Return the kept experts (N,), and the kept neurons of each (N, W).
 
     Args:
-        score_EM: of neurons.
-        count: experts that stay: those whose neurons that would be kept score most together.
-        width: neurons that stay of each.
-        reach_EM: equal scores go by it.
-        groups: router groups, which lose equally many experts.
+        score_EM: scores of neurons.
+        count: experts to keep: those with the highest sum of squared scores over their best
+            ``width`` neurons.
+        width: neurons to keep of each.
+        reach_EM: order of neurons with equal scores.
+        groups: router groups; the same number of experts is removed from each.
 
     >>> score = torch.tensor([[1.0, 9], [6, 6], [0, 2]])
     >>> kept, neurons = choose(score, count=2, width=1, reach_EM=torch.ones(3, 2))
@@ -123,7 +125,7 @@ def choose(
 
 
 def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
-    """Of all neurons' squared scores, the share of those that go."""
+    """Return the share of all neurons' squared scores that is removed."""
     square_EM = score_EM.square()
     stay_NW = square_EM[kept].gather(1, neurons_NW.clamp(min=0))
     stays = stay_NW[neurons_NW != PADDING].sum().item()
@@ -131,16 +133,16 @@ def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
 
 
 Shape = tuple[Tensor, Tensor]
-"""Experts that stay (N,), and the neurons of each (N, W)."""
+"""Kept experts (N,), and the kept neurons of each (N, W)."""
 
 
 @torch.no_grad()
 def losses(site: Site[FFN], shapes: Sequence[Shape]) -> list[float]:
-    """The exact error of the routed output for each of several shapes.
+    """Return the exact error of the routed output for each of several shapes.
 
-    ||F' - F|| / ||r|| over the site's tokens, F' with the router as it will decide, and r the
-    residual stream behind the layer, which all later layers read: so losses of different layers can
-    be compared.
+    The error is ||F' - F|| / ||r|| over the site's tokens, F' with the router restricted to the
+    kept experts, and r the residual stream after the layer, which all later layers read: so losses
+    of different layers can be compared.
     """
     total, errors = 0.0, [0.0] * len(shapes)
     for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):
@@ -158,13 +160,13 @@ def routed(
     kept: Tensor | None = None,
     neurons_NW: Tensor | None = None,
 ) -> Tensor:
-    """The routed experts' part of a layer's output (T, D), float32.
+    """Return the routed experts' part of a layer's output (T, D), float32.
 
     Args:
-        view: the layer as it was.
+        view: the layer before slimming.
         x_TD: its input.
-        kept: the experts that are there (N,); None for all.
-        neurons_NW: the neurons that each of them has, PADDING behind them; None for all.
+        kept: the kept experts (N,); None for all.
+        neurons_NW: the kept neurons of each, then PADDING; None for all.
     """
     y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     allowed_E = None
@@ -184,7 +186,7 @@ def routed(
 
 
 def candidates(least: int, most: int, step: int) -> Iterator[int]:
-    """Numbers of experts to try, the most first: every multiple of ``step``, eight of them at most.
+    """Yield numbers of experts to try, the most first: multiples of ``step``, at most eight.
 
     >>> list(candidates(2, 8, 1)), list(candidates(4, 32, 2))
     ([8, 7, 6, 5, 4, 3, 2], [32, 28, 24, 20, 16, 12, 8, 4])

@@ -1,4 +1,4 @@
-"""The options of slimming. Imports no torch."""
+"""Options of ``slim``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moesaic.registry import InWords
 from moesaic.types import JSON, Values
 
 BEST = "surgeon"
-"""The score that loses least."""
+"""Score of the lowest KL."""
 PAIRS_BYTES = 2 << 30
-"""Memory of a layer's inner products of neurons, up to which they are looked at unasked."""
+"""Most bytes of a layer's inner products of neurons for which ``surgeon`` is the default score."""
 
 
 @dataclass(frozen=True)
 class SlimConfig(MethodConfig):
-    """Options of slimming. The defaults are what measures best; ``paper`` is CAMERA's pruning."""
+    """Options of ``slim``. The defaults measure best; ``paper`` is CAMERA's pruning."""
 
     verb = "slim"
     name = "neurons"
@@ -37,26 +37,27 @@ class SlimConfig(MethodConfig):
 
     keep: float = option(
         0.5,
-        "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
+        "Share of the routed experts' parameters to keep; of a dense model, of its FFNs'.",
         above=0,
         maximum=1,
+        idle=(1, "removes nothing"),
     )
     score: str | None = option(
         None,
-        "How it is decided which neurons stay. Default: surgeon, or energy with stats and "
-        "where surgeon would hold over 2 GiB.",
+        "How to decide which neurons to keep. Default: surgeon, or energy with stats and where "
+        "surgeon would hold over 2 GiB.",
         choices=tuple(SCORES),
     )
     experts: str = option(
         "all",
-        "Routed experts that stay, each as wide as the budget then allows: all, a number, or auto "
-        "for the number that loses least on the calibration tokens.",
+        "Routed experts to keep, each as wide as the budget then allows: all, a number, or auto "
+        "for the number of least error on the calibration tokens.",
         metavar="all|N|auto",
         beyond="fewer experts",
     )
     shared: float | None = option(
         None,
-        "The share of the shared path's neurons that stays. Default: all of them.",
+        "Share of the shared path's neurons to keep. Default: all of them.",
         above=0,
         maximum=1,
         seldom=True,
@@ -70,20 +71,19 @@ class SlimConfig(MethodConfig):
     refit: bool | None = option(
         None,
         "Solve for the down projections anew. Default: where it can be done, not with stats.",
-        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     allocate: Literal["uniform", "layers", "experts", "layers+experts"] = option(
         "uniform",
-        "uniform: all experts equally wide; layers: wider in layers where more would be lost; "
-        "experts: those of a layer differ, for the neurons of the highest scores stay, whichever "
-        "expert they are of; or both. The result is then moesaic_<base>.",
+        "uniform: all experts equally wide; layers: wider in layers where narrowing costs more; "
+        "experts: the neurons of the highest scores in a layer are kept, whichever expert they are "
+        "of; layers+experts: both. Unless uniform, the result is of the class moesaic_<base>.",
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[SlimConfig]]:
-        from moesaic.observation.stats import neuron_pairs  # torch is here by now
+        from moesaic.observation.stats import neuron_pairs  # torch is imported by now
 
         pairs = model.experts and neuron_pairs(model.experts, model.width) <= PAIRS_BYTES
         careful = partial(replace, score=BEST if pairs else "energy", refit=True)
@@ -113,17 +113,17 @@ class SlimConfig(MethodConfig):
 
     @property
     def uneven(self) -> bool:
-        """Experts of a layer differ in width."""
+        """True if experts of a layer may differ in width."""
         return "experts" in self.allocate
 
     @property
     def by_layer(self) -> bool:
-        """Layers differ in width, by what each would lose."""
+        """True if layers may differ in width, by their losses."""
         return "layers" in self.allocate
 
     @property
     def chosen(self) -> Score:
-        """The score itself."""
+        """Score named by ``score``."""
         return SCORES[self.score or BEST]
 
     @property
@@ -146,13 +146,17 @@ class SlimConfig(MethodConfig):
 
     @property
     def count(self) -> int | None:
-        """Routed experts that stay; None where no number was asked for."""
+        """Number of routed experts to keep; None if no number was given."""
         return int(self.experts) if self.experts.isdecimal() else None
 
     @property
     def measures(self) -> bool:
-        """Losses of several shapes are compared on the calibration tokens."""
+        """True if several shapes are compared by their exact error on the calibration tokens."""
         return self.experts == "auto" or self.by_layer
+
+    @property
+    def idle(self) -> str:
+        return "" if self.shared else super().idle
 
     def check(self) -> None:
         if self.experts not in ("all", "auto") and not self.count:

@@ -1,10 +1,10 @@
-"""Slimming: experts made narrower, neuron by neuron; nothing trained.
+"""Slimming: neurons are removed from every expert; nothing is trained.
 
-A neuron's share of its layer's output is w h_j d_j. Those that write least go, in every expert
-equally many, so that the result is of the architecture's own class: only the experts' width is
-another. A dense FFN is one expert that every token runs.
+A neuron's share of its layer's output is w h_j d_j. Those that write least are removed, the same
+number in every expert, so that the result is of the architecture's own class with another expert
+width. A dense FFN is one expert that every token runs.
 
-Where we depart from the scores' papers:
+Deviations from the scores' papers:
 
 - CAMERA ranks the neurons of a layer, or of the model, together, and experts come out of different
   widths, which no architecture holds: zeros are stored. Here experts are of one width;
@@ -12,10 +12,10 @@ Where we depart from the scores' papers:
   stored.
 - CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
 
-One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
-the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
-router deciding as it will. ``layers`` does so for widths that differ by layer, unless equal widths
-move the model's output less on windows that decided nothing.
+A budget may also remove experts: N are kept, each as wide as the budget then allows. ``auto`` takes
+the N for which the layers' routed output changes least on the calibration tokens, measured exactly
+with the restricted router. ``layers`` does so for widths that differ by layer, unless equal widths
+change the model's output less on held-out windows.
 """
 
 from __future__ import annotations
@@ -63,45 +63,46 @@ from moesaic.surgery import headers_of
 from moesaic.types import JSON, Config, Values
 
 WIDTHS = 12
-"""The most widths of a layer that are tried."""
+"""Most widths of a layer that are tried."""
 EQUAL = "equal widths"
 
 
 @dataclass(frozen=True)
 class Size:
-    """A layer's experts, as many and as wide as they may become."""
+    """Size of a layer: how many experts it keeps, and how wide."""
 
     count: int
     width: int
-    """Of each expert; rounded up where they differ."""
+    """Neurons of each expert; the mean, rounded up, if they differ."""
     neurons: int
-    """Of all experts together."""
+    """Neurons of all experts together."""
     before: int
-    """Neurons that each expert had."""
+    """Neurons of each expert before slimming."""
     step: int
-    """What widths are a multiple of."""
+    """Multiple of which widths are."""
     shared: int = 0
-    """Neurons of the shared path that stay."""
+    """Kept neurons of the shared path."""
     room: int = 0
-    """Places for them; what is left over holds zeros. 0 where the path is left alone."""
+    """Width of the new shared path, filled up with zeros; 0 if the path is not changed."""
     shared_count: int = 1
-    """Shared experts that they are of, all of one width."""
+    """Number of shared experts, all of one width."""
     dense: bool = False
-    """It is a dense FFN, seen as one expert."""
+    """True for a dense FFN, seen as one expert."""
 
 
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
-    """Takes neurons out of every expert, or of every dense FFN."""
+    """Method of ``slim``: removes neurons from every expert, or from every dense FFN."""
 
     ratio = "stored"
     varies = "score"
     words = "Slimming layers"
 
     def find(self, config: Config) -> Arch:
-        """The architecture of a dense model or of a mixture, the latter converted or not.
+        """Return the architecture of a dense model or of a mixture, the latter converted or not.
 
         Raises:
-            MoesaicError: it is unknown, or a dense model that was carved.
+            MoesaicError: the model is unknown, a carved dense model, or has experts of different
+                widths.
         """
         arch = uncarved_arch(config, "slim the original")
         stacks = headers_of(config).values()
@@ -119,7 +120,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         yield from super().resolve_defaults(job)
 
     def _score(self, job: Job[Arch]) -> tuple[str, str]:
-        """The best score that can be afforded, and a sentence where it is not the best of all."""
+        """Return the best score that memory allows, and a sentence if it is not the best of all."""
         if job.args.calibration.stats:
             return "energy", "Statistics hold no pairs of neurons: they are scored by energy."
         views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
@@ -133,7 +134,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     @property
     def needs(self) -> set[str]:
-        """Statistics of neurons; the tokens themselves where several sizes are compared on them."""
+        """Statistics of neurons; also the tokens if several sizes are compared on them."""
         config, score = self.config, self.config.chosen
         needs = {
             "sizes": True,
@@ -167,22 +168,22 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 options = [self._uneven_size(view.count, view.width, multiple or 1)]
             else:
                 options = self._even_sizes(job, i, multiple, row)
-            if config.by_layer:  # the result is no engine's own, so none is asked
+            if config.by_layer:  # the result is not native, so engines set no multiple
                 options = self._spread(options[0], multiple or row)
             sizes[i] = [self._with_shared(view, size) for size in options]
         return sizes
 
     def _even_sizes(self, job: Job[Arch], layer: int, multiple: int | None, row: int) -> list[Size]:
-        """The sizes of a layer whose experts are equally wide, by number of experts.
+        """Return the sizes of a layer with experts of one width, one per number of experts.
 
         Args:
             job: the model.
-            layer: its number.
-            multiple: what widths are a multiple of; None for what meets the target.
+            layer: index of the layer.
+            multiple: widths are a multiple of this; None to find one near the target.
             row: the least multiple.
 
         Raises:
-            MoesaicError: none meets the budget.
+            MoesaicError: no number of experts meets the budget.
         """
         config, view = self.config, job.arch.view(job.layers[layer])
         sizes = []
@@ -203,10 +204,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return sizes
 
     def _multiple(self, job: Job[Arch]) -> int | None:
-        """What widths must be a multiple of; None where anything is right.
+        """Return the number that widths must be a multiple of; None if any width will do.
 
         Raises:
-            MoesaicError: the checkpoint's format cannot hold what was asked for.
+            MoesaicError: the checkpoint's format cannot hold the requested multiple.
         """
         multiple, block = self.config.multiple, job.format.whole if job.format else 0
         if multiple is not None and block and multiple % block:
@@ -221,7 +222,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         """Refuse models whose experts cannot differ in width.
 
         Raises:
-            MoesaicError: says which.
+            MoesaicError: the model is dense, or its experts' layout does not allow it.
         """
         first = next(iter(views.values()))
         if not isinstance(first, MoEFFN):
@@ -236,14 +237,14 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             )
 
     def _counts(self, job: Job[Arch], layer: int, count: int, width: int) -> list[int]:
-        """The numbers of experts that a layer may keep."""
+        """Return the numbers of experts that a layer may keep."""
         config, arch = self.config, job.arch
         if config.experts == "all" or not isinstance(arch, MoEArch):
             return [count]
         top_k = arch.mixture(job.layers[layer]).top_k
         least = least_experts(arch, top_k, job.shape.config)
         groups = arch.group_count(job.shape.config)
-        full = -(-config.keep * count // 1)  # so many whole experts are the budget
+        full = -(-config.keep * count // 1)  # the budget in whole experts
         least = max(least, int(full) + -int(full) % groups)
         if config.count is None:
             return list(candidates(least, count, groups))
@@ -256,18 +257,18 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return [config.count]
 
     def _uneven_size(self, count: int, width: int, step: int) -> Size:
-        """The size of a layer whose experts differ in width: all of its budget is used.
+        """Return the size of a layer whose experts differ in width; it uses the whole budget.
 
         Args:
-            count: experts.
-            width: neurons that each had.
-            step: widths are a multiple of it.
+            count: number of experts.
+            width: neurons of each before.
+            step: widths are a multiple of this.
 
         Raises:
             MoesaicError: not every expert would keep a neuron.
         """
         if step > width:
-            width_for(width, width, step, "keep")  # refuses
+            width_for(width, width, step, "keep")  # raises
         least, most = count * step, width // step * step * count
         blocks = self.config.keep * count * width / step
         # where layers share one budget none may round up
@@ -282,11 +283,11 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return Size(count, -(-neurons // count), neurons, width, step)
 
     def _spread(self, middle: Size, step: int) -> list[Size]:
-        """The sizes that a layer may get where they differ, about evenly spread.
+        """Return about evenly spaced sizes of a layer, for widths that differ by layer.
 
         Args:
-            middle: the size that it had if all were alike.
-            step: widths are a multiple of it.
+            middle: the layer's size if all layers were alike.
+            step: widths are a multiple of this.
         """
         count, width = middle.count, middle.before
         stride = step * max(1, round(width * 0.75 / WIDTHS / step))
@@ -299,7 +300,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return [Size(count, -(-n // count), n, width, step) for n in sizes]
 
     def _with_shared(self, view: FFN, size: Size) -> Size:
-        """The size with what becomes of the shared path."""
+        """Return the size with the new width of the shared path."""
         if not isinstance(view, MoEFFN):
             return replace(size, dense=True)
         config, arch, whole = self.config, view.arch, view.shared_width
@@ -332,7 +333,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if any(size.room for size in sizes):
             beside = neurons_of(stats, seed + 1, shared=True)
             shared = score.score(beside), beside.reach
-        form = None if self.config.uneven else case.job.format  # which has no such experts
+        form = None if self.config.uneven else case.job.format  # no format has uneven experts
         decided: dict[Size, tuple[LayerPlan, JSON]] = {}
         for size in sizes:
             layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
@@ -353,19 +354,19 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         size: Size,
         groups: int,
     ) -> tuple[LayerPlan, JSON]:
-        """The neurons of a layer that stay.
+        """Choose the neurons that a layer keeps, for one size.
 
         Args:
             case: the layer.
-            stats: what was observed of it, or nothing of it.
-            score_EM: of its neurons.
-            shared: scores and reach of the shared path's neurons (1, S), where any go.
-            size: the experts that stay, and their width.
-            groups: router groups, which lose equally many experts.
+            stats: its statistics, zeros in a dry run.
+            score_EM: scores of its neurons.
+            shared: scores and reach of the shared path's neurons (1, S), if it is narrowed.
+            size: the number of experts to keep, and their width.
+            groups: router groups; the same number of experts is removed from each.
 
         Returns:
-            the plan, and ``calls``, and of scores that look at tokens ``relative_loss``: the share
-            of all squared scores that goes.
+            the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
+            if the score reads tokens.
         """
         config, neurons = self.config, stats.neurons
         assert neurons is not None
@@ -394,14 +395,14 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return f"{size.count}-{size.neurons}"
 
     def rivals(self) -> Mapping[str, Slimmer]:
-        """Equal widths by layer, in place of widths that differ."""
+        """Return the alternative to widths that differ by layer: equal widths."""
         if not self.config.by_layer:
             return {}
         plain = replace(self.config, allocate="experts" if self.config.uneven else "uniform")
         return {EQUAL: Slimmer(plain)}
 
     def allocate(self, losses: Mapping[int, Mapping[Size, float]]) -> Mapping[int, Size]:
-        """The widths of least squared loss; or the number of experts that every layer can keep."""
+        """Return the widths of least squared loss, or the best number of experts for all layers."""
         if self.config.by_layer:
             firsts = [next(iter(of_layer)) for of_layer in losses.values()]
             total = sum(size.count * size.before for size in firsts)
@@ -485,7 +486,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
 
 def _compared(summary: Values) -> str:
-    """What became of widths that differ by layer, on windows that nothing was decided on."""
+    """Return a sentence on how equal widths compared with widths by layer, on held-out windows."""
     by_name = summary.get("compared")
     if not by_name:
         return ""
@@ -496,7 +497,7 @@ def _compared(summary: Values) -> str:
 
 
 def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
-    """By number of experts that every layer can keep, the summed squared loss of all layers."""
+    """Return all layers' summed squared loss, by number of experts that every layer can keep."""
     every = set.intersection(*({s.count for s in of_layer} for of_layer in losses.values()))
     return {
         count: sum(
@@ -507,7 +508,7 @@ def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
 
 
 def _as_output(layer: LayerRecord, plan: Plan) -> JSON:
-    """A layer as ``--json`` prints it, with ``kept``: the experts that stay."""
+    """Return a layer as ``--json`` prints it, with ``kept``: the kept experts."""
     decided = plan.layers.get(layer.index)
     kept = {"kept": decided.experts.tolist()} if isinstance(decided, SlimmedLayer) else {}
     plain = asdict(layer)
@@ -515,11 +516,11 @@ def _as_output(layer: LayerRecord, plan: Plan) -> JSON:
 
 
 def _in_groups(layer: LayerPlan, size: int) -> LayerPlan:
-    """A decided layer with its neurons where most of their columns keep their scale.
+    """Reorder a decided layer's neurons so that most of their columns keep their scale.
 
     Args:
-        layer: its neurons in rising order.
-        size: columns that share scales.
+        layer: a plan with neurons in rising order.
+        size: number of columns that share a scale.
     """
     if isinstance(layer, NarrowedLayer):
         return replace(layer, order_W=in_groups(layer.order_W, size))
@@ -530,7 +531,7 @@ def _in_groups(layer: LayerPlan, size: int) -> LayerPlan:
 
 
 def _shape(layer: LayerPlan) -> Shape:
-    """The experts of a decided layer, and their neurons."""
+    """Return the experts and neurons that a decided layer keeps."""
     if isinstance(layer, NarrowedLayer):
         return torch.zeros(1, dtype=torch.int64), layer.order_W[None]
     assert isinstance(layer, SlimmedLayer)

@@ -1,12 +1,12 @@
-"""Scores: how much a neuron counts. One entry each; torch-free to import.
+"""Scores of neurons. One entry each; imports no torch.
 
 ========  =============================================================================
 w_t h_tj  input of the down projection at neuron j, times the combine weight of its expert
 d_j       column j of the down projection
 ========  =============================================================================
 
-Within an expert the neurons of the highest score stay; squares of scores add up, so that an
-expert's own score is the root of their sum over the neurons that it would keep.
+Within an expert the neurons of the highest score are kept; squares of scores add up, so that an
+expert's own score is the root of their sum over its kept neurons.
 
 Another package adds a score by an entry point in the group ``moesaic.scores`` that names a
 :class:`Score`.
@@ -26,41 +26,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Neurons:
-    """The neurons of a layer's experts (E, M), or of its shared path (S,)."""
+    """Statistics of the neurons of a layer's experts (E, M), or of its shared path (S,)."""
 
     energy: Tensor
-    """float64: sum of (w_t h_tj)^2."""
+    """Sum of (w_t h_tj)^2, float64."""
     reach: Tensor
-    """float64: ||d_j||."""
+    """Norm ||d_j||, float64."""
     size: Tensor
-    """float64: norm of all of a neuron's weights."""
+    """Norm of all of a neuron's weights, float64."""
     seed: int
-    """Of random choice; another one for every layer."""
+    """Seed of random choice, different for every layer."""
     gram: Tensor | None = None
-    """float64: sum of (w h_j)(w h_k) of an expert's neurons (E, M, M); None where no score asked
-    for it."""
+    """Sum of (w h_j)(w h_k) of an expert's neurons (E, M, M), float64; None if not needed."""
     down: Tensor | None = None
-    """float64: the columns d_j (E, D, M); with ``gram``."""
+    """Columns d_j (E, D, M), float64; given with ``gram``."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A way to decide which neurons stay."""
+    """Rule that decides which neurons are kept."""
 
     name: str
-    """What ``score`` calls it."""
+    """Value of the option ``score`` that chooses it."""
     title: str
-    """As titles write it: ``slimmed by energy``."""
+    """Name in titles, as in ``slimmed by energy``."""
     help: str
-    """What it measures, in a few words."""
+    """Measure in a few words."""
     score: Callable[[Neurons], Tensor]
-    """Each neuron's score, in the shape of its neurons."""
+    """Function that returns each neuron's score, in the shape of its neurons."""
     paper: str = ""
-    """Authors, title and place; empty where it is of no paper that we know."""
+    """Authors, title and place; empty if it comes from no paper that we know."""
     observes: bool = True
-    """It looks at tokens."""
+    """True if it reads tokens."""
     gram: bool = False
-    """It needs the inner products of neurons, M x M of each expert."""
+    """True if it needs the inner products of neurons, M x M for each expert."""
 
 
 def _random(neurons: Neurons) -> Tensor:
@@ -108,8 +107,8 @@ BUILT_IN = (
     ),
     Score("random", "random choice", "a seeded draw", _random, observes=False),
 )
-"""Ours, in the order in which they are listed. A new one is an entry here."""
+"""Scores of this package, in the order in which they are listed. A new one is an entry here."""
 
 
 SCORES = Registry("moesaic.scores", {}, {s.name: s for s in BUILT_IN})
-"""The scores by name."""
+"""Scores by name, those of other packages included."""

@@ -1,12 +1,12 @@
-"""Neurons taken out one after the other, those that stay making up for each as well as they can.
+"""Optimal brain surgeon: neurons are removed one by one, the others compensating each removal.
 
 With H the tokens' w h (T, M) of an expert and D its down projection (D, M), leaving out a set S and
 solving for the other columns leaves the squared error ||H_S D_S^T - H_K X||^2, least over X. Taking
-the neurons out one by one, with A = (H^T H + lambda)^-1 and D as it was made up for so far, neuron
-j costs ||d_j||^2 / A_jj, and the other columns take over A_kj / A_jj of d_j: the optimal brain
-surgeon on a layer's own squared error. M^3 operations an expert.
+the neurons out one by one, with A = (H^T H + lambda)^-1 and D as compensated so far, neuron j costs
+||d_j||^2 / A_jj, and the other columns take over A_kj / A_jj of d_j: the optimal brain surgeon on a
+layer's own squared error. M^3 operations an expert.
 
-Shape suffixes: M neurons of one expert, L of them left, B turns of a block, D hidden size.
+Shape suffixes: M neurons of one expert, L of them left, B removals of a block, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 RIDGE = 0.1
-"""lambda, relative to the mean square of h: little is made up for where tokens are few."""
+"""Ridge lambda relative to the mean square of h: little is compensated if there are few tokens."""
 BLOCK = 64
-"""Turns after which matrices are brought up to date, in one product instead of one for each."""
+"""Removals after which matrices are updated, in one product instead of one each."""
 
 
 def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Tensor:
-    """What each neuron costs when its turn to go comes, the cheapest first (M,), float64.
+    """Return the cost of each neuron when it is the cheapest one left (M,), float64.
 
-    Costs rise from turn to turn, so that the neurons of the highest cost are those that stay.
+    Costs rise with each removal, so the neurons of the highest cost are those to keep.
 
     Args:
         gram_MM: H^T H, float64.
         down_DM: the down projection, float64.
-        ridge: lambda.
+        ridge: lambda, relative to the mean of the diagonal of ``gram_MM``.
 
     >>> gram, down = torch.diag(torch.tensor([1.0, 4.0]).double()), torch.ones(1, 2).double()
     >>> removal_costs(gram, down, ridge=0.0).float().tolist()
@@ -49,7 +49,7 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
         spread_L, norm_L = inverse_LL.diagonal().clone(), alike_LL.diagonal().clone()
         gone_L = torch.zeros(len(left_L), dtype=torch.bool)
         turns = min(BLOCK, len(left_L))
-        # inverse - column^T share, and alike - share^T half - half^T share, of this block's turns
+        # inverse - column^T share, and alike - share^T half - half^T share, in this block
         column_BL, share_BL, half_BL = torch.zeros(3, turns, len(left_L), dtype=torch.float64)
         for t in range(turns):
             trial_L = norm_L / spread_L.clamp(min=1e-300)

@@ -1,27 +1,28 @@
-"""Widths of experts that meet a budget."""
+"""Expert widths that meet a budget."""
 
 from __future__ import annotations
 
 from moesaic.errors import MoesaicError
 
 MULTIPLES = {256: 0.01, 64: 0.01, 32: 0.01, 8: 0.05, 4: 0.05}
-"""By multiple, how far from its target a width may be for its sake, of the width there was.
+"""Most distance from the target width, relative to the width before, at which a multiple is chosen.
 
 Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are :data:`ROW`
-bytes, in 16 and in 32 bits."""
+bytes, in 16 and in 32 bits.
+"""
 ROW = 16
-"""Bytes that experts' rows must be a multiple of in transformers' grouped matrix products."""
+"""Bytes of which experts' rows must be a multiple in transformers' grouped matrix products."""
 CLOSE = 0.01
-"""Where a multiple is asked for, a width may miss its target by this share of the width before."""
+"""Distance by which a requested multiple may miss its target, relative to the width before."""
 
 
 def _multiple_for(width: int, target: float, row: int = 1) -> int:
-    """The largest multiple of which one lies close enough to a target.
+    """Return the largest multiple that comes close enough to a target.
 
     Args:
-        width: neurons that there were.
-        target: neurons that should stay.
-        row: the least multiple, near the target or not, where it is one of the width.
+        width: neurons before.
+        target: neurons to keep.
+        row: the least multiple, near the target or not, if it divides the width.
 
     >>> _multiple_for(14_336, 7_168), _multiple_for(1408, 704), _multiple_for(96, 67.2)
     (256, 64, 8)
@@ -38,7 +39,7 @@ def _multiple_for(width: int, target: float, row: int = 1) -> int:
 
 
 def nearest(target: float, multiple: int, width: int) -> int:
-    """The multiple that is nearest to a target, at least one of it, at most the width there was.
+    """Return the multiple nearest to a target, at least one of it, at most the width before.
 
     >>> nearest(70, 64, 100), nearest(10, 64, 100), nearest(100, 64, 100)
     (64, 64, 64)
@@ -49,17 +50,17 @@ def nearest(target: float, multiple: int, width: int) -> int:
 def width_for(
     width: int, target: float, multiple: int | None, option: str, row: int = 1
 ) -> tuple[int, int]:
-    """The width that meets a target, and what it is a multiple of.
+    """Return the width that meets a target, and the number that it is a multiple of.
 
     Args:
-        width: neurons that there were.
-        target: neurons that should stay, a fraction perhaps.
-        multiple: what was asked for; None for the largest that meets the target.
-        option: the name of the option that set the target.
-        row: the least multiple, where it is one of the width.
+        width: neurons before.
+        target: neurons to keep; may be a fraction.
+        multiple: the requested multiple; None for the largest that meets the target.
+        option: name of the option that set the target, for messages.
+        row: the least multiple, if it divides the width.
 
     Raises:
-        MoesaicError: no multiple is close; names the nearest that is. Or it is none of ``row``.
+        MoesaicError: no multiple is close (names the nearest that works), or it is none of ``row``.
 
     >>> width_for(128, 64, None, "keep"), width_for(128, 96, 32, "keep")
     ((64, 64), (96, 32))

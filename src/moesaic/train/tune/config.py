@@ -1,4 +1,4 @@
-"""The options of training a converted model. Imports no torch."""
+"""Options of ``tune``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TRAINED = {
     "lora": "low-rank updates",
     "all": "all weights",
 }
-"""The parameters that train, in words."""
+"""Trainable parameters in words, by the option ``what``."""
 
 
 @dataclass(frozen=True)
 class TuneConfig(MethodConfig):
-    """Options of training. The defaults are CD-MoE's, or our decision."""
+    """Options of ``tune``. The defaults are CD-MoE's, or our decision."""
 
     verb: ClassVar[str] = "tune"
     name: ClassVar[str] = "sft"
@@ -76,5 +76,5 @@ class TuneConfig(MethodConfig):
 
     @property
     def base_label(self) -> str:
-        """``training of the routers``: it credits nobody."""
+        """Name in titles, such as ``training of the routers``; it credits no paper."""
         return f"training of {TRAINED[self.what]}"

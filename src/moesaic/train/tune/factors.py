@@ -1,9 +1,9 @@
 """Fixed weights g of condensed layers, kept out of ``down_proj`` while it trains.
 
-CD-MoE (Cao et al., Eq. 3) trains E_i of ``g_i E_i(x)`` and leaves g_i alone. Folded into the down
-projection, a step of AdamW, which moves every weight about as far, would move E_i 1/g_i times as
-far. So while a layer trains its down projection is without g, and what enters it is multiplied by
-g; in the end they are folded again. The function is the same all the time.
+CD-MoE (Cao et al., Eq. 3) trains E_i of ``g_i E_i(x)`` and keeps g_i fixed. With g folded into the
+down projection, a step of AdamW, which changes every weight by about the same amount, would change
+E_i 1/g_i times as much. So while a layer trains, its down projection is without g, and its input is
+multiplied by g; in the end they are folded again. The function is the same all the time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moesaic.types import Config, Model
 
 
 def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
-    """The factor of every neuron of a condensed layer (M,), float32, by the widths of the shared
-    path and of a routed expert."""
+    """Return the factor of every neuron of a condensed layer (M,), float32; ``shared`` and
+    ``expert`` are the widths of the shared path and of a routed expert."""
     scales = torch.tensor(layer.shared_scale).flatten()
     scale = scales.repeat_interleave(shared // len(scales))[: shared if layer.shared else 0]
     g_K = layer.gates_K.float().repeat_interleave(expert)
@@ -34,20 +34,20 @@ def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
 
 
 def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
-    """The factors (M,) of condensed layers that have other ones than 1, by layer.
+    """Return the factors (M,) of condensed layers, by layer, if any differs from 1.
 
     Args:
         arch: the architecture.
-        config: of the model.
-        plan: the plan that it was made by, with those before it; None where it is not known.
+        config: the model's config.
+        plan: the plan that made it, with those before it; None if unknown.
     """
     fixed: dict[int, Tensor] = {}
     for step in reversed((*plan.earlier, plan) if plan else ()):
         for i, layer in step.layers.items():
             if isinstance(layer, SlimmedLayer) and layer.shared_S is not None:
-                return fixed  # the config says another width of shared paths since
+                return fixed  # shared paths have another width since
             if not isinstance(layer, CondensedLayer) or not step.base.experts_of(i):
-                continue  # or it was dense, and is only filled up
+                continue  # it was dense, and is only padded
             assert isinstance(arch, MoEArch)
             expert = step.base.widths[i]
             g_M = _fixed_weights(layer, arch.shared_width_in(config, expert), expert)
@@ -58,12 +58,12 @@ def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
 
 @contextmanager
 def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator[None]:
-    """Inside, down projections are without their factors, and what enters them has them.
+    """Divide down projections by their factors, and multiply their inputs, while the context lasts.
 
     Args:
-        model: live; its down projections are held in float32 meanwhile.
+        model: a live model; its down projections are float32 meanwhile.
         arch: its architecture.
-        factors: by layer (M,), none of them 0.
+        factors: factors by layer (M,), none of them 0.
     """
     handles, scaled = [], []
 

@@ -1,4 +1,4 @@
-"""Training as a method: some parameters of a converted model learn."""
+"""Run of ``tune``: some parameters of a converted model are trained."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ KL = "KL divergence from the teacher"
 
 
 class Tuning(Method[TuneConfig, Arch]):
-    """Trains a model, converted or not. The result is no plan's result any more."""
+    """Method of ``tune``: trains a model, converted or not. No plan can rebuild the result."""
 
     ratio = ""
 
     def find(self, config: Config) -> Arch:
-        """The architecture of a model's config, or of its base's.
+        """Return the architecture of a model's config, or of its base's.
 
         Raises:
-            MoesaicError: it is unknown.
+            MoesaicError: the architecture is unknown.
         """
         return base_arch(config)
 
     def run(self, job: Job[Arch]) -> Decision:
-        """Choose what trains, and train it."""
+        """Choose the trainable parameters, and train them."""
         config, args = self.config, job.args
         if job.arch.model_type in HEADLESS and job.on_disk and job.original.beside:
             raise MoesaicError(
@@ -104,7 +104,7 @@ class Tuning(Method[TuneConfig, Arch]):
         )
 
     def outline(self, job: Job[Arch]) -> Outline:
-        """The model as it is, and the parameters of it that learn."""
+        """Return the unchanged shape, and the number of trainable parameters."""
         config, model = self.config, job.shape
         if config.what == "lora":
             linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
@@ -117,7 +117,7 @@ class Tuning(Method[TuneConfig, Arch]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        """Says what was trained, for how long, and towards what."""
+        """Describe what was trained, for how long, and towards what."""
         what, training = TRAINED[self.config.what], decision.summary["training"]
         text = f"{what[0].upper()}{what[1:]} were trained for {len(training['losses']):,} steps"
         if training["distilled"]:
@@ -126,19 +126,19 @@ class Tuning(Method[TuneConfig, Arch]):
 
 
 def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:
-    """The decoder layers that some parameters belong to, by the parameters' names.
+    """Return the decoder layers that parameters belong to, by the parameters' names.
 
     Args:
-        names: of parameters; an adapter may have put words before them.
-        arch: of the model.
-        count: decoder layers.
+        names: names of parameters; an adapter may have added prefixes.
+        arch: the model's architecture.
+        count: number of decoder layers.
     """
     names = list(names)
     return [i for i in range(count) if any(arch.layer_prefix(i) in name for name in names)]
 
 
 def _plan(job: Job[Arch]) -> Plan | None:
-    """The plan that a checkpoint was made by, if it lies beside it."""
+    """Return the plan that made a checkpoint, if it is in the folder."""
     original = job.original
     if isinstance(original, Source) and placed(original.folder, PLAN).is_file():
         return Plan.load(original.folder)
@@ -146,9 +146,9 @@ def _plan(job: Job[Arch]) -> Plan | None:
 
 
 def _with_lora(model: Model, config: TuneConfig) -> tuple[Model, dict[str, torch.nn.Parameter]]:
-    """The model with low-rank updates of every linear module, and those updates by name.
+    """Return the model with low-rank updates of every linear module, and those updates by name.
 
-    They start at random numbers of ``config.seed`` alone.
+    They start at random numbers that depend on ``config.seed`` only.
     """
     try:
         from peft import LoraConfig, get_peft_model

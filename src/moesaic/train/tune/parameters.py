@@ -1,7 +1,7 @@
-"""The parameters of a converted model that train.
+"""Trainable parameters of a converted model, by the option ``what``.
 
 condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed layers; gate values,
-            attention and everything else stay. Rate 1e-4, 10 % warm-up, cosine.
+            attention and everything else are kept. Rate 1e-4, 10 % warm-up, cosine.
 attention   the attention of the same layers, as the paper trains Layer Drop for comparison.
 routers     the routers alone, towards the original model's next-token distribution (router
             knowledge distillation); of carved models, too, through the choice (straight-through).
@@ -27,16 +27,17 @@ from moesaic.types import Model
 def trainable(
     model: Model, arch: Arch, what: str, plan: Plan | None = None
 ) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name.
+    """Return the trainable parameters by name.
 
     Args:
-        model: converted.
+        model: a converted model.
         arch: its architecture.
         what: ``condensed``, ``attention``, ``routers`` or ``all``.
-        plan: the plan that made it, which with those before it knows the layers that routed once.
+        plan: the plan that made it, from which (and from those before it) follow the layers that
+            routed before.
 
     Raises:
-        MoesaicError: the model has none of what was asked for.
+        MoesaicError: the model has no such parameters.
     """
     if what == "all":
         return dict(model.named_parameters())
@@ -66,13 +67,13 @@ def trainable(
 def _condensed(
     model: Model, arch: Arch, plan: Plan, parts: Sequence[str]
 ) -> dict[str, nn.Parameter]:
-    """Parameters, by name, of layers that routed once and route no more.
+    """Return parameters, by name, of layers that routed before and no longer do.
 
     Args:
-        model: converted.
+        model: a converted model.
         arch: its architecture.
         plan: the plan that made it.
-        parts: the starts of their names, ``{layer}`` or ``{ffn}`` standing for the prefix of the
+        parts: prefixes of their names, ``{layer}`` or ``{ffn}`` standing for the prefix of the
             decoder layer or of its FFN.
     """
     routed = routed_modules(model, arch)

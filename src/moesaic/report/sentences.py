@@ -1,14 +1,15 @@
-"""What was done, what it cost and what it brought, in plain words made of the record alone."""
+"""Sentences about a run: what came of it, what else could be done, and how it was made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moesaic.record import WEIGHTS, Record
-from moesaic.report import numbers, read
-from moesaic.report.read import figure, part
+from moesaic.report import facts, numbers
+from moesaic.report.blocks import Cell, Sentence, Table
+from moesaic.report.facts import figure, part
 from moesaic.report.tables import UNCLEAR, pace, ratio_cell
 from moesaic.types import Values
 
@@ -16,27 +17,26 @@ AS_WELL = 0.01
 """Perplexities that differ by less than this share are called equally good."""
 SAME = 0.005
 """Sizes that differ by less than this share are called the same."""
-
-
-# --- what was done -------------------------------------------------------------------------------
-
 CLAIMS = {
-    "own": "All weights that stay are the base model's own; some may be moved, sliced or scaled "
-    "by constants.",
+    "own": "All weights that are kept are the base model's own; some may be moved, sliced or "
+    "scaled by constants.",
     "refitted": "Down projections or output biases differ from the base model's: they were solved "
     "for in closed form on the calibration text.",
     "averaged": "Experts are means over several of the base model's experts.",
     "trained": "Weights differ from the base model's: they were trained.",
 }
-"""What became of the base model's weights, by the names of :data:`moesaic.record.WEIGHTS`."""
+"""Sentences about the base model's weights, by the names of :data:`moesaic.record.WEIGHTS`."""
+
+
+# --- how it was made -----------------------------------------------------------------------------
 
 
 def weights(record: Record) -> str:
-    """What became of the base model's weights over all steps, and what was trained."""
+    """Return what became of the base model's weights over all steps, and what was trained."""
     changes = {step.weights for step in record.steps} | {x.weights for x in record.layers}
     changes = changes - {"own"} or {"own"}
     trained = []
-    for training in read.trainings(record):
+    for training in facts.trainings(record):
         steps = len(training.get("losses") or ())
         trained.append(
             f"{training.get('what') or 'weights'}{f', {steps:,} steps' if steps else ''}"
@@ -49,8 +49,8 @@ def weights(record: Record) -> str:
     return " ".join(sentences)
 
 
-def step_paragraphs(record: Record) -> list[str]:
-    """A paragraph a step: what it did, by which paper, and what of it is not in that paper."""
+def steps(record: Record) -> list[str]:
+    """Return a paragraph for each step: what it did, by which paper, what is not in that paper."""
     many = len(record.steps) > 1
     paragraphs = []
     for n, step in enumerate(record.steps, 1):
@@ -63,7 +63,7 @@ def step_paragraphs(record: Record) -> list[str]:
     return paragraphs
 
 
-# --- what it cost and brought --------------------------------------------------------------------
+# --- what came of it -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,42 +73,41 @@ class Change:
     figure: str
     """``51.92 → 59.52``"""
     what: str
-    """What the figure is."""
+    """The name of the figure."""
     difference: str
     """How they differ: ``14.6 % worse``."""
     tone: str = ""
     """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
     clause: str = ""
-    """Its part of the sentence that sums a run up; empty where it says nothing."""
-    why: str = ""
-    """The warnings that explain it."""
+    """Its part of the verdict; empty where it says nothing."""
 
 
 def changes(record: Record) -> list[Change]:
-    """Size, quality and speed of the result beside the original's, as far as they are known."""
+    """Return size, quality and speed of the result beside the original's, as far as known."""
     return [*_size(record), *_active(record), *_quality(record), *_speed(record)]
 
 
+def key_figures(record: Record) -> Table:
+    """Return the figures that a page begins with."""
+    rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
+    return Table(["original → result", ""], rows, "key")
+
+
 def outcome(record: Record) -> str:
-    """What came of the run, in one sentence."""
-    clauses = [c.clause for c in changes(record) if c.clause]
-    speeds = _speed(record)
-    if speeds and all(c.difference == UNCLEAR for c in speeds):
-        speed = f"speed: {UNCLEAR}"
-    else:
-        speed = ", ".join(
-            f"{c.what.removesuffix(' speed')} {c.difference}"
-            + ("" if c.difference == UNCLEAR else f" ({c.figure})")
-            for c in speeds
-        )
+    """Return the verdict: what came of the run, in one sentence."""
+    size_and_quality = [*_size(record), *_active(record), *_quality(record)]
+    clauses, speeds = ([c.clause for c in of] for of in (size_and_quality, _speed(record)))
+    if speeds and all(clause.endswith(UNCLEAR) for clause in speeds):
+        speeds = [f"speed: {UNCLEAR}"]
     unknown = "" if part(record.measured, "scores") else "what it costs was not measured"
-    sentence = "; ".join(filter(None, (", ".join(clauses), speed, unknown)))
+    groups = (", ".join(filter(None, of)) for of in (clauses, speeds))
+    sentence = "; ".join(filter(None, (*groups, unknown)))
     return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
 def _size(record: Record) -> list[Change]:
-    """The bytes of the weights."""
-    if (sizes := read.sizes(record)) is None:
+    """Return the bytes of the weights."""
+    if (sizes := facts.sizes(record)) is None:
         return []
     before, after, where = sizes
     what = "on disk" if where == "on disk" else "weights in memory"
@@ -125,14 +124,14 @@ def _size(record: Record) -> list[Change]:
 
 
 def _active(record: Record) -> list[Change]:
-    """The share of the parameters that a token runs, where it is another."""
+    """Return the share of the parameters that a token runs, where it is another."""
     scores = part(record.measured, "scores")
     result, original = (figure(scores, n, "active_parameters") for n in ("result", "original"))
     if not result or not original or abs(result / original - 1) < SAME:
         return []
     share, tone = numbers.percent(result / original), "better" if result < original else "worse"
     difference = f"{'fewer' if result < original else 'more'} than before"
-    sizes = read.sizes(record)
+    sizes = facts.sizes(record)
     smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
     # what is smaller runs fewer, too: that is said once
     clause = "" if smaller and result < original else f"runs {share} of the parameters per token"
@@ -140,7 +139,7 @@ def _active(record: Record) -> list[Change]:
 
 
 def _quality(record: Record) -> list[Change]:
-    """Perplexity, and what is kept of the scores on tasks."""
+    """Return perplexity, and what is kept of the scores on tasks."""
     scores = part(record.measured, "scores")
     original, result = (figure(scores, name, "perplexity") for name in ("original", "result"))
     quality, what = [], "perplexity on this text"
@@ -162,7 +161,7 @@ def _quality(record: Record) -> list[Change]:
 
 
 def _worse(more: float) -> tuple[str, str]:
-    """How much worse a perplexity is, in words and as a tone. A gain has to be large to be one.
+    """Return how much worse a perplexity is, in words and as a tone; small gains are no gain.
 
     >>> [_worse(v)[0].replace(numbers.NBSP, " ") for v in (0.066, -0.004, 0.0001, -0.05, 3.0)]
     ['6.6 % worse', 'no clear difference', 'no clear difference', '5.0 % better', '300 % worse']
@@ -176,30 +175,30 @@ def _worse(more: float) -> tuple[str, str]:
 
 
 def _speed(record: Record) -> list[Change]:
-    cells = {f"{what} speed": ratio_cell(record, what) for what in ("prefill", "decode")}
-    speeds = [Change(c.text, what, c.note, c.tone) for what, c in cells.items() if c.note]
-    why = " ".join(read.warnings(record)[0])
-    return [*speeds[:-1], *(replace(last, why=why) for last in speeds[-1:])]
+    """Return prefill and decode speed."""
+    speeds, found = part(record.measured, "speed"), []
+    for what in ("prefill", "decode"):
+        ratio, key = ratio_cell(record, what), f"{what}_tokens_per_second"
+        if not ratio.note:
+            continue
+        both = [figure(speeds, name, key) for name in ("original", "result")]
+        shown = ratio.text if None in both else " → ".join(map(numbers.rate, both))
+        difference = " ".join(filter(None, (ratio.note, ratio.text and f"({ratio.text})")))
+        clause = f"{what} {difference}"
+        found.append(Change(shown, f"{what}, tokens/s", difference, ratio.tone, clause))
+    return found
 
 
-@dataclass(frozen=True)
-class Sentence:
-    """One statement, and whether it is against the result."""
-
-    text: str
-    against: bool = False
+# --- what else could be done ---------------------------------------------------------------------
 
 
-def summary(record: Record) -> list[Sentence]:
-    """What the figures beside the original's leave out: the file made of it, other ways.
-
-    Says plainly what did not pay.
-    """
+def other_ways(record: Record) -> list[Sentence]:
+    """Return how the GGUF file beside the result and every comparison do beside it."""
     return [*_file(record), *_comparisons(record)]
 
 
 def _file(record: Record) -> list[Sentence]:
-    """The GGUF file beside the result, as it was read back."""
+    """Return the GGUF file beside the result, as it was read back."""
     gguf = part(record.measured, "gguf")
     if not gguf:
         return []
@@ -209,19 +208,77 @@ def _file(record: Record) -> list[Sentence]:
             f", perplexity {numbers.perplexity(gguf['perplexity'])}, and is {gguf['kl']:.3f} nats "
             "a token from the original (KL)"
         )
-    return [Sentence(f"{text}.")]
+    return [Sentence(f"{text}.", "remark")]
+
+
+def _comparisons(record: Record) -> list[Sentence]:
+    """Return how every comparison does, for or against the result."""
+    scores, variants = part(record.measured, "scores"), facts.variants(record)
+    ours = figure(scores, "result", "perplexity")
+    sentences = []
+    for name in facts.comparisons(record):
+        theirs = figure(scores, name, "perplexity")
+        # names that are numbers are other sizes of the result, not other ways: a chart has them
+        if name.isdecimal() or ours is None or theirs is None:
+            continue
+        verdict = _verdict(ours, theirs)
+        called = variants.get(name, name)
+        both = f"{numbers.perplexity(theirs)} against {numbers.perplexity(ours)}"
+        if size := _bytes_beside(record, name):
+            joined = "but" if size.startswith("larger") ^ (verdict == "worse") else "and"
+            good = "as good" if verdict == "as well" else verdict
+            text = f"{called} is {size} {joined} {good} (perplexity {both})."
+        else:
+            text = f"{called}{_share_beside(record, name)} does {verdict}: perplexity {both}."
+        routers = [figure(scores, n, "router_parameters") for n in (name, "result")]
+        if verdict != "worse" and routers[0] == 0 and routers[1]:
+            text += " Routing did not pay here."
+        tone = "" if verdict == "worse" else "worse"
+        sentences.append(Sentence(f"{text[:1].upper()}{text[1:]}", "remark", tone))
+    return sentences
+
+
+def _bytes_beside(record: Record, name: str) -> str:
+    """Return how large a quantised file is beside the result; empty for other comparisons."""
+    theirs, ours = (facts.size(record, n, "on disk") for n in (name, "result"))
+    if name not in facts.quantised(record) or not theirs or not ours:
+        return ""
+    both = f"{numbers.memory(theirs)} against {numbers.memory(ours)}"
+    if abs(theirs / ours - 1) < SAME:
+        return f"as large ({both})"
+    return f"{'smaller' if theirs < ours else 'larger'} ({both})"
+
+
+def _share_beside(record: Record, name: str) -> str:
+    """Return how much a comparison runs or stores beside the result."""
+    what, ratio = facts.compared_ratio(record)
+    theirs, ours = (numbers.percent(ratio(n), 1) for n in (name, "result"))
+    if numbers.NONE in (theirs, ours):
+        return ""
+    if theirs == ours:
+        return " at the same active ratio" if what == "active" else " at the same size"
+    return f" at {theirs} {what}"
+
+
+def _verdict(ours: float, theirs: float) -> str:
+    """Return how the other does beside the result, by perplexity; NaN does worse than a number."""
+    if ours != ours or theirs != theirs:
+        return "worse" if ours == ours else "better"
+    if theirs == ours or abs(theirs - ours) < AS_WELL * ours:
+        return "as well"
+    return "better" if theirs < ours else "worse"
 
 
 def speed_words(ratios: Mapping[str, Values]) -> list[str]:
-    """What a speed comparison found, one sentence a figure: the ratio, the ideal, the share.
+    """Return a sentence for each figure of a speed comparison: ratio, ideal, share.
 
     Args:
-        ratios: by figure (prefill, decode) its ratio, spread, ideal and share.
+        ratios: by figure (prefill, decode) the keys of :func:`moesaic.metrics.speed.against`.
     """
     sentences = []
     for what, ratio in ratios.items():
         low, high = ratio["spread"]
-        word = pace(ratio["ratio"], (low, high))
+        word = pace(ratio["ratio"], (low, high), ratio["rounds"])
         than = word if word == UNCLEAR else f"{word} than the other"
         sentences.append(
             f"{what.capitalize()}: {numbers.times(ratio['ratio'])} ({numbers.times(low)} to "
@@ -230,50 +287,3 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
             "that is reached."
         )
     return sentences
-
-
-def _comparisons(record: Record) -> list[Sentence]:
-    """How every comparison does beside the result, whatever it says of the result."""
-    scores, variants = part(record.measured, "scores"), read.variants(record)
-    ours = figure(scores, "result", "perplexity")
-    sentences = []
-    for name in read.comparisons(record):
-        theirs = figure(scores, name, "perplexity")
-        # names that are numbers are other sizes of the result, not other ways: a chart has them
-        if name.isdecimal() or ours is None or theirs is None:
-            continue
-        verdict = _verdict(ours, theirs)
-        called = variants.get(name, name)
-        text = (
-            f"{called[:1].upper()}{called[1:]}{_where(record, name)} {verdict}: "
-            f"perplexity {numbers.perplexity(theirs)} against {numbers.perplexity(ours)}."
-        )
-        routers = [figure(scores, n, "router_parameters") for n in (name, "result")]
-        if verdict != "does worse" and routers[0] == 0 and routers[1]:
-            text += " Routing did not pay here."
-        sentences.append(Sentence(text, against=verdict != "does worse"))
-    return sentences
-
-
-def _where(record: Record, name: str) -> str:
-    """How much a comparison runs or stores beside the result; what is rounded, in bytes."""
-    if name in read.rounded(record):
-        sizes = (read.size(record, n, "on disk") for n in (name, "result"))
-        theirs, ours = map(numbers.memory, sizes)
-        return f", {theirs} against {ours},"
-    what, ratio = read.compared_ratio(record)
-    theirs, ours = (numbers.percent(ratio(n), 1) for n in (name, "result"))
-    if numbers.NONE in (theirs, ours):
-        return ""
-    if theirs == ours:
-        return " at the same size" if what == "stored" else " at the same active ratio"
-    return f" at {theirs} {what}"
-
-
-def _verdict(ours: float, theirs: float) -> str:
-    """How the other does beside us, by perplexity. What is no number does worse than a number."""
-    if ours != ours or theirs != theirs:
-        return "does worse" if ours == ours else "does as well or better"
-    if theirs == ours or abs(theirs - ours) < AS_WELL * ours:
-        return "does as well"
-    return "does better" if theirs < ours else "does worse"

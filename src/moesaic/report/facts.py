@@ -1,0 +1,198 @@
+"""Figures, names and ratios of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import TypeVar
+
+from moesaic.config import ROUNDED
+from moesaic.record import Heat, LayerRecord, Record, Row, Step
+from moesaic.types import Values
+
+V = TypeVar("V")
+
+
+def part(mapping: object, *keys: str) -> Values:
+    """Return the mapping at a path; an empty one where there is none."""
+    for key in keys:
+        mapping = mapping.get(key) if isinstance(mapping, Mapping) else None
+    return mapping if isinstance(mapping, Mapping) else {}
+
+
+def figure(mapping: object, *keys: str) -> float | None:
+    """Return the number at a path; None where there is none."""
+    value = part(mapping, *keys[:-1]).get(keys[-1])
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def pair(mapping: object, *keys: str) -> tuple[float, float] | None:
+    """Return the two numbers at a path; None of anything else."""
+    values = part(mapping, *keys[:-1]).get(keys[-1])
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        return None
+    found = [v for v in values if isinstance(v, int | float)]
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def names(scores: Values) -> list[str]:
+    """Return models in reading order: the original, the result, then the comparisons."""
+    first = [name for name in ("original", "result") if name in scores]
+    return first + [name for name in scores if name not in first]
+
+
+def comparisons(record: Record) -> list[str]:
+    """Return the names of the models that were measured beside original and result."""
+    return [n for n in part(record.measured, "scores") if n not in ("original", "result")]
+
+
+def quantised(record: Record) -> list[str]:
+    """Return the types that the original was quantised to and measured in."""
+    return [name for name in comparisons(record) if name in ROUNDED]
+
+
+def variants(record: Record) -> dict[str, str]:
+    """Return comparisons in words, by name."""
+    described = {name: words for step in record.steps for name, words in step.variants.items()}
+    return described | {name: f"the original quantised to {name}" for name in quantised(record)}
+
+
+def model_name(record: Record) -> str:
+    """Return the model as it was asked for; of a path, its last part."""
+    name = record.model or "a model"
+    looks_like_path = name.startswith(("/", "./", "../", "~")) or "\\" in name
+    return (PurePath(name.replace("\\", "/")).name or name) if looks_like_path else name
+
+
+def title(record: Record) -> str:
+    """Return the result's name: which model, and what was done to it in every step."""
+    done = ", then ".join(step.title for step in record.steps)
+    return ", ".join(filter(None, (model_name(record), done)))
+
+
+def step_labels(record: Record) -> str:
+    """Return the verbs and methods of all steps, short."""
+    return " · ".join(f"{step.verb}, {step.label}" for step in record.steps)
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+def parameter_ratio(record: Record, name: str = "result") -> float | None:
+    """Return the parameters that a model stores, relative to the original."""
+    return _relative(record, name, "total_parameters")
+
+
+def active_ratio(record: Record, name: str = "result") -> float | None:
+    """Return the share that a token runs, as measured.
+
+    It is relative to the projections where dense layers were made experts, and to the original's
+    active parameters otherwise.
+    """
+    if by_projections(record):
+        return figure(record.measured, "scores", name, "active_ratio")
+    return _relative(record, name, "active_parameters")
+
+
+def _relative(record: Record, name: str, key: str) -> float | None:
+    scores = part(record.measured, "scores")
+    model, original = figure(scores, name, key), figure(scores, "original", key)
+    return model / original if model is not None and original else None
+
+
+def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
+    """Return the ratio that describes a run's models best, in words, and a function for it."""
+    step = _main_step(record)
+    if step is not None and step.ratio == "stored":
+        return "of the parameters", lambda name: parameter_ratio(record, name)
+    return "active", lambda name: active_ratio(record, name)
+
+
+def size(record: Record, name: str, where: str) -> float | None:
+    """Return the bytes of a model's weights ``on disk`` or ``in memory``."""
+    if where == "on disk":
+        return figure(record.measured, "files", name)
+    return figure(record.measured, "scores", name, "total_bytes")
+
+
+def sizes(record: Record) -> tuple[float, float, str] | None:
+    """Return the bytes of original and result, and where: on disk if files were looked at."""
+    for where in ("on disk", "in memory"):
+        before, after = (size(record, name, where) for name in ("original", "result"))
+        if before and after:
+            return before, after, where
+    return None
+
+
+# --- steps and layers ----------------------------------------------------------------------------
+
+
+def _main_step(record: Record) -> Step | None:
+    """Return the last step that changed the model's shape, else the last one."""
+    steps = [step for step in record.steps if step.ratio] or record.steps
+    return steps[-1] if steps else None
+
+
+def by_projections(record: Record) -> bool:
+    """Return True if dense layers were made experts: ratios are then those of their projections."""
+    step = _main_step(record)
+    return step is not None and step.ratio == "projections"
+
+
+def changed(record: Record) -> list[LayerRecord]:
+    """Return the layers that are not as they were in the base."""
+    return [layer for layer in record.layers if layer.changed]
+
+
+def by_layer(values: Mapping[str, V]) -> list[tuple[int, V]]:
+    """Return values by layer in the model's order."""
+    return sorted((int(i), value) for i, value in values.items())
+
+
+def routes(record: Record) -> Heat | None:
+    """Return the share of tokens by layer and expert; None where nothing routes."""
+    routed = [(i, r) for i, r in by_layer(part(record.measured, "routing")) if r.get("share")]
+    if not routed:
+        return None
+    step = _main_step(record)
+    unit = step.unit if step else "expert"
+    renumbered = any(0 < layer.experts < layer.experts_before for layer in record.layers)
+    return Heat(
+        section="Layer by layer",
+        title="Where tokens went.",
+        caption=f"Percent of a layer’s calls on the evaluation text by {unit}"
+        f"{', numbered as in the result' if renumbered else ''}. Bars: Jensen–Shannon divergence "
+        "from uniform routing, base 2; 0 is even.",
+        rows=tuple(
+            Row(str(i), tuple(100 * s for s in r["share"]), bar=figure(r, "jsd")) for i, r in routed
+        ),
+        columns=tuple(map(str, range(max(len(r["share"]) for _, r in routed)))),
+        column=unit,
+        side="JSD from uniform",
+        form=".1f",
+        of="%",
+        written=".0f",
+    )
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def interleaved(record: Record) -> bool:
+    """Return True if models were timed in turn; False if there was room for one at a time only."""
+    return record.measured.get("speed_interleaved", True) is not False
+
+
+def trainings(record: Record) -> list[Values]:
+    """Return the summaries of the steps that trained."""
+    return [training for step in record.steps if (training := part(step.summary, "training"))]
+
+
+def warnings(record: Record) -> tuple[list[str], list[str]]:
+    """Return the warnings that explain the run's speed, and the others."""
+    messages = list(record.log.get("warnings") or ())
+    speed = [message for message in messages if message in (record.log.get("of_speed") or ())]
+    return speed, [message for message in messages if message not in speed]
