@@ -51,7 +51,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
     | {"num_experts": 60, "num_experts_per_tok": 4},
     "qwen3-30b-a3b": shapes("qwen3_moe", 2048, 48, 32, 4, 151936, intermediate_size=6144)
-    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128},
+    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+    | {"norm_topk_prob": True},
     "mixtral-8x7b": shapes("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336)
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "glm-4.5-air": shapes("glm4_moe", 4096, 46, 96, 8, 151552, intermediate_size=10944)
@@ -62,7 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64},
     "qwen3-235b-a22b": shapes("qwen3_moe", 4096, 94, 64, 4, 151936, intermediate_size=12288)
     | {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8}
-    | {"head_dim": 128},
+    | {"head_dim": 128, "norm_topk_prob": True},
     "deepseek-v3": shapes("deepseek_v3", 7168, 61, 128, 128, 129280, intermediate_size=18432)
     | {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
     | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}

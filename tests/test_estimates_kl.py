@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import nn
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.losses import divergence, log_probabilities
+from moesaic.observation.branches import changed as changed_by
 from moesaic.observation.branches import divergences
-from moesaic.observation.estimates import estimated, priced_layers
+from moesaic.observation.estimates import estimated, estimates, priced_layers
 from moesaic.observation.stream import BEFORE, LayerStream
 from moesaic.plans.narrowed import NarrowedLayer
 from moesaic.plans.slimmed import SlimmedLayer
@@ -127,3 +129,41 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
             measured = divergence(original, logits()).mean().item()
         assert measured > 1e-6
         assert kl == pytest.approx(measured, rel=tolerance)
+
+
+def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_path: Path) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=3)
+    arch = base_arch(model.config)
+    stream = LayerStream(model, arch, tokens, view=arch.view)
+    seen, killed = list[int](), [True]
+
+    @contextmanager
+    def narrowed(place: int, layer: nn.Module) -> Iterator[nn.Module]:
+        if killed[0] and place == 1:
+            raise KeyboardInterrupt
+        seen.append(place)
+        with changed_by(layer, arch, narrower("mixtral", 4 + 4 * place)) as other:
+            assert other is not None
+            yield other
+
+    changes: list[Any] = [{i: partial(narrowed, i)} for i in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        estimates(stream, changes, 2, folder=tmp_path)
+    assert seen == [2]
+    killed[0] = False
+    resumed = estimates(stream, changes, 2, folder=tmp_path)
+    assert seen == [2, 1, 0]
+    whole = estimates(stream, changes, 2)
+    assert torch.equal(resumed.v_CKN, whole.v_CKN)
+    assert whole.kl_CN.mean(1).min() > 0
+
+
+def test_changes_of_several_layers_add_up(tokens: Tokens) -> None:
+    """Before they are squared: together they are what one change of all of them is."""
+    model = tiny_moe("mixtral", num_hidden_layers=3)
+    arch = base_arch(model.config)
+    stream = LayerStream(model, arch, tokens, view=arch.view)
+    changes = [{i: narrower("mixtral", 4)} for i in range(3)]
+    found = estimates(stream, [*changes, {i: changes[i][i] for i in range(3)}], 4)
+    torch.testing.assert_close(found.v_CKN[:3].sum(0), found.v_CKN[3])
+    assert not torch.allclose(found.kl_CN[:3].sum(0), found.kl_CN[3])

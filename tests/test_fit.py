@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders import tiny_moe
@@ -28,7 +29,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, apart, calibration_tokens
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.estimates import Built
-from moesaic.exports.mixed import Layout
+from moesaic.exports.mixed import Layout, choice
 from moesaic.exports.quantiser import Rounded
 from moesaic.families import Family, Shape
 from moesaic.fitting import prices as prices_module
@@ -36,7 +37,7 @@ from moesaic.fitting import run, search, trials
 from moesaic.fitting.candidates import Candidate, plainest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, ending, forms, largest
-from moesaic.fitting.prices import Prices, asked, key_of
+from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, asked, key_of
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, steps_as_json
@@ -45,6 +46,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
+from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import sentences
 
@@ -58,6 +60,11 @@ def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
 
 def form_of(name: str, configs: Any, careful: Any = lambda config: config) -> Form:
     return Form(Family(name, [*configs], careful))
+
+
+def price(kl: float) -> Price:
+    """Of one window, whose KL is given."""
+    return Price(np.full((1, 1), kl**0.5))
 
 
 def few(*_: Any) -> list[Form]:
@@ -143,19 +150,30 @@ class PlainFiles:
         tensors = {name: Rounded("q8_0", shape) for name, shape in shapes.items()}
         return Layout(tensors, header=0, layers=1)
 
-    def prices(self) -> dict[str, dict[str, float]]:
-        """KL of types."""
-        return {WIDE: {"attn 0": 0.0, "gate-up 0": 0.0}, NARROW: {"attn 0": 1.0, "gate-up 0": 0.1}}
+    def prices(self) -> dict[str, dict[str, Price]]:
+        """Of types."""
+        wide, narrow = (0.0, 0.0), (1.0, 0.1)
+        groups = ("attn 0", "gate-up 0")
+        return {
+            type: dict(zip(groups, map(price, kls), strict=True))
+            for type, kls in ((WIDE, wide), (NARROW, narrow))
+        }
 
     def size(self, built: Built, file: ExportArgs) -> int:
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
 
     def rounder(self, result: Path | None, built: Built) -> Any:
         source = resolve(str(result) if result else "tiny-moe")
-        return SimpleNamespace(source=source, layout=self.layout(built), change=lambda _: None)
+        layout = self.layout(built)
+        return SimpleNamespace(source=source, layout=layout, change=lambda _: None, weights={})
 
     def make(
-        self, result: Path | None, out: Path, file: ExportArgs, types: Any = None
+        self,
+        result: Path | None,
+        out: Path,
+        file: ExportArgs,
+        types: Any = None,
+        weights: Any = None,
     ) -> dict[str, Any]:
         source = resolve(str(result) if result else "tiny-moe")
         out.write_text(f"{source.folder}\n")
@@ -207,17 +225,17 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
 
 def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
     """Within the budget, and the same once read back."""
-    table = Prices({}, types=plain.prices()).sensitivities((WIDE, NARROW))
-    layout = plain.original.layout
-    fixed, bytes_GC = layout.bytes(table.groups, table.types)
+    kls = {t: {g: price.kl for g, price in of.items()} for t, of in plain.prices().items()}
+    layout, types, groups = plain.original.layout, (WIDE, NARROW), ("attn 0", "gate-up 0")
+    fixed, bytes_GC = layout.bytes(groups, types)
     wide, narrow = fixed + bytes_GC.sum(0)
-    ways = [{"attn 0": a, "gate-up 0": f} for a in table.types for f in table.types]
-    assert table.choice(layout, wide) == (ways[0], 0.0)
-    assert table.choice(layout, wide - 1) == (ways[1], 0.1)
-    assert table.choice(layout, layout.size(ways[1]) - 1) == (ways[3], 1.1)
+    ways = [dict(zip(groups, way, strict=True)) for way in itertools.product(types, repeat=2)]
+    assert choice(kls, layout, wide) == ways[0]
+    assert choice(kls, layout, wide - 1) == ways[1]
+    assert choice(kls, layout, layout.size(ways[1]) - 1) == ways[3]
     assert [layout.size(ways[n]) for n in (0, 3)] == [wide, narrow]
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
-        table.choice(layout, narrow - 1)
+        choice(kls, layout, narrow - 1)
 
 
 def keeping(*counts: int) -> Form:
@@ -250,7 +268,7 @@ def test_weights_and_bits_share_one_budget(
             return candidate.scored({"kl": kls[keep], "loss": 0.0, "kl_N": ()})
 
         looking.config = replace(config, memory=memory)
-        steps = {key_of(c): estimates[c.keep] for c in drop.family.configs}
+        steps = {key_of(c): price(estimates[c.keep]) for c in drop.family.configs}
         looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
         looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
         chosen, _ = looking.run()
@@ -290,12 +308,12 @@ def test_what_cannot_win_is_not_made(
         made.append(candidate.form)
         return candidate.scored({"kl": 0.1, "loss": 0.0, "kl_N": ()})
 
-    steps = {key_of(c): 2.0 - c.keep / 8 for c in drop.family.configs}
+    steps = {key_of(c): price(1.95 - c.keep / 8) for c in drop.family.configs}
     looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
     looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
     chosen, _ = looking.run()
     assert not chosen.converted
-    assert {*made} == {NARROW, "mixed"}
+    assert made == ["mixed"]
     assert len(shown) == 1
     assert shown[0].endswith(": quantise 0.1, drop 1.2.")
 
@@ -316,15 +334,16 @@ def test_alternatives_are_priced_once(
         return looking.prices, looking.trials
 
     found, trials_of = prices()
-    half, most, whole = (found.of(form, place) for place in range(3))
+    half, most, whole = (found.of(form, place).kl for place in range(3))
     assert 0 < most < half
     assert whole == pytest.approx(0, abs=1e-9)
     weight = trials_of.costs.weight((configs[0],))
     assert weight is not None
     kl = trials_of.measured(Candidate("slim", (configs[0],), weight)).kl
     assert kl / 3 < half < 2 * kl
-    monkeypatch.setattr(prices_module, "estimated", None)
-    assert prices()[0] == found
+    monkeypatch.setattr(prices_module, "estimates", None)
+    again = prices()[0]
+    assert [again.of(form, place).kl for place in range(3)] == [half, most, whole]
     with pytest.raises(MoesaicError, match="holds prices of another text: name another file"):
         prices(windows=7)
     other = "tiny-dense" if model == "tiny-moe" else "tiny-moe"
@@ -338,11 +357,37 @@ def test_alternatives_are_priced_once(
 def test_between_priced_configs_kl_is_interpolated() -> None:
     configs = [PruneConfig(keep=n, refit=False) for n in range(2, 12)]
     form = Form(Family("prune", configs, lambda c: c, priced=4))
-    kls = {2: math.inf, 5: 0.6, 8: 0.3, 11: 0.0}
-    prices = Prices({}, {key_of(PruneConfig(keep=n, refit=False)): kl for n, kl in kls.items()})
-    found = [prices.of(form, place) for place in range(10)]
-    assert found[:3] == [math.inf] * 3
-    assert found[3:] == pytest.approx([0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    kls = {5: 0.9, 8: 0.3, 11: 0.0}
+    keys = {n: key_of(PruneConfig(keep=n, refit=False)) for n in (2, *kls)}
+    steps = {keys[n]: Price(np.array([[v]])) for n, v in kls.items()}
+    steps[keys[2]] = IMPOSSIBLE
+    found = [Prices({}, steps).of(form, place) for place in range(10)]
+    assert found[:3] == [IMPOSSIBLE] * 3
+    changes = [float(price.v_KN.item()) for price in found[3:]]
+    assert changes == pytest.approx([0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.0])
+
+
+def test_steps_interact_and_estimates_know_their_error() -> None:
+    """What two steps do to each window is added up; what differs by chance alone is not far."""
+    drop = PruneConfig(keep=4, refit=False)
+    first, second = (
+        Family("prune", [drop], lambda c: c),
+        Family("slim", [SlimConfig()], lambda c: c),
+    )
+    v_KN = np.array([[0.3, -0.2, 0.1, 0.4]])
+    steps = {key_of(drop): Price(v_KN), key_of(second.configs[0]): Price(-0.5 * v_KN)}
+    prices = Prices({}, steps)
+    alone, pair = (prices.of(form, 0).kl for form in (Form(first), Form(second, first, drop)))
+    assert pair == pytest.approx(alone / 4)
+
+    def candidate(*kl_S: float) -> Candidate:
+        return Candidate("", (), Weight(1, 1, 1, True, True), steps_S=np.array(kl_S))
+
+    best = candidate(1.0, 1.2, 0.8, 1.0)
+    assert candidate(1.5, 1.7, 1.3, 1.6).far(best)
+    assert not candidate(0.1, 4.9, 0.4, 1.0).far(best)
+    assert not candidate(1.1, 1.3, 0.9, 1.1).far(best)
+    assert candidate(1.3).far(candidate(1.0))
 
 
 def test_files_are_made_of_what_fits(
@@ -591,6 +636,39 @@ def test_a_killed_search_resumes_to_the_same_answer(
     assert len(seen) == wanted - 1 > 0
 
 
+def test_a_killed_pricing_resumes_to_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alternatives of finished layers are not run again, and what is left can be discarded."""
+    monkeypatch.setattr(search, "forms", few)
+    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
+    real, left, seen = PricedLayer.directional, [99], list[int]()
+
+    def directional(self: PricedLayer, stand_in: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        seen.append(self.block.index)
+        return real(self, stand_in)
+
+    def table(out: Path, resume: bool = False) -> dict[str, float]:
+        seen.clear()
+        prices = run.opened(recipe_of(out), config, resume=resume).prices
+        return {key: price.kl for key, price in prices.steps.items()}
+
+    monkeypatch.setattr(PricedLayer, "directional", directional)
+    whole = table(tmp_path / "whole")
+    alternatives, layers = seen.count(0), max(seen) + 1
+    left[0] = 2 * alternatives + 1
+    with pytest.raises(KeyboardInterrupt):
+        table(tmp_path / "out")
+    assert {*seen} == {layers - 1, layers - 2, layers - 3}
+    left[0] = 99
+    assert table(tmp_path / "out", resume=True) == whole
+    assert seen == [i for i in range(layers - 3, -1, -1) for _ in range(alternatives)]
+    run.opened(recipe_of(tmp_path / "out"), config, overwrite=True)
+
+
 def test_half_of_a_folder_is_never_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -615,21 +693,23 @@ def test_what_may_come_out_best_is_measured(
 ) -> None:
     """Of each form the best; nothing that is estimated at many times the KL of the best, unless
     what was measured turns the order."""
-    estimates = {"a": 1.2, "b": 1.0, "c": 1.3, "d": 9.0}
+    estimates = {"a": 1.1, "b": 1.0, "c": 1.2, "d": 9.0}
     every = [form_of(name, [PruneConfig(keep=ord(name))]) for name in estimates]
     seen: list[str] = []
 
-    def tried(self: Search, option: Any, _: Any) -> Candidate:
-        weight = Weight(1, 1, 1, native=True, exact=True)
-        seen.append(option.name)
-        kl = option.kl({}) - 0.5 * (option.name == "a")
-        return Candidate(option.name, option.steps, weight, {"loss": 0.0, "kl": kl})
+    def measured(_: Trials, option: Candidate) -> Candidate:
+        seen.append(option.form)
+        kl = option.estimate() - 0.5 * (option.form == "a")
+        return replace(option, score={"loss": 0.0, "kl": kl})
 
     monkeypatch.setattr(search, "forms", lambda *_: every)
     monkeypatch.setattr(Search, "_places", lambda *_: [0])
-    monkeypatch.setattr(Search, "_try", tried)
+    monkeypatch.setattr(Trials, "measured", measured)
+    monkeypatch.setattr(
+        Costs, "weight", lambda _, steps: Weight(1 if steps else 10, 1, 1, True, True)
+    )
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=confirm), tmp_path)
-    steps = {key_of(form.family.configs[0]): estimates[form.name] for form in every}
+    steps = {key_of(form.family.configs[0]): price(estimates[form.name]) for form in every}
     looking.prices = Prices({}, steps)  # type: ignore[misc]
     chosen, _ = looking.run()
     assert seen == ["b", "a", "c"][:confirm]
@@ -708,7 +788,6 @@ def test_what_was_condensed_before_may_be_slimmed_to_a_budget(
     folder.mkdir()
     costs = Costs(recipe_of(tmp_path, str(tmp_path / "condensed")), folder)
     thin = SlimConfig(keep=0.5, score="energy", refit=False)
-    assert costs.decided(thin, 0)
     assert costs.weight((thin,)).memory < costs.weight(()).memory  # type: ignore[union-attr]
 
 
@@ -772,7 +851,9 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
 ) -> None:
     monkeypatch.setattr(search, "forms", few)
     losses = iter([0.3, 0.1])
-    monkeypatch.setattr(search.Search, "prices", Prices({}, {key_of(c): 0.1 for c in asked(few())}))
+    monkeypatch.setattr(
+        search.Search, "prices", Prices({}, {key_of(c): price(0.1) for c in asked(few())})
+    )
 
     def measured(_: Trials, candidate: Candidate) -> Candidate:
         loss = next(losses, None)

@@ -58,9 +58,10 @@ def overlap(first: str, second: str) -> JSON:
 
 
 def chosen(out: Any) -> Tensor:
-    """The experts that a router chose (T, K)."""
+    """The experts that a router chose (T, K); of one that weighs all, the heaviest."""
     parts = out if isinstance(out, tuple) else (out,)
-    return next(part for part in parts if not part.is_floating_point())
+    numbers = [part for part in parts if not part.is_floating_point()]
+    return numbers[0] if numbers else parts[0].argmax(-1, keepdim=True)
 
 
 @torch.no_grad()

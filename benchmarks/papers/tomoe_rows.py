@@ -132,7 +132,8 @@ ROWS: dict[str, dict[str, Any]] = {
 def carve(
     model: str, out: str, row: str, active: float, calibration: str, device: str = "cpu", **how: Any
 ) -> dict[str, Any]:
-    """A model carved as a row says; ``how``: whole numbers and rates of ToMoE's config."""
+    """A model carved as a row says; ``how``: ``samples``, and numbers of ToMoE's config."""
+    samples = int(how.pop("samples"))
     numbers: dict[str, Any] = {
         name: float(v) if name == "lr" else int(v) for name, v in how.items()
     }
@@ -142,7 +143,7 @@ def carve(
         for name, other in ROWS[row].items():
             stack.enter_context(patch(name, other))
         result = moesaic.carve(
-            model, config, calibration=calibration, device=device, progress=False
+            model, config, calibration=calibration, samples=samples, device=device, progress=False
         )
         result.save_pretrained(out)
     return {"active": result.summary["training"]["active"]}

@@ -24,7 +24,7 @@ from moesaic.exports.form import base_config, run_script
 from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.mixed import TYPES, Layout
 from moesaic.exports.native import export_native
-from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
 from moesaic.exports.rounder import Rounder
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.mtp import is_mtp
@@ -140,19 +140,27 @@ def _check_vocabulary(file: Path, source: Source) -> None:
 
 
 class Rounding:
-    """Native checkpoint as a GGUF file in f32, and the quantised files made of it.
+    """Native checkpoint as a GGUF file in f32 or bf16, and the quantised files made of it.
 
     Args:
         folder: the checkpoint.
-        whole: its file in f32.
+        whole: its file in f32 or bf16.
         text: source of the importance matrix; ``none`` for none.
         track: shows progress.
+        samples: windows of the text.
     """
 
-    def __init__(self, folder: Path, whole: Path, text: str = "", track: Track = silent) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        whole: Path,
+        text: str = "",
+        track: Track = silent,
+        samples: int = SAMPLES,
+    ) -> None:
         self.native = resolve(str(folder))
         self.named = _names_of(whole, self.native)
-        self.whole, self.text, self.track = whole, text, track
+        self.whole, self.text, self.track, self.samples = whole, text, track, samples
         self.layers = self.native.config.num_hidden_layers
 
     @cached_property
@@ -161,7 +169,7 @@ class Rounding:
         if self.text == NO_TEXT:
             return None
         length = min(LENGTH, positions(self.native.config) or LENGTH)
-        return calibration_tokens(self.text, self.native.tokenizer, SAMPLES, length)
+        return calibration_tokens(self.text, self.native.tokenizer, self.samples, length)
 
     @cached_property
     def rounder(self) -> Rounder:
@@ -178,18 +186,15 @@ class Rounding:
     def layout(self) -> Layout:
         """Sizes of the file's tensors; no text is read."""
         file = self.whole.with_name(f"{self.whole.stem}-{OTHERS}.gguf")
-        quantise(self.whole, file, OTHERS, {})
+        quantise(self.whole, file, OTHERS, {}, values=False)
         tensors, size = tensors_of(file), file.stat().st_size
         file.unlink()
         header = size - sum(tensor.bytes for tensor in tensors.values())
         return Layout(tensors, header, self.layers)
 
-    def uniform(self, out: Path, type: str) -> None:
-        """Write a file of one type."""
-        if type == WHOLE:
-            shutil.copyfile(self.whole, out)
-            return
-        quantise(self.whole, out, type, self.weights)
+    def uniform(self, out: Path, type: str, values: bool = True) -> None:
+        """Write a file of one type, or with ``values`` False a hole of its size."""
+        quantise(self.whole, out, type, self.weights, values=values)
 
     def mixed(self, out: Path, types: Mapping[str, str]) -> None:
         """Write a file with types by groups of tensors."""

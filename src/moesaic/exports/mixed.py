@@ -27,7 +27,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.file_types import FILES
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
 
-WINDOWS = 32
+WINDOWS = 16
 """Windows of text on which the KL of groups is estimated."""
 GAP = 1e-4
 """Relative gap to the least possible sum of KL at which the solver stops."""
@@ -118,34 +118,23 @@ class Layout:
             )
 
 
-@dataclass(frozen=True)
-class Sensitivities:
-    """Estimated KL of quantising one group of a model's tensors, by group and type."""
+def choice(kls: Mapping[str, Mapping[str, float]], layout: Layout, budget: int) -> dict[str, str]:
+    """Return the type of each group for the file with the least KL within a budget.
 
-    groups: tuple[str, ...]
-    types: tuple[str, ...]
-    kl_GC: Numbers
-    """Estimated KL(model || quantised model), nats a token."""
+    Args:
+        kls: estimated KL of quantising each group, by type of tensors and by group.
+        layout: of the file.
+        budget: bytes.
 
-    def choice(self, layout: Layout, budget: int) -> tuple[dict[str, str], float]:
-        """Return the type of each group for the file with the least KL within a budget.
-
-        Args:
-            layout: of the file.
-            budget: bytes.
-
-        Returns:
-            types by group, and the sum of their KL.
-
-        Raises:
-            MoesaicError: no such file is small enough.
-        """
-        layout.check(self.types, budget)
-        fixed, bytes_GC = layout.bytes(self.groups, self.types)
-        choice_G = least(self.kl_GC, bytes_GC, budget - fixed)
-        kl = sum(self.kl_GC[g, c] for g, c in enumerate(choice_G))
-        types = {name: self.types[c] for name, c in zip(self.groups, choice_G, strict=True)}
-        return types, float(kl)
+    Raises:
+        MoesaicError: no such file is small enough.
+    """
+    types, groups = (*kls,), (*next(iter(kls.values())),)
+    layout.check(types, budget)
+    kl_GC = np.array([[kls[type][group] for type in types] for group in groups])
+    fixed, bytes_GC = layout.bytes(groups, types)
+    chosen = least(kl_GC, bytes_GC, budget - fixed)
+    return {group: types[c] for group, c in zip(groups, chosen, strict=True)}
 
 
 def tensor_types(types: Iterable[str]) -> tuple[str, ...]:

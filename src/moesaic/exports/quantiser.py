@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -151,8 +152,11 @@ def quantise(
     type: str,
     weights: Mapping[str, Tensor],
     chosen: Mapping[str, str] | None = None,
+    values: bool = True,
 ) -> None:
-    """Quantise the matrices of a GGUF file in f32, as llama.cpp's quantiser does.
+    """Quantise the matrices of a GGUF file in f32 or bf16, as llama.cpp's quantiser does.
+
+    One of them is in memory at a time; other tensors are written in f32.
 
     Args:
         file: the file to read.
@@ -163,6 +167,7 @@ def quantise(
         chosen: types of single tensors, by their names. A row that a type's blocks do not divide
             gets the next wider type with shorter blocks; a tensor without importance weights, of
             the types that need none, at least the narrowest.
+        values: write them; False leaves a hole of their size, which takes no room on a disk.
 
     Raises:
         MoesaicError: a type needs importance weights that a tensor does not have.
@@ -176,13 +181,14 @@ def quantise(
         LlamaFileType,
     )
 
-    reader = GGUFReader(file, "c")  # private: torch wants memory that can be written
+    reader = GGUFReader(file)
     fields = {name: field for name, field in reader.fields.items() if field.types}
     given = {tensor.name: tensor for tensor in sorted(reader.tensors, key=lambda t: order(t.name))}
     shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in given.items()}
     arch = str(fields["general.architecture"].contents())
     rows = {name: shape[0] for name, shape in shapes.items() if is_rounded(name, shape)}
-    wanted = mixture(rows, type, _model(fields, arch), bool(weights))
+    whole = type == WHOLE
+    wanted = {} if whole else mixture(rows, type, _model(fields, arch), bool(weights))
     wanted |= {
         name: NARROW if by_text(kind) and name not in weights else kind
         for name, kind in (chosen or {}).items()
@@ -198,9 +204,9 @@ def quantise(
             inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_file_type(LlamaFileType[f"MOSTLY_{type.upper()}"])
-    for name, tensor in given.items():
-        kind = types.get(name, tensor.tensor_type.name.lower())
+    writer.add_file_type(LlamaFileType["ALL_F32" if whole else f"MOSTLY_{type.upper()}"])
+    for name in given:
+        kind = types.setdefault(name, WHOLE)
         block, size = _block(kind)
         shape = *shapes[name][:0:-1], shapes[name][0] // block * size
         number = GGMLQuantizationType[kind.upper()]
@@ -208,12 +214,18 @@ def quantise(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in given.items():
-        held = tensor.data
-        if name in types:
-            held = held_rows(torch.from_numpy(tensor.data), types[name], weights.get(name))
-        writer.write_tensor_data(held)
+    for name, tensor in given.items() if values else ():
+        held = np.fromfile(file, np.uint8, tensor.n_bytes, offset=tensor.data_offset)
+        held = held.reshape(*shapes[name][:0:-1], -1)
+        matrix = values_of(held, tensor.tensor_type.name).view(shapes[name][::-1])
+        if types[name] == WHOLE:
+            writer.write_tensor_data(matrix.numpy())
+        else:
+            writer.write_tensor_data(held_rows(matrix, types[name], weights.get(name)))
     writer.close()
+    if not values:
+        start = -(-out.stat().st_size // ALIGNED) * ALIGNED
+        os.truncate(out, start + sum(Rounded(kind, shapes[n]).bytes for n, kind in types.items()))
 
 
 def _model(fields: Mapping[str, Any], arch: str) -> Model:

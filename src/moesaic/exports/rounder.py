@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import product
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from moesaic.exports.mixed import (
     OUTSIDE,
     WINDOWS,
     Layout,
-    Sensitivities,
+    choice,
     tensor_types,
 )
 from moesaic.exports.quantiser import held_rows, values_of
@@ -40,8 +40,10 @@ from moesaic.types import Model, Track, silent
 
 Types = Mapping[str, str]
 """Types of tensors by group."""
-DRAWS = 4
+DRAWS = 8
 """Draws of labels by which the KL of rounding is estimated."""
+SAMPLED = 16
+"""Experts of a layer, about, by which the KL of rounding all of them is estimated."""
 AT_ONCE = 1 << 24
 """Weights of several experts that are rounded at once."""
 
@@ -68,10 +70,14 @@ class Rounder:
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
+        self.known: Mapping[str, Tensor] | None = None
+        """The weights, where they were found before."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
         """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name."""
+        if self.known is not None:
+            return self.known
         return importance(self.source, self.tokens, self.named, self.track)
 
     # --- matrices --------------------------------------------------------------------------------
@@ -133,40 +139,51 @@ class Rounder:
         return {name: model.get_output_embeddings().weight.data} if tied else {}
 
     @contextmanager
-    def rounded(self, types: Types, part: nn.Module, place: int) -> Iterator[nn.Module]:
+    def rounded(
+        self, types: Types, part: nn.Module, place: int, back: bool = False
+    ) -> Iterator[nn.Module]:
         """A layer, or the model around its layers, with some groups rounded meanwhile.
 
         Args:
             types: of tensors, by group.
             part: the layer of that number, or the model; its weights are present.
             place: the number; BEFORE for the embeddings, the number of layers for the head.
+            back: round some experts of many alone, and give them their weights back afterwards;
+                otherwise the part is not used again.
         """
         held = self._held(part, place)
         if place == self.layout.layers:
             held |= self._tied(part)
-        before = dict[str, Tensor]()
+        before = list[tuple[Tensor, Tensor]]()
         for name, matrix in held.items():
             if (type := types.get(self.layout.rounded[name])) is not None:
-                before[name] = matrix.clone()
-                self._round(name, type, matrix)
+                some = matrix[:: self._step(name)] if back and matrix.dim() > 2 else matrix
+                if back:
+                    before.append((some, some.clone()))
+                self._round(name, type, some, self._step(name) if back else 1)
         try:
             yield part
         finally:
-            for name, values in before.items():
-                held[name].copy_(values)
+            for some, values in before:
+                some.copy_(values)
 
-    def _round(self, name: str, type: str, matrix: Tensor) -> None:
+    def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
         """Give a matrix the values that a file has where a type is asked for, some at a time."""
         weights = self.weights.get(name)
         type = self.layout.tensors[name].as_type(type, weights is not None).type
         parts = matrix[None] if matrix.dim() == 2 else matrix
         some = max(1, AT_ONCE // parts[0].numel())
-        each = None if weights is None else weights.view(len(parts), -1)
+        each = None if weights is None else weights.view(-1, matrix.shape[-1])[::step]
         for start in range(0, len(parts), some):
             part = parts[start : start + some]
             mean_EI = None if each is None else each[start : start + some]
             values = values_of(held_rows(part.cpu(), type, mean_EI), type)
             part.copy_(values.view(part.shape))
+
+    def _step(self, name: str) -> int:
+        """The number of experts of which one is rounded for an estimate."""
+        shape = self.layout.tensors[name].shape
+        return max(1, shape[2] // SAMPLED) if len(shape) > 2 else 1
 
     def change(self, types: Types) -> PartChange:
         """Return the change that rounds a layer while a stream has it open."""
@@ -180,28 +197,38 @@ class Rounder:
         Args:
             types: of tensors.
         """
-        return [self._change(group, type) for group in self.groups for type in types]
+        every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
+        return [
+            every.setdefault(self._called(group, type), self._change(group, type))
+            for group in self.groups
+            for type in types
+        ]
+
+    def _called(self, group: str, type: str) -> tuple[str, ...]:
+        """A group, and the types that its tensors get where one is asked for."""
+        of_group = [n for n, other in self.layout.rounded.items() if other == group]
+        weighed = group not in OUTSIDE
+        return group, *(self.layout.tensors[n].as_type(type, weighed).type for n in of_group)
 
     def _change(self, group: str, type: str) -> Change:
         """A group in one type."""
 
         def at(place: int) -> StandIn:
-            return lambda part: self.rounded({group: type}, part, place)
+            return lambda part: self.rounded({group: type}, part, place, back=True)
 
         places = {self.groups[group]}
         if group == EMBEDDINGS and HEAD not in self.groups:
             places.add(self.layout.layers)
         return {place: at(place) for place in places}
 
-    def sensitivities(self, types: Sequence[str], kl_X: Sequence[float]) -> Sensitivities:
-        """Estimates of :meth:`changes`, as a table.
+    def scale(self, group: str) -> float:
+        """How many times the KL of a group is that of its experts that :meth:`changes` round.
 
-        Args:
-            types: of tensors.
-            kl_X: KL of each change in turn.
+        Their errors are taken to be alike and independent, so that KLs add up.
         """
-        kl_GC = np.array(kl_X).reshape(len(self.groups), len(types))
-        return Sensitivities(tuple(self.groups), tuple(types), kl_GC)
+        name = next(name for name, other in self.layout.rounded.items() if other == group)
+        experts = self.layout.tensors[name].shape[2:]
+        return experts[0] / len(range(0, experts[0], self._step(name))) if experts else 1.0
 
     @torch.no_grad()
     def best(self, among: Sequence[str], budget: int) -> Types:
@@ -224,4 +251,7 @@ class Rounder:
             view=lambda layer: layer,
         )
         kl_XN = estimated(stream, self.changes(types), DRAWS, track=self.track)
-        return self.sensitivities(types, kl_XN.mean(1).tolist()).choice(self.layout, budget)[0]
+        kls: dict[str, dict[str, float]] = {type: {} for type in types}
+        for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
+            kls[type][group] = self.scale(group) * float(kl)
+        return choice(kls, self.layout, budget)

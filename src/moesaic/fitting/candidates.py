@@ -1,14 +1,16 @@
-"""Recipes that fit a budget, with what came of them."""
+"""Recipes that fit a budget, with their estimated KL, and with what came of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
+import numpy as np
 import torch
 
 from moesaic.config import ExportArgs, MethodConfig
+from moesaic.exports.mixed import Numbers
 from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
 from moesaic.metrics.score import Score
 from moesaic.plans.regression import significantly_worse
@@ -21,6 +23,17 @@ ALIKE = 1.03
 is plainer and loses no more for good."""
 
 
+FAR = 1.2
+"""Candidates estimated at more than this many times the KL of the best, by more than the error of
+estimates, are not measured."""
+QUANTISE = "quantise"
+KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
+"""A word for what a step of each verb does."""
+NONE = np.zeros(1)
+"""The KL of no change."""
+Levels = dict[str, float]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A recipe that fits, and what came of it."""
@@ -30,10 +43,12 @@ class Candidate:
     weight: Weight
     score: JSON | None = None
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
-    estimate: float = math.nan
-    """KL by the price table, before any refit."""
     types: Mapping[str, str] | None = None
     """Of a file whose layers differ, by group of tensors."""
+    steps_S: Numbers = field(default_factory=NONE.copy, compare=False)
+    """Estimated KL of the steps by sample, before any refit; see ``Price.kl_S``."""
+    types_S: Numbers = field(default_factory=NONE.copy, compare=False)
+    """The same of the file's types."""
     kl_N: tuple[float, ...] = ()
     """``kl`` by window of the text that chooses."""
 
@@ -58,9 +73,32 @@ class Candidate:
     def as_json(self) -> JSON:
         """The form, the steps, sizes and figures."""
         steps = steps_as_json(self.steps)
-        recipe = {"form": self.form, "estimated_kl": self.estimate, "steps": steps}
+        recipe = {"form": self.form, "estimated_kl": self.estimate(), "steps": steps}
         types = {"types": dict(self.types)} if self.types else {}
         return {**recipe, **types, **asdict(self.weight), **(self.score or {})}
+
+    @property
+    def kind(self) -> str:
+        """A word for what each step does."""
+        words = [KINDS.get(step.verb, step.verb) for step in self.converted]
+        return " and ".join(words) or QUANTISE
+
+    def estimate(self, levels: Levels | None = None) -> float:
+        """Estimated KL.
+
+        Args:
+            levels: by kind how many times the estimate is measured; of quantising for types.
+        """
+        known = levels or {}
+        of_types = known.get(QUANTISE, 1.0) * self.types_S.mean()
+        return float(of_types + known.get(self.kind, 1.0) * self.steps_S.mean())
+
+    def far(self, best: Candidate) -> bool:
+        """True if its estimated KL is significantly, and much, higher than another candidate's."""
+        pairs = np.broadcast_arrays(self.steps_S + self.types_S, best.steps_S + best.types_S)
+        ours_S, theirs_S = map(torch.tensor, pairs)
+        worse = len(ours_S) < 2 or significantly_worse(ours_S, theirs_S)
+        return self.estimate() > FAR * best.estimate() and worse
 
     @property
     def kl(self) -> float:

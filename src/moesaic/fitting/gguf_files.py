@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from moesaic.arch.dense import PREFIX, Arch
@@ -19,7 +20,7 @@ from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports.gguf_limits import lacking
-from moesaic.exports.llamacpp import Rounding, convert, find_converter
+from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.exports.rounder import Rounder
@@ -39,13 +40,22 @@ class Files:
         text: source of the text by which k-quants weigh what they round; empty: what ships.
         folder: for files that are made on the way.
         track: shows progress.
+        samples: windows of that text, at most as many as an export takes.
 
     Raises:
         MoesaicError: there is no converter, or llama.cpp cannot run the architecture.
     """
 
-    def __init__(self, source: Source, text: str, folder: Path, track: Track = silent):
+    def __init__(
+        self,
+        source: Source,
+        text: str,
+        folder: Path,
+        track: Track = silent,
+        samples: int | None = None,
+    ) -> None:
         self.source, self.text, self.folder, self.track = source, text, folder, track
+        self.samples = min(samples or SAMPLES, SAMPLES)
         self._converter = find_converter()
         lacks = lacking(source.config)
         if lacks or source.config.model_type.startswith(PREFIX):
@@ -55,20 +65,15 @@ class Files:
 
     @cached_property
     def original(self) -> Rounding:
-        """The original, to be rounded.
-
-        Raises:
-            MoesaicError: its file cannot be read back, so that no other could be measured.
-        """
-        rounding = self._converted(self.source.folder, self.folder / "original.gguf")
-        with self.opened(rounding.whole):
-            return rounding
+        """The original, to be rounded."""
+        return self._converted(self.source.folder, self.folder / "original.gguf")
 
     def _converted(self, folder: Path, whole: Path) -> Rounding:
         if not whole.is_file():
+            type = "bf16" if self.source.config.dtype == torch.bfloat16 else WHOLE
             with whole_file(whole) as partial:
-                convert(self._converter, folder, self.source.folder, partial, WHOLE)
-        return Rounding(folder, whole, self.text, self.track)
+                convert(self._converter, folder, self.source.folder, partial, type)
+        return Rounding(folder, whole, self.text, self.track, self.samples)
 
     def rounder(self, result: Path | None, built: Built) -> Rounder:
         """The original or a result, whose layers are rounded as in a file while they are open.
@@ -99,7 +104,7 @@ class Files:
         """Bytes of the original's file in one type: llama.cpp gives some tensors others."""
         if type not in self._sizes:
             file = self.folder / f"original-{type}.gguf"
-            self.original.uniform(file, type)
+            self.original.uniform(file, type, values=False)
             self._sizes[type] = file.stat().st_size
             file.unlink()
         return self._sizes[type]
@@ -110,6 +115,7 @@ class Files:
         out: Path,
         file: ExportArgs,
         types: Mapping[str, str] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> JSON:
         """Write a file.
 
@@ -118,6 +124,7 @@ class Files:
             out: the file.
             file: its type.
             types: by groups of tensors, where they differ.
+            weights: of the matrices' inputs, where they are known.
 
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
@@ -127,6 +134,8 @@ class Files:
             whole = self.folder / "result.gguf"
             whole.unlink(missing_ok=True)
             rounding = self._converted(result, whole)
+        if weights is not None:
+            rounding.rounder.known = weights
         if types is None:
             rounding.uniform(out, file.type)
         else:

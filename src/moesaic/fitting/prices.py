@@ -7,10 +7,11 @@ of tensors. All are estimated in one pass forward and one backward
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,59 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.exports.mixed import Sensitivities
+from moesaic.exports.mixed import Numbers
 from moesaic.exports.rounder import DRAWS, Rounder
-from moesaic.families import Family
 from moesaic.fitting.forms import Form, places_priced
 from moesaic.fitting.sizes import steps_as_json
 from moesaic.io.headers import mapping_of, reading
 from moesaic.io.outputs import whole_file
 from moesaic.observation.branches import Change
-from moesaic.observation.estimates import estimated
+from moesaic.observation.estimates import estimates
 from moesaic.observation.job import Job
 from moesaic.types import JSON, Track
 
 
+@dataclass(frozen=True, eq=False)
+class Price:
+    """What a change of a model is estimated to do, window by window.
+
+    The prices of several changes add up to that of all of them together, interactions included.
+    """
+
+    v_KN: Numbers
+    """The change of the log-likelihood of drawn labels (:mod:`moesaic.observation.estimates`), over
+    the square root of twice the tokens of a window."""
+    head: float = 0.0
+    """KL of a changed head."""
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.v_KN + other.v_KN, self.head + other.head)
+
+    @property
+    def kl_S(self) -> Numbers:
+        """Nats a token, by draw and window: as many samples."""
+        kl_S: Numbers = np.square(self.v_KN).ravel() + self.head
+        return kl_S
+
+    @property
+    def kl(self) -> float:
+        """Nats a token."""
+        return float(self.kl_S.mean())
+
+
+IMPOSSIBLE = Price(np.full((1, 1), np.inf))
+"""Of what the model cannot have."""
+
+
 @dataclass
 class Prices:
-    """Estimated KL, in nats a token, of alternatives of one model on one text."""
+    """Prices of alternatives of one model on one text."""
 
     request: JSON
     """The weights, text and type that they depend on."""
-    steps: dict[str, float] = field(default_factory=dict)
-    """By config as JSON; infinite for those that the model cannot have."""
-    types: dict[str, dict[str, float]] = field(default_factory=dict)
+    steps: dict[str, Price] = field(default_factory=dict)
+    """By config as JSON."""
+    types: dict[str, dict[str, Price]] = field(default_factory=dict)
     """By type of tensors, then by group."""
 
     @classmethod
@@ -56,44 +88,42 @@ class Prices:
         held = mapping_of(file)
         with reading(file, "Remove it, and the table is made anew."):
             other = [name for name, value in request.items() if held["request"].get(name) != value]
-            steps = {
-                key: math.inf if kl is None else float(kl) for key, kl in held["steps"].items()
+            steps = {key: _read(price) for key, price in held["steps"].items()}
+            types = {
+                type: {group: _read(price) for group, price in of_type.items()}
+                for type, of_type in held["types"].items()
             }
-            prices = cls(request, steps, {t: dict(kl) for t, kl in held["types"].items()})
         if other:
             raise MoesaicError(
                 f"{file} holds prices of another {' and '.join(other)}: name another file, or "
                 "remove this one."
             )
-        return prices
+        return cls(request, steps, types)
 
     def save(self, file: Path) -> None:
         """Write the table, whole or not at all."""
-        steps = {key: kl if math.isfinite(kl) else None for key, kl in self.steps.items()}
-        table = {"request": self.request, "steps": steps, "types": self.types}
+        steps = {key: _written(price) for key, price in self.steps.items()}
+        types = {
+            type: {group: _written(price) for group, price in of_type.items()}
+            for type, of_type in self.types.items()
+        }
         with whole_file(file) as partial:
-            partial.write_text(json.dumps(table, indent=1), "utf-8")
+            table = {"request": self.request, "steps": steps, "types": types}
+            partial.write_text(json.dumps(table), "utf-8")
 
-    def of(self, form: Form, place: int) -> float:
-        """KL of a form's recipe: the sum of its steps', as quickly made."""
-        first = 0.0 if form.first is None else self.steps[key_of(form.first)]
-        return first + self._of(form.family, place)
-
-    def _of(self, family: Family[Any], place: int) -> float:
-        """KL of a family's config, between those that were priced interpolated."""
-        places = places_priced(family)
-        kls = [self.steps[key_of(family.configs[n])] for n in places]
-        known = [(n, kl) for n, kl in zip(places, kls, strict=True) if math.isfinite(kl)]
-        if not known or place < known[0][0]:
-            return math.inf
-        at, kl = zip(*known, strict=True)
-        return float(np.interp(float(place), [*map(float, at)], [*kl]))
-
-    def sensitivities(self, types: Sequence[str]) -> Sensitivities:
-        """KL by groups of tensors, of some of the types."""
-        groups = [*self.types[types[0]]]
-        kl_GC = np.array([[self.types[type][group] for type in types] for group in groups])
-        return Sensitivities(tuple(groups), tuple(types), kl_GC)
+    def of(self, form: Form, place: int) -> Price:
+        """That of a form's recipe, as quickly made; interpolated between priced configs."""
+        family = form.family
+        every = {n: self.steps[key_of(family.configs[n])] for n in places_priced(family)}
+        known = [n for n, price in every.items() if price is not IMPOSSIBLE]
+        below = [n for n in known if n <= place]
+        if not below or (form.first is not None and self.steps[key_of(form.first)] is IMPOSSIBLE):
+            return IMPOSSIBLE
+        low, high = below[-1], next((n for n in known if n > place), below[-1])
+        share = (place - low) / max(high - low, 1)
+        v_KN = (1 - share) * every[low].v_KN + share * every[high].v_KN
+        price = Price(v_KN, (1 - share) * every[low].head + share * every[high].head)
+        return price if form.first is None else self.steps[key_of(form.first)] + price
 
     @torch.no_grad()
     def add(
@@ -103,6 +133,7 @@ class Prices:
         types: Sequence[str],
         rounder: Rounder | None,
         track: Track,
+        folder: Path | None = None,
     ) -> None:
         """Estimate what is not in the table.
 
@@ -112,16 +143,34 @@ class Prices:
             types: of tensors.
             rounder: of the model; None where no types are asked for.
             track: shows progress.
+            folder: keeps what is found of each layer until all is; another call with the same
+                request goes on from there.
         """
-        changes = rounder.changes(types) if rounder is not None and types else []
+        groups = [] if rounder is None or not types else [*rounder.groups]
+        keys = [*product(groups, types)]
+        changes = rounder.changes(types) if rounder is not None and keys else []
+        if folder is not None:
+            asked_for = [self.request, keys, [*map(key_of, plans)], DRAWS]
+            name = hashlib.sha256(json.dumps(asked_for).encode()).hexdigest()[:16]
+            folder /= name
         stream = job.stream((), lambda layer: layer)
-        kl_XN = estimated(stream, [*changes, *plans.values()], DRAWS, track=track)
-        kls = kl_XN.mean(1).tolist()
-        if rounder is not None and types:
-            table = rounder.sensitivities(types, kls[: len(changes)])
-            for type, kl_G in zip(types, table.kl_GC.T.tolist(), strict=True):
-                self.types[type] = dict(zip(table.groups, kl_G, strict=True))
-        self.steps |= zip(map(key_of, plans), kls[len(changes) :], strict=True)
+        found = estimates(stream, [*changes, *plans.values()], DRAWS, track=track, folder=folder)
+        v_CKN = (found.v_CKN / (2 * max(found.tokens, 1.0)) ** 0.5).numpy()
+        prices = [*map(Price, v_CKN, found.head_C.tolist())]
+        for (group, type), price in zip(keys, prices, strict=False):
+            assert rounder is not None
+            scale = rounder.scale(group)
+            whole = Price(scale**0.5 * price.v_KN, price.head)
+            self.types.setdefault(type, {})[group] = whole
+        self.steps |= zip(map(key_of, plans), prices[len(keys) :], strict=True)
+
+
+def _read(held: Any) -> Price:
+    return IMPOSSIBLE if held is None else Price(np.array(held["v"], float), float(held["head"]))
+
+
+def _written(price: Price) -> JSON | None:
+    return None if price is IMPOSSIBLE else {"v": price.v_KN.tolist(), "head": price.head}
 
 
 def key_of(config: MethodConfig) -> str:

@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,16 +21,24 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
-from moesaic.exports.mixed import tensor_types
+from moesaic.exports.mixed import Numbers, choice, tensor_types
 from moesaic.exports.rounder import Types
-from moesaic.fitting.candidates import Candidate, plainest, unbeaten
+from moesaic.fitting.candidates import (
+    NONE,
+    QUANTISE,
+    Candidate,
+    Levels,
+    plainest,
+    unbeaten,
+)
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.prices import Prices, asked, key_of
+from moesaic.fitting.prices import IMPOSSIBLE, Prices, asked, key_of
 from moesaic.fitting.sizes import Costs, Steps
-from moesaic.fitting.texts import Texts
+from moesaic.fitting.texts import Texts, priced_on
 from moesaic.fitting.trials import Trials
+from moesaic.io.outputs import remove
 from moesaic.io.source import resolve
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
@@ -40,61 +48,10 @@ from moesaic.types import Track, silent
 SHARES = tuple(n / 40 for n in range(12, 38))
 """Shares of the original's bytes among which the smallest is sought where only a loss is given."""
 ACTIVE = "active_parameters"
-BEST, FILES, PRICES = "best.yaml", "files", "prices.json"
-FAR = 2.0
-"""Candidates estimated at more than this many times the KL of the best are not measured."""
+BEST, FILES, FOUND, PRICES = "best.yaml", "files", "found", "prices"
 ROUNDS = 2
 """Candidates that are measured, at most, because others were found to have more KL than estimated
 or less."""
-QUANTISE = "quantise"
-KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
-"""A word for what a step of each verb does."""
-
-
-@dataclass(frozen=True, eq=False)
-class Option:
-    """A recipe that fits a budget, with its estimated KL."""
-
-    form: Form | None
-    """None where the original is quantised alone."""
-    place: int
-    """The number of the form's recipe."""
-    steps_kl: float
-    """Estimated KL of the steps, as quickly made."""
-    file: ExportArgs | None = None
-    types: Types | None = None
-    types_kl: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """The form's, and that of the file."""
-        names = [] if self.form is None else [self.form.name]
-        return ", ".join(names if self.file is None else [*names, self.file.called])
-
-    @property
-    def steps(self) -> Steps:
-        """Made with care, the file as the last one."""
-        steps: Steps = () if self.form is None else self.form.steps(self.place, careful=True)
-        return steps if self.file is None else (*steps, self.file)
-
-    @property
-    def kind(self) -> str:
-        """A word for what each step does."""
-        if self.form is None:
-            return QUANTISE
-        return " and ".join(KINDS.get(c.verb, c.verb) for c in self.form.steps(self.place))
-
-    def kl(self, levels: Levels) -> float:
-        """Estimated KL.
-
-        Args:
-            levels: by kind how many times the estimate is measured; of quantising for types.
-        """
-        of_types = levels.get(QUANTISE, 1.0) * self.types_kl
-        return of_types + (levels.get(self.kind, 1.0) if self.form else 0.0) * self.steps_kl
-
-
-Levels = dict[str, float]
 
 
 class Search:
@@ -123,7 +80,8 @@ class Search:
         self.recipe = replace(recipe, calibration=self.texts.drawn)
         self.original = Built(self.source.config, parse_dtype(recipe.dtype))
         text = recipe.calibration.source
-        self.files = Files(self.source, text, work / FILES, track) if config.types else None
+        context = text, work / FILES, track, self.recipe.calibration.samples
+        self.files = Files(self.source, *context) if config.types else None
         self._tried: dict[Steps, Candidate] = {}
         self._single = False
         """Only recipes of one step are looked at."""
@@ -214,50 +172,52 @@ class Search:
 
     def _measured(self, config: FitConfig) -> list[Candidate]:
         """The best options within a budget, measured; then what is best by what they came to."""
-        options = [o for o in self._options(config) if math.isfinite(o.kl({}))]
-        options.sort(key=lambda option: option.kl({}))
+        options = sorted(self._options(config), key=Candidate.estimate)
         if not options:
             return []
         self._say_what_pays(options, config)
         firsts = {option.form: option for option in reversed(options)}  # the best of each form
-        near = [o for o in options if firsts[o.form] is o and o.kl({}) <= FAR * options[0].kl({})]
-        alone = [o for o in options if o.form is None]
-        near = [*alone, *(o for o in near if o.form is not None)][: config.confirm + len(alone)]
-        tried: dict[Option, Candidate] = {}
+        near = [o for o in options if firsts[o.form] is o and not o.far(options[0])]
+        tried: dict[Steps, Candidate] = {}
         levels: Levels = {}
-        for option in self.track(near, "Measuring candidates", len(near)):
+        for option in self.track(near[: config.confirm], "Measuring candidates", config.confirm):
             if not self._measure(option, config, tried, levels):
                 options.remove(option)
         for _ in range(ROUNDS):
-            best = min(options, key=lambda option: option.kl(levels), default=None)
-            if best is None or best in tried:
+            best = min(options, key=lambda option: option.estimate(levels), default=None)
+            if best is None or best.steps in tried:
                 break
             if not self._measure(best, config, tried, levels):
                 options.remove(best)
         return [*tried.values()]
 
     def _measure(
-        self, option: Option, config: FitConfig, tried: dict[Option, Candidate], levels: Levels
+        self, option: Candidate, config: FitConfig, tried: dict[Steps, Candidate], levels: Levels
     ) -> bool:
         """Measure an option, and what its kind comes to; False where it cannot be had."""
-        candidate = self._try(option, config)
-        if candidate is None:
+        try:
+            candidate = self.trials.measured(option)
+        except MoesaicError as error:  # the weights have no such form: biases, other activations
+            self.trials.refuse(option.form, error)
             return False
-        tried[option] = candidate
-        if option.form is None and option.types:
-            levels[QUANTISE] = candidate.kl / max(option.types_kl, 1e-12)
-        elif option.form is not None:
-            rest = candidate.kl - levels.get(QUANTISE, 1.0) * option.types_kl
-            level = max(rest, 0.1 * candidate.kl) / max(option.steps_kl, 1e-12)
+        if not candidate.weight.meets(config):
+            return False
+        tried[option.steps] = self._tried[option.steps] = candidate
+        of_types, of_steps = float(option.types_S.mean()), float(option.steps_S.mean())
+        if option.kind == QUANTISE and option.types:
+            levels[QUANTISE] = candidate.kl / max(of_types, 1e-12)
+        elif option.kind != QUANTISE:
+            rest = candidate.kl - levels.get(QUANTISE, 1.0) * of_types
+            level = max(rest, 0.1 * candidate.kl) / max(of_steps, 1e-12)
             levels[option.kind] = min(level, levels.get(option.kind, math.inf))
         return True
 
-    def _say_what_pays(self, options: Sequence[Option], config: FitConfig) -> None:
+    def _say_what_pays(self, options: Sequence[Candidate], config: FitConfig) -> None:
         """Show the best of each kind, once for each budget."""
         if self.tell is not None:
             kinds: dict[str, float] = {}
             for option in options:
-                kinds.setdefault(option.kind, option.kl({}))
+                kinds.setdefault(option.kind, option.estimate())
             listed = ", ".join(f"{kind} {kl:.2g}" for kind, kl in kinds.items())
             sizes = [_size(n, getattr(config, n)) for n in BUDGETS if getattr(config, n)]
             self.tell(f"Estimated KL at {' and '.join(map(str, sizes))}: {listed}.")
@@ -307,17 +267,19 @@ class Search:
             "dtype": self.recipe.dtype,
             "version": __version__,
         }
-        file = Path(self.config.prices or self.work / PRICES).expanduser()
+        file = Path(self.config.prices or self.work / FOUND / "prices.json").expanduser()
         prices = Prices.load(file, request)
         lacking = [c for c in asked(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]
         if lacking or types:
             plans = self.trials.plans(lacking)
-            prices.steps |= {key_of(c): math.inf for c in lacking if c not in plans}
+            prices.steps |= {key_of(c): IMPOSSIBLE for c in lacking if c not in plans}
             rounder = self.files.original.rounder if self.files and types else None
-            args = replace(self.trials.args(), text=pricing)
-            prices.add(Job(args, base_arch), plans, types, rounder, self.track)
+            args = replace(self.trials.args(), text=priced_on(pricing))
+            folder = self.work / PRICES
+            prices.add(Job(args, base_arch), plans, types, rounder, self.track, folder)
             prices.save(file)
+            remove(folder)
         return prices
 
     @property
@@ -326,7 +288,7 @@ class Search:
         mixed = self.files is not None and ending(self.config).memory is not None
         return tensor_types(self.config.types) if mixed else ()
 
-    def _options(self, config: FitConfig) -> Iterator[Option]:
+    def _options(self, config: FitConfig) -> Iterator[Candidate]:
         """Return the recipes that meet a budget, priced."""
         file = ending(config) if self.files else None
         if self.files and file:
@@ -334,32 +296,41 @@ class Search:
         shown = self.track(self.forms, "Looking for what fits", len(self.forms))
         for form in (f for f in shown if f.single or not self._single):
             for place in self._places(form, config, file):
-                kl = self.prices.of(form, place)
-                if file is None or file.memory is None:
-                    yield Option(form, place, kl, file)
+                price, steps = self.prices.of(form, place), form.steps(place, careful=True)
+                quick: Steps = form.steps(place)
+                weight = self.costs.weight((*quick, file) if file else quick)
+                if price is IMPOSSIBLE or weight is None:
+                    continue
+                if file is None:
+                    yield Candidate(form.name, steps, weight, steps_S=price.kl_S)
                     continue
                 with suppress(MoesaicError):
-                    types, types_kl = self._types(form.steps(place))
-                    yield Option(form, place, kl, file, types, types_kl)
+                    types, types_S = self._types(quick) if file.memory else (None, NONE)
+                    name, ends = f"{form.name}, {file.called}", (*steps, file)
+                    estimates = {"types": types, "steps_S": price.kl_S, "types_S": types_S}
+                    yield Candidate(name, ends, weight, **estimates)  # type: ignore[arg-type]
 
-    def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Option]:
+    def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Candidate]:
         """The original's own files: of the widest type that fits, and with types by layer."""
         assert self.files is not None
         assert config.memory is not None
         layout = self.files.original.layout
         sizes = {type: layout.least([type]) for type in config.types}
-        fitting = [type for type, size in sizes.items() if size <= config.memory]
-        if fitting:
+        if fitting := [type for type, size in sizes.items() if size <= config.memory]:
             widest = max(fitting, key=lambda type: sizes[type])
             plain = ExportArgs(to="gguf", type=widest)  # type: ignore[arg-type]
             alike = self.prices.types.get(tensor_types([widest])[0], {})  # none where it is alone
-            yield Option(None, 0, 0.0, plain, None, sum(alike.values()))
-        if file.memory is not None and layout.least(config.types) <= config.memory:
-            types, kl = self._types(())
-            yield Option(None, 0, 0.0, file, types, kl)
+            types_S = sum((price.kl_S for price in alike.values()), NONE)
+            weight = self.costs.weight((plain,))
+            if weight is not None and weight.meets(config):
+                yield Candidate(plain.called, (plain,), weight, types_S=types_S)
+        weight = self.costs.weight((file,))
+        if file.memory is not None and weight and layout.least(config.types) <= config.memory:
+            types, types_S = self._types(())
+            yield Candidate(file.called, (file,), weight, types=types, types_S=types_S)
 
-    def _types(self, steps: Steps) -> tuple[Types, float]:
-        """Types by groups for a result within the budget, and their KL.
+    def _types(self, steps: Steps) -> tuple[Types, Numbers]:
+        """Types by groups for a result within the budget, and their KL by sample.
 
         Raises:
             MoesaicError: the budget is out of reach, which is said before anything is priced.
@@ -368,8 +339,11 @@ class Search:
         assert self.config.memory is not None
         layout = self.files.layout(self.costs.built(steps))
         layout.check(self.config.types, self.config.memory)
-        table = self.prices.sensitivities(self._tensor_types)
-        return table.choice(layout, self.config.memory)
+        prices = {type: self.prices.types[type] for type in self._tensor_types}
+        kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
+        types = choice(kls, layout, self.config.memory)
+        of_types = (prices[type][group].kl_S for group, type in types.items())
+        return types, sum(of_types, NONE)
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -448,27 +422,6 @@ class Search:
         ]
         bits = " A GGUF file in fewer bits may be smaller (moesaic fit --type q4_k_m)."
         return "; ".join(sentences) + f".{bits if 'memory' in (short or budgets) else ''}"
-
-    # --- trials ----------------------------------------------------------------------------------
-
-    def _try(self, option: Option, config: FitConfig) -> Candidate | None:
-        """A candidate with its figures; None where it is impossible, or above the budget."""
-        weight = self.costs.weight(option.steps)
-        if weight is None or not weight.meets(config):
-            return None
-        if self.config.plain and not weight.native:
-            return None
-        name, kl = option.name, option.kl({})
-        try:
-            candidate = Candidate(name, option.steps, weight, estimate=kl, types=option.types)
-            candidate = self.trials.measured(candidate)
-        except MoesaicError as error:  # the weights have no such form: biases, other activations
-            self.trials.refuse(option.name, error)
-            return None
-        if not candidate.weight.meets(config):
-            return None
-        self._tried[option.steps] = candidate
-        return candidate
 
 
 def _size(name: str, value: float) -> str | int:

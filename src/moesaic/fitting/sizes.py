@@ -81,15 +81,6 @@ class Costs:
         """
         return self._cost(steps).built
 
-    def decided(self, step: MethodConfig | ExportArgs, number: int) -> bool:
-        """Whether a step decides from the file of statistics.
-
-        Args:
-            step: of a recipe.
-            number: its place there.
-        """
-        return not number and getattr(step, "decides_from_stats", False)
-
     def _cost(self, steps: Steps) -> _Cost:
         return _once(self._costs, steps, lambda: self._weighed(steps))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.outputs import remove, unfinished, whole_file, whole_folder
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import have_room
-from moesaic.metrics.forward import Layerwise, Runner, Whole
+from moesaic.metrics.forward import Layerwise, Runner
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
 from moesaic.observation.branches import Change
@@ -35,6 +35,8 @@ from moesaic.recipe import Recipe
 from moesaic.types import JSON, Track, give_back
 
 STATS, LAYERS = "observed.stats", "layers"
+DECIDING = 4096
+"""Tokens by which alternatives decide what goes, before any is made with care."""
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
@@ -56,6 +58,10 @@ class Trials:
     track: Track
     refused: dict[str, str] = field(default_factory=dict)
     """What the model cannot have, with the reason."""
+    _weights: dict[tuple[MethodConfig, ...], Mapping[str, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """By steps those of the inputs of a result's matrices."""
 
     def refuse(self, name: str, error: MoesaicError) -> None:
         """Note what the model cannot have, each reason once."""
@@ -96,7 +102,7 @@ class Trials:
         plans: dict[MethodConfig, Change] = {}
         for config in self.track(configs, "Deciding alternatives", len(configs)):
             try:
-                args = self.args(stats=self.costs.decided(config, 0))
+                args = self.args(stats=config.decides_from_stats)
                 plan = convert(config, args).plan
             except MoesaicError as error:
                 self.refuse(config.verb, error)
@@ -135,15 +141,15 @@ class Trials:
         out = our_folder(folder) / f"model-{type}.gguf"
         result = folder if chosen.converted else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
-        record |= self.files.make(result, out, chosen.file, chosen.types)
+        weights = self._weights.get(chosen.converted)
+        record |= self.files.make(result, out, chosen.file, chosen.types, weights)
         settings = self.recipe.evaluation
         if settings is not None:
             tokens = evaluation_tokens(
                 settings.data, self.source.tokenizer, settings.length, settings.max_tokens
             )
-            with self.files.opened(out) as source:
-                models = Whole.of(source, *self._place), Layerwise(self.source, *self._place)
-                record |= figures(*scores([*models], tokens))
+            with self._filed(chosen, result, out) as ours:
+                record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
         return {"gguf": record}
 
     # --- what is made ----------------------------------------------------------------------------
@@ -193,17 +199,29 @@ class Trials:
             assert result is not None
             yield self._runner(Source("candidate", result)), None
             remove(result)
-        elif candidate.types:
-            rounder = files.rounder(result, self.costs.built(candidate.converted))
-            change = rounder.change(candidate.types)
-            run = Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
-            yield run, rounder.layout.size(candidate.types)
+            return
+        out = files.folder / "candidate.gguf"
+        if candidate.types:
+            size = files.layout(self.costs.built(candidate.converted)).size(candidate.types)
         else:
-            out = files.folder / "candidate.gguf"
             size = files.make(result, out, file)["bytes"]
-            with files.opened(out) as source:
-                yield self._runner(source), size
-            out.unlink()
+        with self._filed(candidate, result, out) as run:
+            yield run, size
+        out.unlink(missing_ok=True)
+
+    @contextmanager
+    def _filed(self, candidate: Candidate, result: Path | None, out: Path) -> Iterator[Runner]:
+        """A candidate with the values of its file, which is read where it is of one type."""
+        assert self.files is not None
+        if candidate.types is None:
+            with self.files.opened(out) as source:
+                yield self._runner(source)
+            return
+        rounder = self.files.rounder(result, self.costs.built(candidate.converted))
+        rounder.known = self._weights.get(candidate.converted)  # of a result in another folder
+        self._weights[candidate.converted] = rounder.weights
+        change = rounder.change(candidate.types)
+        yield Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
 
     def _runner(self, source: Source) -> Runner:
         return Layerwise(source, *self._place)
@@ -235,13 +253,15 @@ class Trials:
 
     @cached_property
     def _stats(self) -> Path:
-        """One file of statistics, from which all first steps decide that can."""
-        file = self.work / STATS
+        """One file of statistics of some text, by which alternatives decide that can."""
+        file, text = self.work / STATS, self.texts.both[0]
         if not file.is_file():
+            windows = max(1, DECIDING // text.input_ids.shape[1])
             observe(
                 self.recipe.model,
                 file,
-                calibration=self.texts.both[0],
+                calibration=text.rows(slice(windows)),
+                gram_mb=0,
                 device=self.recipe.device,
                 dtype=self.dtype,
                 resume=True,

@@ -20,15 +20,18 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moesaic.data.text import Tokens
+from moesaic.io.outputs import whole_file
 from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.observation.branches import Change, StandIn, changed
 from moesaic.observation.stream import BEFORE, Block, LayerStream, Spill
@@ -198,20 +201,36 @@ def _per_window(product: Tensor) -> Tensor:
     return product.flatten(1).sum(1, dtype=torch.float64)
 
 
-def kl_of(v_KN: Tensor, tokens_N: Tensor) -> Tensor:
-    """Estimated KL (N) in nats a token, of ``v`` (K, N) and the predicted tokens of each window.
+@dataclass(frozen=True)
+class Estimates:
+    """What changes of a model do to its prediction, window by window.
+
+    Attributes:
+        v_CKN: the change of the drawn labels' log-likelihood, float64. Those of changes in
+            different layers add up.
+        head_C: measured KL of changed heads, nats a token; 0 where a head is as it was.
+        tokens: predicted tokens of a window, on average.
+    """
+
+    v_CKN: Tensor
+    head_C: Tensor
+    tokens: float
+
+    @property
+    def kl_CN(self) -> Tensor:
+        """Estimated KL, nats a token."""
+        return kl_of(self.v_CKN, self.tokens) + self.head_C[:, None]
+
+
+def kl_of(v_KN: Tensor, tokens: float) -> Tensor:
+    """Estimated KL (N) in nats a token, of ``v`` (..., K, N) and the tokens of a window.
 
     Windows weigh as much as they have tokens: the mean over windows is the mean over all tokens.
 
-    >>> kl_of(torch.tensor([[0.2, 0.0], [0.4, 0.0]]), torch.tensor([5, 5]))
+    >>> kl_of(torch.tensor([[0.2, 0.0], [0.4, 0.0]]), 5)
     tensor([0.0100, 0.0000])
     """
-    return v_KN.square().mean(0) / 2 / tokens_N.double().mean().clamp(min=1.0).to(v_KN.dtype)
-
-
-def tokens_by_window(stream: LayerStream[object]) -> Tensor:
-    """Predicted tokens of each window of a stream (N)."""
-    return torch.cat([predicting(batch.labels).sum(1) for batch in stream.batches])
+    return v_KN.square().mean(-2) / 2 / max(tokens, 1.0)
 
 
 def estimated(
@@ -227,10 +246,8 @@ def estimated(
     time. It is 10 to 35 % low for small changes, and lower for large ones: use it to choose.
 
     Args:
-        stream: the model, and the tokens.
-        changes: layers by number as they would be; what several share in a layer is one object. The
-            model with other embeddings has the number :data:`~moesaic.observation.stream.BEFORE`,
-            with another head the number of layers.
+        stream: as of :func:`estimates`, as are the others.
+        changes: layers by number as they would be.
         draws: draws of labels.
         seed: of the draws.
         track: shows progress.
@@ -238,38 +255,75 @@ def estimated(
     Returns:
         for each change and window (C, N), float64.
     """
-    tokens_N = tokens_by_window(stream)
+    return estimates(stream, changes, draws, seed, track).kl_CN
+
+
+def estimates(
+    stream: LayerStream[object],
+    changes: Sequence[Change],
+    draws: int = 1,
+    seed: int = 0,
+    track: Track = silent,
+    folder: Path | None = None,
+) -> Estimates:
+    """What changes do to the prediction, all layers after a changed one taken to be linear.
+
+    Args:
+        stream: the model, and the tokens.
+        changes: layers by number as they would be; what several share in a layer is one object. The
+            model with other embeddings has the number :data:`~moesaic.observation.stream.BEFORE`,
+            with another head the number of layers.
+        draws: draws of labels.
+        seed: of the draws.
+        track: shows progress.
+        folder: keeps what was found of each layer. A later call of the same arguments runs no
+            change of those layers again.
+    """
+    tokens_N = torch.cat([predicting(batch.labels).sum(1) for batch in stream.batches])
     v_CKN = torch.zeros(len(changes), draws, len(tokens_N), dtype=torch.float64)
     head_C = torch.zeros(len(changes), dtype=torch.float64)
 
-    def users(place: int) -> Iterator[list[int]]:
+    def users(place: int) -> list[list[int]]:
         """The changes that share what stands at a place."""
         every = defaultdict[int, list[int]](list)
         for c, change in enumerate(changes):
             if place in change:
                 every[id(change[place])].append(c)
-        yield from every.values()
+        return [*every.values()]
+
+    def once(place: int, found: Iterable[Tensor]) -> Tensor:
+        """What is found of a place, by its users; of a layer that is finished as it was kept."""
+        file = None if folder is None else folder / f"layer-{place}.safetensors"
+        if file is not None and file.is_file():
+            return load_file(file)["found"]
+        result = torch.stack([*found])
+        if file is not None:
+            with whole_file(file) as work:
+                save_file({"found": result}, work)
+        return result
 
     def heads(states: Spill) -> None:
-        every = [*users(stream.count)]
-        plans = [changes[members[0]][stream.count] for members in every]
-        for members, kl in zip(every, _head_divergences(stream, states, plans), strict=True):
-            head_C[members] = kl
+        if every := users(stream.count):
+            plans = [changes[members[0]][stream.count] for members in every]
+            kls = once(stream.count, _head_divergences(stream, states, plans))
+            for members, kl in zip(every, kls, strict=True):
+                head_C[members] = kl
 
     for part in priced_layers(stream, draws, seed, track, heads):
         place = part.block.index if isinstance(part, PricedLayer) else BEFORE
-        for members in users(place):
-            plan = changes[members[0]][place]
-            v_CKN[members] += part.directional(partial(changed, arch=stream.arch, plan=plan))
-    return torch.stack([kl_of(v_KN, tokens_N) for v_KN in v_CKN]) + head_C[:, None]
+        if every := users(place):
+            plans = (changes[members[0]][place] for members in every)
+            stands_in = (partial(changed, arch=stream.arch, plan=plan) for plan in plans)
+            v_UKN = once(place, map(part.directional, stands_in))
+            for members, v_KN in zip(every, v_UKN, strict=True):
+                v_CKN[members] += v_KN
+    return Estimates(v_CKN, head_C, tokens_N.double().mean().item())
 
 
 def _head_divergences(
     stream: LayerStream[object], states: Spill, plans: Sequence[LayerPlan | StandIn]
-) -> Iterator[float]:
+) -> Iterator[Tensor]:
     """KL(original || changed head), nats a token, of the windows whose logits may be kept."""
-    if not plans:
-        return
     kept, bytes = list[tuple[Tokens, Tensor, Tensor]](), 0
     with stream.headed(logits=True) as finish:
         for batch, last in zip(stream.batches, states, strict=True):
@@ -284,4 +338,5 @@ def _head_divergences(
             with changed(stream.model, stream.arch, plan):
                 after = (log_probabilities(finish(w, last), w.labels) for w, last, _ in kept)
                 pairs = zip((p_TV for *_, p_TV in kept), after, strict=True)
-                yield sum(divergence(*pair).sum().item() for pair in pairs) / max(tokens, 1)
+                sums = [divergence(*pair).sum() for pair in pairs]
+                yield torch.stack(sums).sum().cpu() / max(tokens, 1)

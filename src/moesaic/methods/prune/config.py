@@ -90,15 +90,16 @@ class PruneConfig(MethodConfig):
             return
         counts = range(model.fewest, model.experts + 1, model.groups)
         few = _at_least(counts, [share * model.experts for share in KEPT])
-        every, first = ([cls(keep=n, refit=False) for n in of] for of in (counts, few))
-        refitted = partial(replace, refit=True)
+        quick = partial(cls, refit=False, score=QUICK)
+        every, first = ([quick(keep=n) for n in of] for of in (counts, few))
+        refitted = partial(replace, refit=True, score=cls.score)
         yield Family("prune", every, refitted, [c for c in first if c.keep < model.experts])
         if model.layers > 1 and not model.native:
             total = model.layers * model.experts
             shares = shares_of(total, model.layers * model.fewest, max(1, total // FINEST))
             spread = partial(cls, allocate="layers", score=QUICK, refit=False)
             every = [spread(keep=share * model.experts) for share in shares]
-            yield Family("prune spread", every, refitted, priced=3)
+            yield Family("prune spread", every, partial(replace, refit=True), priced=3)
 
     @property
     def chosen(self) -> Criterion:
