@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch.routing import FixedOutput, unbound
+from moesaic.arch.routing import FixedOutput, shallow_copy
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Config
@@ -287,7 +287,7 @@ class CustomAct:
     """
 
     def __init__(self, module: nn.Module, names: FFNNames) -> None:
-        self._twin, self._names = unbound(module), names
+        self._twin, self._names = shallow_copy(module), names
         self._twin._modules |= dict.fromkeys(names.projections, nn.Identity())
 
     def __call__(self, gate_TM: Tensor, up_TM: Tensor | None = None) -> Tensor:
@@ -297,7 +297,7 @@ class CustomAct:
             gate_TM: gates.
             up_TM: ups; None for ones.
         """
-        names, twin = self._names, unbound(self._twin)
+        names, twin = self._names, shallow_copy(self._twin)
         up_TM = torch.ones_like(gate_TM) if up_TM is None else up_TM
         if names.fused:
             twin._modules[names.up] = FixedOutput(torch.cat([gate_TM, up_TM], -1))

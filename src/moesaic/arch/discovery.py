@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, AttentionNames, CustomAct, FFNNames
 from moesaic.arch.mixture import ROUTED, MoEArch
-from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, place, set_top_k, unbound
+from moesaic.arch.routing import (
+    RouterParts,
+    RoutingFunction,
+    arguments,
+    place,
+    set_top_k,
+    shallow_copy,
+)
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import shape_of
 from moesaic.types import JSON, Config, Model
@@ -609,7 +616,7 @@ def _routing_twin(
     """
     rows = len(attrgetter(parts.weight)(block))
     counts = {rows - parts.always: count, rows: count + parts.always}
-    twin, router = unbound(block), copy.deepcopy(block.get_submodule(parts.router))
+    twin, router = shallow_copy(block), copy.deepcopy(block.get_submodule(parts.router))
     # to_empty would go through torch's references, and import sympy
     twin._modules[parts.router] = router._apply(
         lambda t: torch.ones(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype)

@@ -162,7 +162,7 @@ class RoutingFunction:
 
     def __init__(self, block: nn.Module, parts: RouterParts) -> None:
         router, parts = block.get_submodule(parts.router), parts.in_block(block)
-        self._router = unbound(router)
+        self._router = shallow_copy(router)
         self._forward = type(router).forward
         self._parts = parts
         self._handed = arguments(block, router)
@@ -186,7 +186,7 @@ class RoutingFunction:
         for path in (self._weight, self._inside or ""):
             owner = self._router
             for part in path.split(".")[:-1]:
-                twin = unbound(owner.get_submodule(part))
+                twin = shallow_copy(owner.get_submodule(part))
                 owner._modules[part] = twin
                 owner = twin
 
@@ -206,7 +206,7 @@ class RoutingFunction:
     def of_fewer(self, top_k: int) -> RoutingFunction:
         """Return the same router with another top-k."""
         twin = copy.copy(self)
-        twin._router = unbound(self._router)
+        twin._router = shallow_copy(self._router)
         set_top_k(twin._router, self._parts, top_k)
         return twin
 
@@ -352,7 +352,7 @@ def set_top_k(router: nn.Module, parts: RouterParts, top_k: int) -> None:
     setattr(getattr(router, owner) if owner else router, leaf, top_k)
 
 
-def unbound(module: M) -> M:
+def shallow_copy(module: M) -> M:
     """Return a shallow copy with its own dictionaries of tensors and modules, and no hooks."""
     twin = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
