@@ -191,7 +191,7 @@ class Arch:
         """Return the activation function of a decoder layer's FFN."""
         return act_of(self.ffn_of(layer), self.ffn)
 
-    def nothing_written(self, layer: nn.Module) -> Tensor:
+    def empty_output(self, layer: nn.Module) -> Tensor:
         """Return an empty output of a decoder layer's FFN (0, D), of its device and dtype."""
         down = weight_of(self.ffn_of(layer), self.ffn.down)
         return down.new_empty(0, down.shape[0])

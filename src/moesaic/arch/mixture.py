@@ -168,9 +168,9 @@ class MoEArch(Arch):
             return view.shared_ffn.act
         return view.experts.act_fn
 
-    def nothing_written(self, layer: nn.Module) -> Tensor:
+    def empty_output(self, layer: nn.Module) -> Tensor:
         if not self.is_moe(layer):
-            return super().nothing_written(layer)
+            return super().empty_output(layer)
         experts = self.mixture(layer).experts
         down = experts.down_proj
         return down.new_empty(0, down.shape[2 if self.transposed else 1])

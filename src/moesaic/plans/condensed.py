@@ -199,7 +199,7 @@ def _new_ffn(
     layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
 ) -> CondensedFFN:
     """Return the MLP that replaces a live layer's FFN, by default on its device."""
-    like_0D = arch.nothing_written(layer)
+    like_0D = arch.empty_output(layer)
     device = device or like_0D.device
     act = arch.act_of(layer) if width else nn.Identity()
     more = hands_on(type(arch.ffn_of(layer)).forward)

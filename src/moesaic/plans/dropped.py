@@ -50,7 +50,7 @@ class DroppedLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        hidden = arch.nothing_written(layers[index]).shape[1]
+        hidden = arch.empty_output(layers[index]).shape[1]
         noted = attributes(layers[index])
         layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
         vars(layers[index]).update(noted)  # some models read a layer's type

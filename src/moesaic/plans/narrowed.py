@@ -87,7 +87,7 @@ class NarrowedLayer(LayerPlan):
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
         use = arch.use(layer)
-        neuron = (3 if arch.ffn.gate else 2) * arch.nothing_written(layer).shape[1]
+        neuron = (3 if arch.ffn.gate else 2) * arch.empty_output(layer).shape[1]
         return replace(use, kind=cls.kind, dropped=neuron * (header["before"] - use.width))
 
     @classmethod
