@@ -95,7 +95,7 @@ class CondensedLayer(LayerPlan):
             for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
                 gate_MD, up_MD = both[i].chunk(2)
                 parts.append((gate_MD, up_MD, down[i], scale))
-        empty_0D = nothing_read(arch, state)
+        empty_0D = empty_projection(arch, state)
         like = parts[0][2] if parts else empty_0D
         names = arch.ffn.apart
         folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
@@ -210,7 +210,7 @@ def _new_ffn(
     )
 
 
-def nothing_read(arch: Arch, state: State) -> Tensor:
+def empty_projection(arch: Arch, state: State) -> Tensor:
     """Return an FFN's projection with no neurons (0, D), of the dtype of its experts or neurons.
 
     Routers may have a wider dtype.

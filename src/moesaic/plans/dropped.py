@@ -12,7 +12,7 @@ from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.modules.condensed_ffn import PassThrough, shapes
 from moesaic.plans.base import Description, Header, LayerPlan, Site, Sizes, State
-from moesaic.plans.condensed import nothing_read
+from moesaic.plans.condensed import empty_projection
 from moesaic.types import JSON, Config
 
 
@@ -44,7 +44,7 @@ class DroppedLayer(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Yield three projections without neurons, by which the block is recognised."""
-        empty_0D = nothing_read(arch, state)
+        empty_0D = empty_projection(arch, state)
         for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
             yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
 
