@@ -222,10 +222,10 @@ def empty_projection(arch: Arch, state: State) -> Tensor:
     return torch.empty(0, reader.shape[1], dtype=like.dtype, device=like.device)
 
 
-NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")
+NO_EXPERTS = torch.empty(0, dtype=torch.int64, device="cpu")
 """Empty list of routed experts."""
 
-NO_FFN = CondensedLayer(NONE_K, torch.empty(0, device="cpu"), 0, shared=False)
+NO_FFN = CondensedLayer(NO_EXPERTS, torch.empty(0, device="cpu"), 0, shared=False)
 """Plan of a layer whose whole FFN block is removed: Layer Drop."""
 
 

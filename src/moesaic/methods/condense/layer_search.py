@@ -42,7 +42,7 @@ from moesaic.methods.condense.experts import (
 )
 from moesaic.observation.branches import branches
 from moesaic.observation.stream import Block, LayerStream, Spill, valid
-from moesaic.plans.condensed import NO_FFN, NONE_K, CondensedLayer
+from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
 from moesaic.plans.dropped import DroppedLayer
 from moesaic.plans.regression import significantly_worse
 from moesaic.surgery import applied
@@ -106,7 +106,7 @@ class ExpertSearch:
         config, view = self.config, self.view
         g_A, calls_E = self._gates()
         g_E = g_A[: view.count]
-        shared, routed = self._shared(g_A[view.count :]), NONE_K
+        shared, routed = self._shared(g_A[view.count :]), NO_EXPERTS
         analysis: JSON = {"calls": calls_E.tolist()}
         if config.keep == "shared+routed":
             k = view.top_k if config.experts is None else config.experts
@@ -158,7 +158,7 @@ class ExpertSearch:
                     total += torch.sigmoid(gate(x_TD.to(view.device))).double().sum().cpu()
                 count = sum(len(x) for x in self.inputs)
                 scale, gated = mean_over_processes(total, count).item(), 0
-        return CondensedLayer(NONE_K, torch.empty(0), width, True, scale, gated)
+        return CondensedLayer(NO_EXPERTS, torch.empty(0), width, True, scale, gated)
 
     def _with_experts(
         self, shared: CondensedLayer, routed_K: Tensor, g_E: Tensor

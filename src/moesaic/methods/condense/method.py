@@ -30,7 +30,7 @@ from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.condensed import NO_FFN, NONE_K, CondensedLayer
+from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
 from moesaic.plans.dropped import DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON, Config
@@ -325,7 +325,7 @@ def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:
     if config.keep == "attention":
         return NO_FFN
     gate = view.arch.shared_gate is not None and config.shared_gate == "token"
-    width, routed = view.shared_width, NONE_K
+    width, routed = view.shared_width, NO_EXPERTS
     if config.keep == "shared+routed":
         count = view.top_k if config.experts is None else config.experts
         routed = torch.arange(count)
@@ -353,7 +353,7 @@ def padded(
     wider = {i for i in dense if base.widths[i] < width}
     return {
         **{i: replace(plan, width=width) for i, plan in plans.items()},
-        **{i: CondensedLayer(NONE_K, torch.empty(0), width) for i in wider},
+        **{i: CondensedLayer(NO_EXPERTS, torch.empty(0), width) for i in wider},
     }
 
 
