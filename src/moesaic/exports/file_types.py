@@ -56,7 +56,7 @@ def order(name: str) -> tuple[int, str]:
     return int(match[1]) if match else -1, name
 
 
-def is_rounded(name: str, shape: Sequence[int]) -> bool:
+def is_quantised(name: str, shape: Sequence[int]) -> bool:
     """Return True for matrices to quantise: no routers or small ones (row length: ``shape[0]``)."""
     return math.prod(shape[1:]) > 1 and name.endswith("weight") and not KEPT.search(name)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.config import by_text
 from moesaic.errors import MoesaicError
-from moesaic.exports.file_types import Model, is_rounded, mixture, order
+from moesaic.exports.file_types import Model, is_quantised, mixture, order
 from moesaic.metrics.gguf_engine import library
 
 ALIGNED = 32
@@ -186,7 +186,7 @@ def quantise(
     given = {tensor.name: tensor for tensor in sorted(reader.tensors, key=lambda t: order(t.name))}
     shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in given.items()}
     arch = str(fields["general.architecture"].contents())
-    rows = {name: shape[0] for name, shape in shapes.items() if is_rounded(name, shape)}
+    rows = {name: shape[0] for name, shape in shapes.items() if is_quantised(name, shape)}
     whole = type == WHOLE
     wanted = {} if whole else mixture(rows, type, _model(fields, arch), bool(weights))
     wanted |= {
