@@ -60,7 +60,7 @@ PATIENCE = timedelta(seconds=10)
 """Longest wait until the others have read it; the store may end with this process."""
 
 
-def tell_others(reason: str) -> None:
+def publish_refusal(reason: str) -> None:
     """Publish that this process ends, and why, and wake the processes that wait for it."""
     number, world = process()
     if world == 1:

@@ -40,9 +40,9 @@ def explained() -> Iterator[None]:
         yield
     except MoesaicError as error:
         if _several():
-            from moesaic.distributed import tell_others
+            from moesaic.distributed import publish_refusal
 
-            tell_others(str(error))
+            publish_refusal(str(error))
         fail(str(error), 2)
     except click.Abort:
         interrupted(None)
