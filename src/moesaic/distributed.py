@@ -75,7 +75,7 @@ def publish_refusal(reason: str) -> None:
         store.wait([f"{SEEN}{other}" for other in range(world)], PATIENCE)
 
 
-def another_ended(error: BaseException) -> tuple[str, bool] | None:
+def peer_failure(error: BaseException) -> tuple[str, bool] | None:
     """Return the reason if an error means that another process ended while this one waited.
 
     Returns:

@@ -58,10 +58,10 @@ def explained() -> Iterator[None]:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
         if _several():
-            from moesaic.distributed import another_ended
+            from moesaic.distributed import peer_failure
 
             for one in _with_causes(error):
-                if (ended := another_ended(one)) is not None:
+                if (ended := peer_failure(one)) is not None:
                     reason, refused = ended
                     fail(reason, 2 if refused else 1)
         if disk_full(error):
