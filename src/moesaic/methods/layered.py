@@ -109,7 +109,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """
         return {i: next(iter(of_layer)) for i, of_layer in losses.items()}
 
-    def rivals(self) -> Mapping[str, LayerMethod[C, A, S]]:
+    def alternatives(self) -> Mapping[str, LayerMethod[C, A, S]]:
         """Simpler alternatives with the same budget, by name.
 
         All are compared by KL on held-out windows. This method's result is used only if every
@@ -150,9 +150,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     def run(self, job: Job[A]) -> Decision:
         config = self.config
         methods: Mapping[str, LayerMethod[C, A, S]]
-        rivals = self.rivals()
-        held_out = job.held_back() if rivals else None
-        methods = {RESULT: self, **rivals, **self.compared(job.args.compare)}
+        alternatives = self.alternatives()
+        held_out = job.held_back() if alternatives else None
+        methods = {RESULT: self, **alternatives, **self.compared(job.args.compare)}
         sizes = {name: method.sizes(job) for name, method in methods.items()}
         needs = {name for method in methods.values() for name in method.needs}
         gram_bytes = max(method.gram_bytes for method in methods.values())
@@ -187,12 +187,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                 }
         best, compared = RESULT, JSON()
         if held_out is not None:
-            names = [RESULT, *rivals]
+            names = [RESULT, *alternatives]
             stream = job.stream(list(sizes[RESULT]), job.arch.view, held_out)
             kl_CN = divergences(stream, [plans[name].layers for name in names], job.track)
             kls = dict(zip(names, kl_CN.mean(1).tolist(), strict=True))
             if not all(significantly_worse(rival_N, kl_CN[0]) for rival_N in kl_CN[1:]):
-                best = min(rivals, key=lambda name: kls[name])
+                best = min(alternatives, key=lambda name: kls[name])
                 self.config = methods[best].config
             compared = {"compared": kls, "kept": best}
         summary = {**methods[best].summary(job, losses[best]), **compared}

@@ -394,7 +394,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def tag(self, size: Size) -> str:
         return f"{size.count}-{size.neurons}"
 
-    def rivals(self) -> Mapping[str, Slimmer]:
+    def alternatives(self) -> Mapping[str, Slimmer]:
         """Return the alternative to widths that differ by layer: equal widths."""
         if not self.config.by_layer:
             return {}
