@@ -45,7 +45,7 @@ Decided = Mapping[S, tuple[LayerPlan, JSON]]
 
 
 @dataclass
-class Case(Generic[A]):
+class LayerCase(Generic[A]):
     """One layer to decide, with its statistics and tokens."""
 
     index: int
@@ -93,7 +93,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Compute the method's own statistic of a layer's tokens, shared by all comparisons."""
 
     @abstractmethod
-    def decide(self, case: Case[A], sizes: Sequence[S]) -> Decided[S]:
+    def decide(self, case: LayerCase[A], sizes: Sequence[S]) -> Decided[S]:
         """Return the plan of a layer at each size.
 
         Args:
@@ -221,7 +221,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             i, stats, site = observed
             results: dict[str, tuple[LayerPlan, JSON]] = {}
             statistic = self.observe(site) if site is not None and i in missing else None
-            case = Case(i, job, stats, site, statistic)
+            case = LayerCase(i, job, stats, site, statistic)
             for name in missing.get(i, ()):
                 method, options = methods[name], sizes[name][i]
                 for size, decision in method.decide(case, options).items():
@@ -259,7 +259,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     def outline(self, job: Job[A]) -> Outline:
         """Outline a run by :meth:`decide` on layers of which only the shapes are known."""
         sizes = self.sizes(job)
-        decided = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
+        decided = {i: self.decide(LayerCase(i, job, None), options) for i, options in sizes.items()}
         # sizes will differ by layer: assume that each layer's loss is above that of the one before
         losses = {
             i: {size: loss * (1 + n) for size, loss in of_layer.items()}

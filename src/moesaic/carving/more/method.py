@@ -37,7 +37,7 @@ from moesaic.carving.more.formulas import (
 from moesaic.config import chosen_layers
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
-from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.sentences import carved, number, some
 from moesaic.methods.slim.choice import narrowest
 from moesaic.observation.job import Job
@@ -61,7 +61,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return f"{size.backbone}-{size.experts}x{size.petal}"
 
     def decide(
-        self, case: Case[Arch], sizes: Sequence[Split]
+        self, case: LayerCase[Arch], sizes: Sequence[Split]
     ) -> dict[Split, tuple[LayerPlan, JSON]]:
         (split,) = sizes
         if case.site is None:

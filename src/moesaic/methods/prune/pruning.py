@@ -33,7 +33,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, original, routed_layers, span
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.prune.criteria import ScoredLayer
@@ -115,7 +115,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     # --- one layer -------------------------------------------------------------------------------
 
     def decide(
-        self, case: Case[MoEArch], sizes: Sequence[int]
+        self, case: LayerCase[MoEArch], sizes: Sequence[int]
     ) -> dict[int, tuple[LayerPlan, JSON]]:
         groups = case.job.arch.group_count(case.job.shape.config)
         stats = None if case.stats is None else case.stats.experts

@@ -28,7 +28,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import routed_layers, unskipped
 from moesaic.methods.sentences import percent
 from moesaic.methods.skip.config import SkipConfig
@@ -125,7 +125,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return {i: [beta] for i, beta in zip(layers, betas or [None] * len(layers), strict=True)}
 
     def decide(
-        self, case: Case[MoEArch], sizes: Sequence[float | None]
+        self, case: LayerCase[MoEArch], sizes: Sequence[float | None]
     ) -> dict[float | None, tuple[LayerPlan, JSON]]:
         top_k = case.view.top_k
         if case.stats is None or case.stats.experts is None:

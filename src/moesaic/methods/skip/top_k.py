@@ -8,7 +8,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import routed_layers, span, unskipped
 from moesaic.methods.skip.config import TopKConfig
 from moesaic.observation.job import Job
@@ -48,7 +48,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
         return {i: [target] for i in tops}
 
     def decide(
-        self, case: Case[MoEArch], sizes: Sequence[int]
+        self, case: LayerCase[MoEArch], sizes: Sequence[int]
     ) -> dict[int, tuple[LayerPlan, JSON]]:
         before = case.view.top_k
         return {

@@ -32,7 +32,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.layered import RESULT, Case, LayerMethod
+from moesaic.methods.layered import RESULT, LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.choice import (
@@ -320,7 +320,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     # --- one layer -------------------------------------------------------------------------------
 
-    def decide(self, case: Case[Arch], sizes: Sequence[Size]) -> dict[Size, tuple[LayerPlan, JSON]]:
+    def decide(
+        self, case: LayerCase[Arch], sizes: Sequence[Size]
+    ) -> dict[Size, tuple[LayerPlan, JSON]]:
         view, stats = case.view, case.stats
         if stats is None or stats.neurons is None:
             shared = getattr(view, "shared_width", 0)
@@ -347,7 +349,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def choose(
         self,
-        case: Case[Arch],
+        case: LayerCase[Arch],
         stats: LayerStats,
         score_EM: Tensor,
         shared: tuple[Tensor, Tensor] | None,
