@@ -32,7 +32,7 @@ from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measurement import Measurement
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerStream, Spill
+from moesaic.observation.stream import LayerStream, SpilledList
 from moesaic.train.loop import train
 from moesaic.train.objectives import Schedule
 
@@ -259,18 +259,18 @@ def test_the_other_device_refuses_tensors_of_this_one() -> None:
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything goes to mapped files of the CPU."""
-    first = Spill.__init__
+    first = SpilledList.__init__
 
-    def made(self: Spill, limit: int) -> None:
+    def made(self: SpilledList, limit: int) -> None:
         first(self, 0)
 
-    monkeypatch.setattr(Spill, "__init__", made)
+    monkeypatch.setattr(SpilledList, "__init__", made)
 
 
 @pytest.mark.usefixtures("spilling")
 def test_what_is_spilled_comes_back_on_its_device() -> None:
     with faraway.device():
-        spill = Spill(1 << 30)
+        spill = SpilledList(1 << 30)
         spill.append(torch.arange(4.0).to(faraway.FAR))
         spill.append(torch.arange(3.0))
         assert [x.device for x in spill] == [faraway.FAR, torch.device("cpu")]

@@ -18,7 +18,7 @@ from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.machine import free_bytes
-from moesaic.observation.stream import Spill
+from moesaic.observation.stream import SpilledList
 from moesaic.train.tune.config import TuneConfig
 
 pytestmark = [
@@ -36,8 +36,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything goes to mapped files of the CPU."""
-    first = Spill.__init__
-    monkeypatch.setattr(Spill, "__init__", lambda self, limit: first(self, 0))
+    first = SpilledList.__init__
+    monkeypatch.setattr(SpilledList, "__init__", lambda self, limit: first(self, 0))
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:

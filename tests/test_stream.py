@@ -19,7 +19,7 @@ from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
 from moesaic.observation import stream as streaming
 from moesaic.observation.backward import _head_gradients
-from moesaic.observation.stream import LayerStream, Spill
+from moesaic.observation.stream import LayerStream, SpilledList
 from moesaic.plans.slimmed import SlimmedLayer
 
 
@@ -90,12 +90,12 @@ def test_spilling_changes_nothing(tokens):
 def test_all_that_is_kept_in_memory_keeps_to_one_limit(follow, tokens, monkeypatch):
     limits = []
 
-    class Noted(Spill):
+    class Noted(SpilledList):
         def __init__(self, limit):
             limits.append(limit)
             super().__init__(limit)
 
-    monkeypatch.setattr(streaming, "Spill", Noted)
+    monkeypatch.setattr(streaming, "SpilledList", Noted)
     for site in dense_stream(tiny_model("llama"), tokens, spill_bytes=800, follow=follow):
         kept = limits[:-1] if site._targets is None else limits  # without targets none are kept
         assert sum(kept) == 800
@@ -145,7 +145,7 @@ def test_the_way_back_begins_with_one_batch_at_a_time(tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spill_keeps_values_and_lives_on_disk(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    spill = Spill(limit=100)
+    spill = SpilledList(limit=100)
     first, second = torch.randn(4, 4).to(dtype), torch.randn(50, 3).to(dtype)
     spill.append(first)
     spill.append(second)

@@ -21,7 +21,7 @@ from moesaic.io.dtypes import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
 from moesaic.modules.phase import set_mode
-from moesaic.observation.stream import LayerStream, PartChange, Spill
+from moesaic.observation.stream import LayerStream, PartChange, SpilledList
 from moesaic.types import Model, Track, logits_alone, silent
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class _Kept:
 
     batches: Sequence[Tokens]
     stream: LayerStream[nn.Module]
-    states: Spill
+    states: SpilledList
     routing: dict[int, Routing]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.losses import next_token_loss
-from moesaic.observation.stream import Block, LayerStream, Spill
+from moesaic.observation.stream import Block, LayerStream, SpilledList
 from moesaic.types import Track
 
 LIMIT = 1 << 30
@@ -40,7 +40,7 @@ def backward(
     """
     states, kwargs = stream.record()
     batches = len(states)
-    entering, gradients = Spill(LIMIT), Spill(LIMIT)
+    entering, gradients = SpilledList(LIMIT), SpilledList(LIMIT)
     handed: list[list[object]] = []
     try:
         for block in stream.blocks(kwargs):
@@ -63,7 +63,7 @@ def backward(
 
 
 def _through_layer(
-    block: Block, entering: Spill, handed: list[object], gradients: Spill, batches: int
+    block: Block, entering: SpilledList, handed: list[object], gradients: SpilledList, batches: int
 ) -> None:
     """Carry every batch back through one layer; ``gradients`` become those at its input."""
     for b in range(batches):

@@ -16,7 +16,7 @@ from torch import nn
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.losses import divergence, in_chunks
-from moesaic.observation.stream import LayerStream, Spill
+from moesaic.observation.stream import LayerStream, SpilledList
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied
 from moesaic.types import Track, silent
@@ -34,7 +34,7 @@ LIMIT = 4 << 30
 @torch.no_grad()
 def branches(
     stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
-) -> list[Spill]:
+) -> list[SpilledList]:
     """Return the last layer's output under each of several changes.
 
     Args:
@@ -49,7 +49,7 @@ def branches(
     states, kwargs = stream.record()
     groups = [(list(range(len(changes))), states)]
     for block in track(stream.blocks(kwargs), "Running changes", stream.count):
-        regrouped: list[tuple[list[int], Spill]] = []
+        regrouped: list[tuple[list[int], SpilledList]] = []
         for members, hidden in groups:
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
             for place, (key, plan) in enumerate(plans.items(), 1):
@@ -59,7 +59,7 @@ def branches(
                         block.run(hidden, layer)
                         regrouped.append((some, hidden))
                         continue
-                    branched = Spill(LIMIT // len(changes))
+                    branched = SpilledList(LIMIT // len(changes))
                     block.branch(hidden, branched, layer or block.layer)
                     regrouped.append((some, branched))
         groups = regrouped

@@ -34,7 +34,7 @@ from moesaic.data.text import Tokens
 from moesaic.io.outputs import whole_file
 from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.observation.branches import Change, StandIn, changed
-from moesaic.observation.stream import BEFORE, Block, LayerStream, Spill
+from moesaic.observation.stream import BEFORE, Block, LayerStream, SpilledList
 from moesaic.plans.base import LayerPlan
 from moesaic.types import Track, silent
 
@@ -59,8 +59,8 @@ class PricedLayer:
     block: Block
     entering: Sequence[Tensor]
     _handed: Sequence[object]
-    _gradients: Sequence[Spill]
-    _leaving: Spill
+    _gradients: Sequence[SpilledList]
+    _leaving: SpilledList
 
     @torch.no_grad()
     def directional(self, stand_in: PartStandIn) -> Tensor:
@@ -87,8 +87,8 @@ class PricedEnds:
     """
 
     stream: LayerStream[object]
-    gradients: Sequence[Spill]
-    first: Spill
+    gradients: Sequence[SpilledList]
+    first: SpilledList
 
     @torch.no_grad()
     def directional(self, stand_in: PartStandIn) -> Tensor:
@@ -117,7 +117,7 @@ def priced_layers(
     draws: int = 1,
     seed: int = 0,
     track: Track = silent,
-    last: Callable[[Spill], None] | None = None,
+    last: Callable[[SpilledList], None] | None = None,
 ) -> Iterator[PricedLayer | PricedEnds]:
     """Run a model forward, and yield its layers from the last to the first, each open.
 
@@ -133,8 +133,8 @@ def priced_layers(
     """
     states, kwargs = stream.record()
     batches = len(states)
-    entering, leaving = Spill(IN_MEMORY), Spill(IN_MEMORY)
-    gradients = [Spill(IN_MEMORY // draws) for _ in range(draws)]
+    entering, leaving = SpilledList(IN_MEMORY), SpilledList(IN_MEMORY)
+    gradients = [SpilledList(IN_MEMORY // draws) for _ in range(draws)]
     handed: list[list[object]] = []
     try:
         for block in track(stream.blocks(kwargs), "Running the model", stream.count):
@@ -167,7 +167,9 @@ def priced_layers(
             spill.clear()
 
 
-def _draw(stream: LayerStream[object], last: Spill, into: Sequence[Spill], seed: int) -> None:
+def _draw(
+    stream: LayerStream[object], last: SpilledList, into: Sequence[SpilledList], seed: int
+) -> None:
     """Append batches of the gradient (B, L, D) of drawn labels' log-likelihood, a draw a spill.
 
     Logits are made of one window at a time: those of a batch may be larger than a layer.
@@ -302,7 +304,7 @@ def estimates(
                 save_file({"found": result}, work)
         return result
 
-    def heads(states: Spill) -> None:
+    def heads(states: SpilledList) -> None:
         if every := users(stream.count):
             plans = [changes[members[0]][stream.count] for members in every]
             kls = once(stream.count, _head_divergences(stream, states, plans))
@@ -321,7 +323,7 @@ def estimates(
 
 
 def _head_divergences(
-    stream: LayerStream[object], states: Spill, plans: Sequence[LayerPlan | StandIn]
+    stream: LayerStream[object], states: SpilledList, plans: Sequence[LayerPlan | StandIn]
 ) -> Iterator[Tensor]:
     """KL(original || changed head), nats a token, of the windows whose logits may be kept."""
     kept, bytes = list[tuple[Tokens, Tensor, Tensor]](), 0

@@ -31,7 +31,7 @@ from moesaic.modules.chance import Passage, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 
-class Spill:
+class SpilledList:
     """List of tensors that are moved to memory-mapped files beyond ``limit`` bytes of memory.
 
     Each is returned on the device that it was on.
@@ -99,10 +99,10 @@ class Site(Generic[V_co]):
     ffn: nn.Module
     view: V_co
     _device: torch.device
-    _inputs: Spill
-    _entered: Callable[[Spill, Passage], Iterator[Tensor]]
+    _inputs: SpilledList
+    _entered: Callable[[SpilledList, Passage], Iterator[Tensor]]
     _cache_bytes: int
-    _targets: Spill | None = None
+    _targets: SpilledList | None = None
     _hidden: list[Tensor] | None = None
     _residuals: Callable[[], Iterator[Tensor]] | None = None
     passage: Passage = field(default_factory=Passage)
@@ -161,7 +161,7 @@ class Site(Generic[V_co]):
 
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
-"""``id`` of a :class:`Spill` of hidden states, index of a batch, and the layer passed."""
+"""``id`` of a :class:`SpilledList` of hidden states, index of a batch, and the layer passed."""
 PartChange = Callable[[nn.Module, int], AbstractContextManager[object]]
 """Function of a part of a model and its place that returns a context in which it is changed."""
 BEFORE = -1
@@ -204,7 +204,7 @@ class Block:
         self._carried[(0, batch, self.index - 1)] = handed
         return self._output(layer or self.layer, states, (0, batch, self.index))
 
-    def handed(self, states: Spill) -> list[object]:
+    def handed(self, states: SpilledList) -> list[object]:
         """Return per batch the extra output (besides hidden states) of the previous layer."""
         before = self.index - 1
         return [self._carried.get((id(states), b, before)) for b in range(len(states))]
@@ -238,13 +238,13 @@ class Block:
         for b, before in enumerate(states):
             yield self._output(layer or self.layer, before, (id(states), b, self.index))
 
-    def branch(self, states: Spill, into: Spill, layer: nn.Module) -> None:
+    def branch(self, states: SpilledList, into: SpilledList, layer: nn.Module) -> None:
         """Pass every batch through a replacement of the layer; ``states`` do not change."""
         for b, after in enumerate(self.outputs(states, layer)):
             into.append(after)
             self._carried[id(into), b, self.index] = self._carried.get((id(states), b, self.index))
 
-    def run(self, states: Spill, layer: nn.Module | None = None) -> None:
+    def run(self, states: SpilledList, layer: nn.Module | None = None) -> None:
         """Pass every batch through the layer, or its replacement; ``states`` become the outputs."""
         for b, after in enumerate(self.outputs(states, layer)):
             states.replace(b, after)
@@ -255,7 +255,7 @@ class Turn:
     """Layer that comes next, and its input hidden states."""
 
     block: Block
-    states: Spill
+    states: SpilledList
     """Hidden states, one entry per batch (B, L, D)."""
     masks: Sequence[Tensor | None]
     """Masks per batch; False on padding."""
@@ -414,7 +414,7 @@ class LayerStream(Generic[V_co]):
         hidden, kwargs = self.record()
         followed = self._copied(hidden) if self._follow else None
         share = self._spill_bytes // (8 if self._follow else 2)
-        inputs, targets = Spill(share), Spill(share)
+        inputs, targets = SpilledList(share), SpilledList(share)
         try:
             for block in self.blocks(kwargs, max(self.layers, default=-1) + 1):
                 i, layer = block.index, block.layer
@@ -531,18 +531,18 @@ class LayerStream(Generic[V_co]):
             for batch, last in zip(self._batches, states, strict=True):
                 yield finish(batch, last), batch
 
-    def _valid(self, states: Spill) -> Iterator[Tensor]:
+    def _valid(self, states: SpilledList) -> Iterator[Tensor]:
         return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
 
-    def _copied(self, states: Spill) -> Spill:
-        copied = Spill(self._spill_bytes // 4)
+    def _copied(self, states: SpilledList) -> SpilledList:
+        copied = SpilledList(self._spill_bytes // 4)
         for tensor in states:
             copied.append(tensor.clone())
         return copied
 
     @contextmanager
     def collected(
-        self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int
+        self, ffn: nn.Module, inputs: SpilledList | None, outputs: SpilledList | None, layer: int
     ) -> Iterator[None]:
         """Collect the inputs and outputs of an FFN while the context lasts, padding left out.
 
@@ -607,9 +607,9 @@ class LayerStream(Generic[V_co]):
         return (batch.attention_mask for batch in self._batches)
 
     @torch.no_grad()
-    def record(self) -> tuple[Spill, list[list[JSON]]]:
+    def record(self) -> tuple[SpilledList, list[list[JSON]]]:
         """Return embeddings of every batch, and the keyword arguments of every block for it."""
-        hidden = Spill(self._spill_bytes // 2)
+        hidden = SpilledList(self._spill_bytes // 2)
         kwargs: list[list[JSON]] = []
         first: list[Tensor] = []
 

@@ -41,7 +41,7 @@ from moesaic.methods.condense.experts import (
     weight_scores,
 )
 from moesaic.observation.branches import branches
-from moesaic.observation.stream import Block, LayerStream, Spill, valid
+from moesaic.observation.stream import Block, LayerStream, SpilledList, valid
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
 from moesaic.plans.dropped import DroppedLayer
 from moesaic.plans.regression import significantly_worse
@@ -75,12 +75,12 @@ class ExpertSearch:
         stream: LayerStream[MoEFFN],
         arch: MoEArch,
         block: Block,
-        hidden: Spill,
+        hidden: SpilledList,
     ) -> None:
         self.config, self.stream, self.arch = config, stream, arch
         self.block, self.hidden, self.view = block, hidden, arch.mixture(block.layer)
         self.divergence = DIVERGENCES["js" if config.metric == "ppl" else config.metric]
-        self.inputs, self.reference = Spill(1 << 30), Spill(1 << 30)
+        self.inputs, self.reference = SpilledList(1 << 30), SpilledList(1 << 30)
         """Per batch, input of the layer's FFN block and output of the layer (T, D)."""
 
     def decide(self) -> tuple[Replaced, JSON]:
@@ -179,7 +179,7 @@ class ExpertSearch:
                 )
 
             return greedy_experts(run, g_E, k)
-        start, experts = Spill(1 << 30), Spill(2 << 30)
+        start, experts = SpilledList(1 << 30), SpilledList(2 << 30)
         try:
             for out_TD in self._outputs(shared):
                 start.append(out_TD)
@@ -279,7 +279,7 @@ class LayerSearch:
         self.streams = streams
         self.plans = plans
         self.metric = metric
-        self._references: dict[int, Spill] = {}
+        self._references: dict[int, SpilledList] = {}
 
     def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
         """Return the change of the output with each candidate condensed besides the chosen
@@ -296,7 +296,7 @@ class LayerSearch:
         some, stream = {i: self.plans[i] for i in chosen}, self.streams[leg]
         changes = [{**some, i: self.plans[i]} for i in candidates]
         if leg not in self._references:
-            reference = self._references[leg] = Spill(1 << 30)
+            reference = self._references[leg] = SpilledList(1 << 30)
             (final,) = branches(stream, [{}])
             for output, _ in self._judged(stream, final):
                 reference.append(output)
@@ -309,7 +309,7 @@ class LayerSearch:
         return sums
 
     def _judged(
-        self, stream: LayerStream[MoEFFN], final: Spill
+        self, stream: LayerStream[MoEFFN], final: SpilledList
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:
         """Yield per batch the outputs that are compared, (T, D) after the final norm or (B,)
         perplexities, and the number of rows of each window."""
@@ -322,7 +322,9 @@ class LayerSearch:
             else:
                 yield valid(out, mask), mask.sum(1).tolist()
 
-    def _by_window(self, stream: LayerStream[MoEFFN], reference: Spill, final: Spill) -> Tensor:
+    def _by_window(
+        self, stream: LayerStream[MoEFFN], reference: SpilledList, final: SpilledList
+    ) -> Tensor:
         """Return the sums and counts of :meth:`sums` for this process's windows (2, N)."""
         sums, counts = list[float](), list[int]()
         for before, (after, rows) in zip(reference, self._judged(stream, final), strict=True):
