@@ -251,7 +251,7 @@ class Block:
 
 
 @dataclass
-class Turn:
+class NextLayer:
     """Layer that comes next, and its input hidden states."""
 
     block: Block
@@ -454,7 +454,7 @@ class LayerStream(Generic[V_co]):
                     spill.clear()
 
     @torch.no_grad()
-    def turns(self, layers: Collection[int] | None = None) -> Iterator[Turn]:
+    def turns(self, layers: Collection[int] | None = None) -> Iterator[NextLayer]:
         """Yield the wanted layers, each open, before any batch has passed it.
 
         Args:
@@ -465,7 +465,7 @@ class LayerStream(Generic[V_co]):
         masks, last = [*self.masks()], max(wanted)
         try:
             for block in self.blocks(kwargs, last + 1):
-                turn = Turn(block, states, masks)
+                turn = NextLayer(block, states, masks)
                 if block.index in wanted:
                     yield turn
                 if block.index < last and not turn.passed:
