@@ -18,7 +18,7 @@ from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.modules.chance import Passage
+from moesaic.modules.chance import RunningTokens
 from moesaic.types import cache_of
 
 IDS = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -111,7 +111,7 @@ def test_a_refit_sees_the_draws_of_the_result(monkeypatch: pytest.MonkeyPatch) -
     result = moesaic.carve(tiny_model("llama"), config, calibration=tokens, progress=False)
     layer = result.plan.layers[0]
     assert seen
-    passage = Passage()
+    passage = RunningTokens()
     passage.see(tokens.input_ids, torch.arange(64).expand(4, 64), 0)
     wanted = passage.uniform(4 * 64, len(layer.petals), torch.device("cpu"))
     chosen = torch.zeros_like(wanted).scatter(1, wanted.topk(layer.top_k).indices, 1)
@@ -122,7 +122,7 @@ def test_a_refit_sees_the_draws_of_the_result(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_numbers_are_even_and_their_streams_apart() -> None:
-    passage = Passage()
+    passage = RunningTokens()
     passage.see(torch.full((1, 5000), 7), torch.arange(5000)[None], 2)
     device = torch.device("cpu")
     first = passage.uniform(5000, 4, device)

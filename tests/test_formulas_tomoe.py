@@ -28,7 +28,7 @@ from moesaic.carving.tomoe.masks import (
     straight_through,
     union,
 )
-from moesaic.modules.chance import Passage
+from moesaic.modules.chance import RunningTokens
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (
@@ -362,7 +362,7 @@ def test_values_are_routed_where_some_of_them_go(threshold: float, routed: bool)
 
 def test_a_head_router_that_tosses_prefers_what_its_logits_prefer() -> None:
     torch.manual_seed(0)
-    quiet, noisy = (HeadRouter(6, 5, 4, 2, passage) for passage in (None, Passage()))
+    quiet, noisy = (HeadRouter(6, 5, 4, 2, passage) for passage in (None, RunningTokens()))
     for parameter in quiet.parameters():
         nn.init.normal_(parameter)
     noisy.load_state_dict(quiet.state_dict())

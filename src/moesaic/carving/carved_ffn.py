@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, act_of, dense_ffn, weight_of
 from moesaic.carving.routers import DRAWING, WEIGHING, by_neuron, make_router, norm_scale
-from moesaic.modules.chance import Passage
+from moesaic.modules.chance import RunningTokens
 from moesaic.modules.phase import Phase
 from moesaic.types import Values
 
@@ -59,7 +59,7 @@ class CarvedFFN(nn.Module):
         routing: str,
         gate: Values | None = None,
         phase: Phase | None = None,
-        passage: Passage | None = None,
+        passage: RunningTokens | None = None,
     ) -> None:
         super().__init__()
         self.phase = phase
@@ -217,5 +217,5 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Modul
             header["routing"],
             header.get("gate"),
             phase,
-            Passage.of(layer) if header["routing"] in DRAWING else None,
+            RunningTokens.of(layer) if header["routing"] in DRAWING else None,
         )

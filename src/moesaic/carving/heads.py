@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames
-from moesaic.modules.chance import Passage, gumbel
+from moesaic.modules.chance import RunningTokens, gumbel
 from moesaic.types import Values
 
 
@@ -52,7 +52,7 @@ class HeadRouter(nn.Module):
         embedding: int,
         head_dim: int,
         top_k: int,
-        passage: Passage | None = None,
+        passage: RunningTokens | None = None,
     ) -> None:
         super().__init__()
         self.top_k, self.passage = top_k, passage
@@ -103,7 +103,7 @@ class PartialAttention(nn.Module):
         head_dim: int,
         value_start: int,
         outputs: int,
-        passage: Passage | None = None,
+        passage: RunningTokens | None = None,
     ) -> None:
         super().__init__()
         self.names, self.sizes = names, dict(sizes)

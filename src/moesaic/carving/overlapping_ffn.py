@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
 from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.modules.chance import Passage
+from moesaic.modules.chance import RunningTokens
 
 FORMS = ("moe", "pseudo")
 
@@ -36,7 +36,7 @@ class OverlappingFFN(CarvedFFN):
         experts: int,
         width: int,
         routing: str = "cosine",
-        passage: Passage | None = None,
+        passage: RunningTokens | None = None,
     ) -> None:
         petals = (width,) * experts
         super().__init__(

@@ -20,7 +20,7 @@ from moesaic.carving.heads import PartialAttention
 from moesaic.carving.overlapping_ffn import OverlappingFFN
 from moesaic.carving.routers import DRAWING
 from moesaic.errors import MoesaicError, shown
-from moesaic.modules.chance import Passage
+from moesaic.modules.chance import RunningTokens
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import narrow_linear, of_ffn
 from moesaic.types import JSON
@@ -244,13 +244,13 @@ def _ffn_like(layer: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
             len(header["petals"]),
             header["petals"][0],
             header["routing"],
-            Passage.of(layer) if header["routing"] in DRAWING else None,
+            RunningTokens.of(layer) if header["routing"] in DRAWING else None,
         )
 
 
 def _install_attention(layer: nn.Module, arch: Arch, header: Header) -> None:
     names, attention = arch.attention, arch.attention_of(layer)
-    passage = Passage.of(layer) if header.get("noise") else None
+    passage = RunningTokens.of(layer) if header.get("noise") else None
     old: dict[str, nn.Linear] = {name: getattr(attention, name) for name in names.projections}
     values, size = old[names.v].weight.shape[0], int(getattr(attention, "head_dim"))  # noqa: B009
     read = old[names.o].weight.shape[1]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.modules.chance import Passage, gumbel
+from moesaic.modules.chance import RunningTokens, gumbel
 from moesaic.types import Values
 
 DRAWING = ("random", "tossed")
@@ -72,7 +72,7 @@ class Router(nn.Module):
         experts: int,
         top_k: int,
         routing: str = "cosine",
-        passage: Passage | None = None,
+        passage: RunningTokens | None = None,
     ) -> None:
         super().__init__()
         if routing not in CHOOSING:
@@ -80,7 +80,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
         self.top_k = top_k
         self.routing = routing
-        self.passage = passage or Passage()
+        self.passage = passage or RunningTokens()
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return ones for the chosen petals (T, R), of equal scores the first.
@@ -246,7 +246,7 @@ def make_router(
     top_k: int,
     routing: str,
     gate: Values | None = None,
-    passage: Passage | None = None,
+    passage: RunningTokens | None = None,
 ) -> nn.Module:
     """Return a router by name, its weights not set.
 

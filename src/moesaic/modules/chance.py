@@ -27,7 +27,7 @@ def _hashed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-class Passage:
+class RunningTokens:
     """Tokens that run through a decoder layer now; shared by the modules of one layer.
 
     If they are unknown, as with hidden states instead of ids, every id is 0; and if the number of
@@ -40,9 +40,9 @@ class Passage:
         self.layer = 0
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Passage:
+    def of(cls, layer: nn.Module) -> RunningTokens:
         """Return the passage of a decoder layer, made if it has none."""
-        passage: Passage = vars(layer).setdefault("passage", cls())
+        passage: RunningTokens = vars(layer).setdefault("passage", cls())
         return passage
 
     def see(

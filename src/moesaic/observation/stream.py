@@ -27,7 +27,7 @@ from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.dtypes import working_type
 from moesaic.io.naming import Naming
 from moesaic.io.restore import forward_replaced
-from moesaic.modules.chance import Passage, places
+from moesaic.modules.chance import RunningTokens, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 
@@ -100,12 +100,12 @@ class Site(Generic[V_co]):
     view: V_co
     _device: torch.device
     _inputs: SpilledList
-    _entered: Callable[[SpilledList, Passage], Iterator[Tensor]]
+    _entered: Callable[[SpilledList, RunningTokens], Iterator[Tensor]]
     _cache_bytes: int
     _targets: SpilledList | None = None
     _hidden: list[Tensor] | None = None
     _residuals: Callable[[], Iterator[Tensor]] | None = None
-    passage: Passage = field(default_factory=Passage)
+    passage: RunningTokens = field(default_factory=RunningTokens)
     """Tokens of the batch that :meth:`inputs` yielded last."""
     change: AbstractContextManager[nn.Module | None] | None = None
     """Context set by the loop body: entered while this layer passes its tokens on to the next,
@@ -223,7 +223,7 @@ class Block:
             self._carried.pop((which, batch, index - 2), None)
         return after
 
-    def _set_tokens(self, passage: Passage, batch: Tokens, real: bool = False) -> None:
+    def _set_tokens(self, passage: RunningTokens, batch: Tokens, real: bool = False) -> None:
         """Set the tokens that random choices depend on; with ``real``, without padding."""
         ids, mask = batch.input_ids, batch.attention_mask
         passage.see(ids, places(ids, mask), self.index, mask if real else None)
@@ -576,7 +576,7 @@ class LayerStream(Generic[V_co]):
             yield
 
     def entered(
-        self, block: Block, inputs: Iterable[Tensor], passage: Passage | None = None
+        self, block: Block, inputs: Iterable[Tensor], passage: RunningTokens | None = None
     ) -> Iterator[Tensor]:
         """Yield a layer's FFN inputs per batch, while the FFN is given each batch's other
         arguments.

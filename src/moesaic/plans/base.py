@@ -19,7 +19,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import check_fields
-from moesaic.modules.chance import Passage
+from moesaic.modules.chance import RunningTokens
 from moesaic.registry import Registry
 from moesaic.types import JSON, Values
 
@@ -60,7 +60,7 @@ class Site(Protocol[V_co]):
         """Decoder layer."""
 
     @property
-    def passage(self) -> Passage:
+    def passage(self) -> RunningTokens:
         """Tokens that run through the layer now."""
 
     def inputs(self) -> Iterator[Tensor]:
