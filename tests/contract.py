@@ -28,7 +28,7 @@ from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.rerouting import Law, law_of
 from moesaic.methods.prune.subsets import Neighbours
 from moesaic.observation.expert_stats import observe_experts
-from moesaic.observation.stream import LayerStream, Site
+from moesaic.observation.stream import LayerStream, LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.fewer import FewerLayer
 from moesaic.plans.pruned import PrunedLayer
@@ -328,7 +328,7 @@ def _said(error: Exception) -> str:
     return (text.partition("is not supported. ")[2] or text)[:400]
 
 
-def neighbours(site: Site[MoEFFN]) -> Tensor:
+def neighbours(site: LayerTokens[MoEFFN]) -> Tensor:
     """Whether sets that differ in one expert have the losses of whole sets, along a walk of sets.
 
     Returns:

@@ -23,7 +23,7 @@ from moesaic.plans.base import (
     Description,
     Header,
     LayerPlan,
-    Site,
+    LayerTokens,
     Sizes,
     State,
     check_numbers,
@@ -196,7 +196,7 @@ class CarvedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
+    def refit(self, site: LayerTokens[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
         """Solve for a new down projection.
 
         Features are h~, the input of the down projection, masked by the layer's own router.
@@ -205,7 +205,7 @@ class CarvedLayer(LayerPlan):
         down_DM, figures = refitted_down(site, order_M, self.running(site))
         return replace(self, down_DM=down_DM), figures
 
-    def running(self, site: Site[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
+    def running(self, site: LayerTokens[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of hidden activations, and of those that a token still runs.
 
         Yields:

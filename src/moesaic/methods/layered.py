@@ -30,7 +30,7 @@ from moesaic.observation.stats import (
     bytes_of,
     shows_tokens,
 )
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.regression import significantly_worse
@@ -52,7 +52,7 @@ class LayerCase(Generic[A]):
     job: Job[A]
     stats: LayerStats | None
     """Statistics of the layer; None if only its shape is known, as in a dry run."""
-    site: Site[Any] | None = None
+    site: LayerTokens[Any] | None = None
     """Layer and its tokens, if ``needs`` includes them."""
     statistic: Any = None
     """Result of the method's ``observe``."""
@@ -89,7 +89,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Memory for the Gram matrices of one layer's experts."""
         return 0
 
-    def observe(self, site: Site[Any]) -> Any:
+    def observe(self, site: LayerTokens[Any]) -> Any:
         """Compute the method's own statistic of a layer's tokens, shared by all comparisons."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         return {}
 
     def passing_on(
-        self, site: Site[FFN], layer: LayerPlan
+        self, site: LayerTokens[FFN], layer: LayerPlan
     ) -> AbstractContextManager[nn.Module | None]:
         """Return a context in which the layer's plan replaces it, for ``progressive``."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ import torch
 from moesaic.arch.dense import FFN, Arch
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.processes import each_layer
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied
@@ -56,7 +56,7 @@ def recover(
         for i in layers
     }
 
-    def refitted(site: Site[FFN]) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
+    def refitted(site: LayerTokens[FFN]) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
         i = site.index
         results = {name: plans[name].layers[i].refit(site) for name in missing[i]}
         if propagate:
@@ -64,7 +64,7 @@ def recover(
             site.change = applied(site.layer, job.arch, layer[0])
         return i, results
 
-    def source(indices: Sequence[int]) -> Iterable[Site[FFN]]:
+    def source(indices: Sequence[int]) -> Iterable[LayerTokens[FFN]]:
         return job.stream(indices, job.arch.view, follow=propagate)
 
     if any(missing.values()):

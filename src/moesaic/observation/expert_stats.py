@@ -26,7 +26,7 @@ from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import NeuronStats, weight_stats
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.observation.tap import square_sums
 
 PARTS = ("weights", "outputs", "pairs", "gram", "neurons")
@@ -234,7 +234,7 @@ def _spread_of(view: MoEFFN, i: int) -> float:
 
 @torch.no_grad()
 def observe_experts(
-    site: Site[MoEFFN],
+    site: LayerTokens[MoEFFN],
     batches: Sequence[int] | None = None,
     gram_share: float = 1.0,
     parts: Collection[str] = PARTS,
@@ -417,7 +417,7 @@ def _sizes(square_NE: Tensor, w_NE: Tensor) -> Tensor:
 
 
 def observed(
-    site: Site[MoEFFN],
+    site: LayerTokens[MoEFFN],
     tokens: Tokens,
     numbers: Sequence[int] | None,
     gram_bytes: int,

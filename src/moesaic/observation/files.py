@@ -36,7 +36,7 @@ from moesaic.io.restore import leaves_untouched
 from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plan import BaseShape, MadeFrom
 from moesaic.types import JSON, Model, Values
 
@@ -118,7 +118,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
             if site.index in done:
                 continue
             if isinstance(site.view, MoEFFN):
-                routed = cast("Site[MoEFFN]", site)
+                routed = cast("LayerTokens[MoEFFN]", site)
                 stats = observed(routed, job.tokens, numbers, gram_mb << 20)
             else:
                 neurons = NeuronStats.merged(gathered(observe_neurons(site)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.distributed import gathered
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.observation.tap import Event, Masks, square_sums, tapped
 
 
@@ -127,7 +127,7 @@ def no_stats(experts: int, width: int, shared: int) -> NeuronStats:
 
 
 @torch.no_grad()
-def observe_neurons(site: Site[FFN]) -> NeuronStats:
+def observe_neurons(site: LayerTokens[FFN]) -> NeuronStats:
     """Run a site's tokens once, and return the statistics of the neurons."""
     stats = weight_stats(site.view)
     for x_TD in site.inputs():
@@ -177,7 +177,7 @@ class Products:
     shared_DS: Tensor
 
     @classmethod
-    def of(cls, site: Site[FFN], shared_out: bool) -> Products:
+    def of(cls, site: LayerTokens[FFN], shared_out: bool) -> Products:
         """Compute the products over a layer's tokens, or those of all processes."""
         parts = gathered(grams(site)) if shared_out else [grams(site)]
         gram_EMM, shared_SS = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
@@ -188,7 +188,7 @@ class Products:
 
 
 @torch.no_grad()
-def grams(site: Site[FFN]) -> tuple[Tensor, Tensor]:
+def grams(site: LayerTokens[FFN]) -> tuple[Tensor, Tensor]:
     """Return inner products of neurons over a site's tokens: sum of (w h_j)(w h_k), float64.
 
     Returns:

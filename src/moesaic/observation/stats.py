@@ -25,7 +25,7 @@ from moesaic.observation.neuron_stats import (
     watching,
     weight_stats,
 )
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 
 MODEL = {"products": "pairs of neurons", "tokens": "tokens"}
 """Statistics that no file of ``observe`` holds, in words."""
@@ -51,7 +51,7 @@ class LayerStats:
     products: Products | None = None
 
 
-Observed = tuple[int, LayerStats, Site[FFN] | None]
+Observed = tuple[int, LayerStats, LayerTokens[FFN] | None]
 """Index of a layer, its statistics, and its tokens if they are in memory."""
 
 

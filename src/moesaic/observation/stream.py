@@ -91,7 +91,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 
 @dataclass
-class Site(Generic[V_co]):
+class LayerTokens(Generic[V_co]):
     """Decoder layer with its weights loaded, and the tokens that reach its FFN."""
 
     index: int
@@ -269,7 +269,7 @@ class NextLayer:
 
 
 class LayerStream(Generic[V_co]):
-    """Iterable of a :class:`Site` for each wanted layer, in order.
+    """Iterable of a :class:`LayerTokens` for each wanted layer, in order.
 
     Args:
         model: the model, live; or a skeleton whose layers ``open_layer`` fills.
@@ -410,7 +410,7 @@ class LayerStream(Generic[V_co]):
         return len(self.layers)
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[Site[V_co]]:
+    def __iter__(self) -> Iterator[LayerTokens[V_co]]:
         hidden, kwargs = self.record()
         followed = self._copied(hidden) if self._follow else None
         share = self._spill_bytes // (8 if self._follow else 2)
@@ -429,7 +429,7 @@ class LayerStream(Generic[V_co]):
                         with self.collected(ffn, inputs, None, i):
                             for _ in block.outputs(followed):
                                 pass
-                    site = Site(
+                    site = LayerTokens(
                         i,
                         layer,
                         ffn,

@@ -48,8 +48,8 @@ class State(Protocol):
         """Return True if a tensor has this name in memory."""
 
 
-class Site(Protocol[V_co]):
-    """Unchanged layer and the calibration tokens that reach it; ``stream.Site`` implements it."""
+class LayerTokens(Protocol[V_co]):
+    """Unchanged layer and the calibration tokens that reach it, as ``observation.stream`` has it."""
 
     @property
     def view(self) -> V_co:
@@ -251,7 +251,7 @@ class LayerPlan(ABC):
         """Return the module that chooses a token's experts, and their sizes; None without one."""
         return arch.routed(layer)
 
-    def refit(self, site: Site[Any], **options: bool) -> tuple[LayerPlan, JSON]:
+    def refit(self, site: LayerTokens[Any], **options: bool) -> tuple[LayerPlan, JSON]:
         """Solve for weights with which the layer's output is nearest to the original's.
 
         ``site`` is the unchanged layer with its tokens.

@@ -18,7 +18,15 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
 from moesaic.modules.condensed_ffn import CondensedFFN, Nothing
-from moesaic.plans.base import Description, Header, LayerPlan, Site, Sizes, State, check_numbers
+from moesaic.plans.base import (
+    Description,
+    Header,
+    LayerPlan,
+    LayerTokens,
+    Sizes,
+    State,
+    check_numbers,
+)
 from moesaic.plans.recovery import Balance
 from moesaic.plans.state import LiveState
 from moesaic.types import JSON
@@ -162,7 +170,7 @@ class CondensedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Site[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
+    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
         """Solve for a new down projection. Features are h~ of the shared path and the chosen
         experts.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.modules.condensed_ffn import PassThrough, shapes
-from moesaic.plans.base import Description, Header, LayerPlan, Site, Sizes, State
+from moesaic.plans.base import Description, Header, LayerPlan, LayerTokens, Sizes, State
 from moesaic.plans.condensed import empty_projection
 from moesaic.types import JSON, Config
 
@@ -74,6 +74,6 @@ class DroppedLayer(LayerPlan):
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         return None
 
-    def refit(self, site: Site[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
+    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
         """Return the plan unchanged: nothing is left that could be fitted."""
         return self, {}

@@ -17,7 +17,7 @@ from moesaic.plans.base import (
     Description,
     Header,
     LayerPlan,
-    Site,
+    LayerTokens,
     Sizes,
     State,
     check_numbers,
@@ -99,7 +99,7 @@ class NarrowedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
+    def refit(self, site: LayerTokens[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
         """Solve for a new down projection."""
         order_W = self.order_W.to(site.view.device)
         running = ((h_TM, h_TM[:, order_W]) for _, h_TM in site.activations())

@@ -19,7 +19,7 @@ from moesaic.plans.base import (
     Description,
     Header,
     LayerPlan,
-    Site,
+    LayerTokens,
     Sizes,
     State,
     check_numbers,
@@ -186,7 +186,7 @@ class PrunedLayer(LayerPlan):
         """Return the neurons, of ``width`` before, that the expert at a place keeps, int64."""
         return torch.arange(width)
 
-    def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
+    def refit(self, site: LayerTokens[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """Solve for new down projections of the kept experts, jointly."""
         down_E, _, figures = refitted_downs(site, self.kept, self.neurons_of)
         return self if down_E is None else replace(self, down_E=down_E), figures

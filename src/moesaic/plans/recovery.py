@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
-from moesaic.plans.base import Site
+from moesaic.plans.base import LayerTokens
 from moesaic.plans.regression import HELD_OUT, Block, Blocks, Ridge, ridge_path, significantly_worse
 from moesaic.types import JSON
 
@@ -74,7 +74,7 @@ def recovered(before: float, after: float, square: float) -> JSON:
 
 
 def refitted_down(
-    site: Site[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
+    site: LayerTokens[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, JSON]:
     """Solve for a new down projection of a dense FFN of which each token runs a part.
 
@@ -135,7 +135,7 @@ class _Part:
         """Return the kept neurons' activations (T, W), and what the removed ones wrote (T, D)."""
         return h_TM[:, self.order_W], h_TM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
 
-    def fit_alone(self, site: Site[MoEFFN], expert: int) -> None:
+    def fit_alone(self, site: LayerTokens[MoEFFN], expert: int) -> None:
         """Fit an expert to its own output for all of the layer's tokens, as if it ran them."""
         ridge = Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
         for x_TD in site.inputs():
@@ -150,7 +150,7 @@ class _Part:
 
 @torch.no_grad()
 def refitted_downs(
-    site: Site[MoEFFN],
+    site: LayerTokens[MoEFFN],
     kept: Sequence[int],
     neurons_of: Callable[[int, int], Tensor],
     shared_S: Tensor | None = None,
@@ -205,7 +205,7 @@ def _square(r_TD: Tensor) -> float:
 
 
 def _regression_data(
-    site: Site[MoEFFN], parts: Mapping[int, _Part]
+    site: LayerTokens[MoEFFN], parts: Mapping[int, _Part]
 ) -> tuple[Blocks, Blocks, float]:
     """Return the output's error without the removed parts, and h~ of the kept ones, as regression
     data.

@@ -18,7 +18,15 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import shown
 from moesaic.modules.uneven import DOWN_ROWS, UP_ROWS, flat, make_uneven
-from moesaic.plans.base import PADDING, Description, Header, Site, Sizes, State, check_numbers
+from moesaic.plans.base import (
+    PADDING,
+    Description,
+    Header,
+    LayerTokens,
+    Sizes,
+    State,
+    check_numbers,
+)
 from moesaic.plans.neurons import (
     narrow_experts,
     narrow_mlp,
@@ -203,7 +211,7 @@ class SlimmedLayer(PrunedLayer):
         order_W = self.neurons_EW[place]
         return order_W[order_W != PADDING]
 
-    def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
+    def refit(self, site: LayerTokens[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """Solve for new down projections of the experts and of the shared path."""
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.carving.clustering import affinity_degree, cluster, fill, spectral_embedding
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plans.regression import Ridge
 
 COVERAGE = (0.1, 0.01, 0.001, 0.0005)
@@ -173,7 +173,7 @@ def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
     return (h_TM.float().square() @ member_MR).sqrt() / member_MR.sum(0) ** alpha
 
 
-def prototypes(site: Site[DenseFFN], member_MR: Tensor, alpha: float) -> Tensor:
+def prototypes(site: LayerTokens[DenseFFN], member_MR: Tensor, alpha: float) -> Tensor:
     """Return mu_i, Eqs. 10 and 11, of norm one: the directions that the router compares x with (R,
     D).
 
@@ -230,7 +230,7 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
     return energies(h_TM.float() * norm_M, member_MR, alpha=0)
 
 
-def fit_router(site: Site[DenseFFN], petals: Sequence[Tensor]) -> Tensor:
+def fit_router(site: LayerTokens[DenseFFN], petals: Sequence[Tensor]) -> Tensor:
     """Return the weight of a layer's router (R, D), float32, by ridge regression on its tokens."""
     norm_M = neuron_weights(site.view)
     ridge = Ridge(site.view.up_MD.shape[1], len(petals), site.view.device)

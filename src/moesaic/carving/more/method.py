@@ -41,7 +41,7 @@ from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.sentences import carved, number, some
 from moesaic.methods.slim.choice import narrowest
 from moesaic.observation.job import Job
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON
@@ -148,7 +148,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
         return split_for_target(sizes, layers, active, experts, top_k, multiple)
 
-    def observe(self, site: Site[DenseFFN]) -> MoREStats:
+    def observe(self, site: LayerTokens[DenseFFN]) -> MoREStats:
         """Sum over the site's tokens: Eqs. 4 to 7."""
         ffn = site.view
         width, device = ffn.width, ffn.up_MD.device
@@ -178,7 +178,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         mirror(stats.coactivation_MM)
         return stats
 
-    def carved(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> LayerPlan:
+    def carved(self, stats: MoREStats, site: LayerTokens[DenseFFN], budget: Split) -> LayerPlan:
         """Return a plan: backbone by importance, petals by co-activation, router; or a narrower
         FFN."""
         config, tokens = self.config, stats.tokens
@@ -220,7 +220,9 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
             prompts=prompts if petals else "petals",
         )
 
-    def _router(self, site: Site[DenseFFN], backbone: Tensor, petals: list[Tensor]) -> Tensor:
+    def _router(
+        self, site: LayerTokens[DenseFFN], backbone: Tensor, petals: list[Tensor]
+    ) -> Tensor:
         """Return the router's weight (R, D)."""
         config = self.config
         if config.variant == "random":

@@ -50,7 +50,7 @@ from moesaic.methods.prune.subsets import (
 from moesaic.methods.sentences import credited
 from moesaic.observation.expert_stats import ExpertStats, routing_of
 from moesaic.observation.job import Job
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.pruned import PrunedLayer
 from moesaic.record import Figure, LayerRecord
@@ -235,7 +235,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
 
     def passing_on(
-        self, site: Site[FFN], layer: LayerPlan
+        self, site: LayerTokens[FFN], layer: LayerPlan
     ) -> AbstractContextManager[nn.Module | None]:
         view = cast(MoEFFN, site.view)
         allowed_E = torch.zeros(view.count, dtype=torch.bool)

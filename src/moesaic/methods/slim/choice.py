@@ -15,7 +15,7 @@ from moesaic.arch.dense import FFN
 from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.observation.stats import LayerStats
-from moesaic.observation.stream import Site
+from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import PADDING
 from moesaic.plans.narrowed import NarrowedLayer
 from moesaic.plans.neurons import filled_up
@@ -137,7 +137,7 @@ Shape = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def losses(site: Site[FFN], shapes: Sequence[Shape]) -> list[float]:
+def losses(site: LayerTokens[FFN], shapes: Sequence[Shape]) -> list[float]:
     """Return the exact error of the routed output for each of several shapes.
 
     The error is ||F' - F|| / ||r|| over the site's tokens, F' with the router restricted to the
