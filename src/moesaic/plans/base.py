@@ -49,7 +49,7 @@ class State(Protocol):
 
 
 class LayerTokens(Protocol[V_co]):
-    """Unchanged layer and the calibration tokens that reach it, as ``observation.stream`` has it."""
+    """Unchanged layer and the calibration tokens that reach it; see ``observation.stream``."""
 
     @property
     def view(self) -> V_co:
