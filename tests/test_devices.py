@@ -362,7 +362,7 @@ def test_a_model_that_is_somewhere_stays_there(tokens: Any) -> None:
         model = faraway.put_far(tiny_model("llama"))
         job = Job(RunArgs(model=model), dense_arch)
         assert torch.device(job.device) == faraway.FAR
-        assert torch.device(job.home) == faraway.FAR
+        assert torch.device(job.return_device) == faraway.FAR
 
 
 def test_a_model_whose_weights_are_elsewhere_is_refused(tokens: Any) -> None:

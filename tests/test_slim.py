@@ -168,7 +168,7 @@ def test_gradients_layer_by_layer_are_those_of_the_whole_model(model_type, padde
 
         return arch.watch(arch.ffn_of(block.layer), after)
 
-    stream = job.stream(layers, arch.view, job.share[0])
+    stream = job.stream(layers, arch.view, job.own_tokens[0])
     assert [*backward(stream, layers, took, job.track)] == sorted(layers, reverse=True)
     seen = {}
     handles = [

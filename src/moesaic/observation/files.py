@@ -112,7 +112,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         if differences:
             raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
     if len(done) < len(layers):
-        share, numbers = job.share
+        share, numbers = job.own_tokens
         stream = job.stream(layers, job.arch.view, share)
         for site in job.track(stream, "Observing layers", len(layers)):
             if site.index in done:

@@ -76,13 +76,13 @@ class Job(Generic[A_co]):
         """Model of the caller, or the :class:`~moesaic.io.source.Source` to read from disk."""
         self.device = own_device(args.device)
         """Device to compute on. A live model that is on an accelerator is not moved."""
-        self.home = "cpu"
+        self.return_device = "cpu"
         """Device to which a live model returns after the run."""
         if not isinstance(self.original, Source):
             self._check_in_memory(self.original)
-            self.home = str(self.original.device)
-            if self.home != "cpu":
-                self.device = self.home
+            self.return_device = str(self.original.device)
+            if self.return_device != "cpu":
+                self.device = self.return_device
         self.arch: A_co = find(self.original.config)
         self.observed: JSON = {}
         """Header of the statistics file used for the decision; empty without one."""
@@ -289,7 +289,7 @@ class Job(Generic[A_co]):
         return {**asdict(self.args.calibration), **made}
 
     @cached_property
-    def share(self) -> tuple[Tokens, list[int]]:
+    def own_tokens(self) -> tuple[Tokens, list[int]]:
         """Tokens of this process, and the indices of their batches."""
         return shared_out(self.tokens, *process())
 

@@ -126,7 +126,7 @@ class Observation:
         """All tokens, those of this process, and the indices of its batches."""
         if not self.reads_text:
             return NO_TEXT, NO_TEXT, [0]
-        return self.job.tokens, *self.job.share
+        return self.job.tokens, *self.job.own_tokens
 
     def _experts(self, layers: Sequence[int], follow: bool) -> Iterator[Observed]:
         arch, (every, share, numbers) = self.job.arch, self._tokens
@@ -140,7 +140,7 @@ class Observation:
     def _sites(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Yield layers with their tokens: all in every process if ``needs`` includes them."""
         whole = "tokens" in self.needs
-        tokens = self.job.tokens if whole else self.job.share[0]
+        tokens = self.job.tokens if whole else self.job.own_tokens[0]
         for site in self.job.stream(layers, self.job.arch.view, tokens):
             i, stats = site.index, None
             if self.needs & OF_NEURONS:

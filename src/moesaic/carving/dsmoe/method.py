@@ -66,7 +66,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             )
             learning = dict(live.named_parameters())
             losses = learn(job, method.config, live, learning, texts, folder, objective=objective)
-            live.requires_grad_(True).to(job.home).eval()
+            live.requires_grad_(True).to(job.return_device).eval()
             return live, losses
 
         def compared(name: str) -> Model:

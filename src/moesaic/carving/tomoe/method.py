@@ -81,7 +81,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             threshold = 0.0 if config.noise else threshold_for(layers, config.active)
             plans, analyses = decide(student.masking, layers, job.arch.attention, threshold)
         student.release()
-        live.to(job.home)
+        live.to(job.return_device)
         active = active_ratio(layers, threshold)
         return Decision(
             Plan(config.name, job.base, dict(plans), asdict(config), job.tokens.fingerprint),

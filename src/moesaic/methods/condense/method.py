@@ -101,7 +101,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         candidates = _candidates(job, config)
         fingerprint = job.tokens.fingerprint
         finished = job.finished({**job.asked(config), "text": job.text})
-        stream = job.stream(candidates, job.arch.mixture, job.share[0])
+        stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
         target = Target(job, config, plans)
@@ -176,7 +176,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         yield from done
         streams = [stream]
         if config.layer_search == "racing":
-            parts = legs(job.share[0])
+            parts = legs(job.own_tokens[0])
             streams = [job.stream(list(plans), job.arch.mixture, part) for part in parts]
         search = LayerSearch(streams, plans, config.metric)
         scores = self._scores(plans, finished)

@@ -100,7 +100,7 @@ class Tuning(Method[TuneConfig, Arch]):
                     "layers": touched(chosen, job.arch, len(job.arch.layers(job.shape))),
                 }
             },
-            trained=live.to(job.home),
+            trained=live.to(job.return_device),
         )
 
     def outline(self, job: Job[Arch]) -> Outline:
