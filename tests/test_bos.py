@@ -26,7 +26,7 @@ from moesaic.data.text import (
     calibration_tokens,
     evaluation_tokens,
     joined,
-    shared_out,
+    process_share,
     windows,
 )
 from moesaic.errors import MoesaicError
@@ -77,7 +77,7 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
         "calibration": calibration_tokens("prose", begun, 9, length),
         "documents": calibration_tokens("prose", begun, 9, length, documents=True),
         "two": joined([evaluation_tokens(d, begun, length, 120) for d in ("prose", "reference")]),
-        "shared": shared_out(calibration_tokens("prose", begun, 9, length), 1, 2, length)[0],
+        "shared": process_share(calibration_tokens("prose", begun, 9, length), 1, 2, length)[0],
         "batch": next(evaluation_tokens("prose", begun, length, 120).batches(24)),
     }
     for name, tokens in every.items():

@@ -217,7 +217,7 @@ def _whole_numbers(tensor: object, name: str) -> Tensor:
     raise MoesaicError(f"{name} must be a tensor of whole numbers, such as int64; got {kind}.")
 
 
-def shared_out(
+def process_share(
     tokens: Tokens, number: int, processes: int, tokens_per_batch: int = 2048
 ) -> tuple[Tokens, list[int]]:
     """Return every ``processes``-th batch from ``number`` on, and the indices of those batches.

@@ -24,7 +24,7 @@ from moesaic.data.text import (
     calibration_tokens,
     needs_tokenizer,
     positions,
-    shared_out,
+    process_share,
 )
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
@@ -291,7 +291,7 @@ class Job(Generic[A_co]):
     @cached_property
     def own_tokens(self) -> tuple[Tokens, list[int]]:
         """Tokens of this process, and the indices of their batches."""
-        return shared_out(self.tokens, *process())
+        return process_share(self.tokens, *process())
 
     def stream(
         self,
