@@ -26,7 +26,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
-from moesaic.data.text import Tokens, apart, calibration_tokens
+from moesaic.data.text import Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.estimates import Built
 from moesaic.exports.mixed import Layout, choice
@@ -462,9 +462,9 @@ def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> Non
     first, second = looking.texts.both
     assert len(first.input_ids) == 4
     assert 3 <= len(second.input_ids) <= 6
-    assert len(apart(second, first).input_ids) == len(second.input_ids)
+    assert len(without_overlap(second, first).input_ids) == len(second.input_ids)
     moved = torch.cat([torch.zeros(20, dtype=torch.int64), first.input_ids[2, :44]])
-    assert len(apart(Tokens(moved[None]), first).input_ids) == 0
+    assert len(without_overlap(Tokens(moved[None]), first).input_ids) == 0
 
 
 def test_padding_is_no_text_that_documents_share() -> None:
@@ -476,9 +476,9 @@ def test_padding_is_no_text_that_documents_share() -> None:
 
     ours = documents([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12])
     others = documents([9, 4, 5, 9, 1, 2], [9], [1, 1])
-    assert apart(ours, others, 4).unpadded() == [[1, 2, 3], [6, 7, 8, 9, 10, 11, 12]]
-    assert apart(ours, documents([5, 4], [9]), 4).unpadded() == ours.unpadded()
-    assert not apart(ours, ours, 4).unpadded()
+    assert without_overlap(ours, others, 4).unpadded() == [[1, 2, 3], [6, 7, 8, 9, 10, 11, 12]]
+    assert without_overlap(ours, documents([5, 4], [9]), 4).unpadded() == ours.unpadded()
+    assert not without_overlap(ours, ours, 4).unpadded()
 
 
 @pytest.mark.parametrize(

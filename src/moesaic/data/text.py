@@ -354,13 +354,14 @@ def needs_tokenizer(text: object) -> bool:
 # --- sources to tokens ---------------------------------------------------------------------------
 
 
-def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
+def without_overlap(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
     """Return the windows that share no run of ``run`` consecutive tokens with others.
 
     Windows shorter than that must not occur in others as a whole. Padding is ignored.
 
     >>> others = Tokens(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> apart(Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]])), others, 2).input_ids.tolist()
+    >>> windows = Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]]))
+    >>> without_overlap(windows, others, 2).input_ids.tolist()
     [[2, 9, 4, 6]]
     """
     rows, taken = windows.unpadded(), others.unpadded()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from moesaic.config import Calibration, MethodConfig
-from moesaic.data.text import SAMPLES, Tokens, apart, calibration_tokens
+from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError
 from moesaic.fitting.forms import largest
 from moesaic.io.source import Source
@@ -47,7 +47,7 @@ class Texts:
         first = self._windows(self.drawn.samples)
         count = len(first.input_ids)
         available = self._available(count + self.windows)
-        others = apart(self._windows(available), first)
+        others = without_overlap(self._windows(available), first)
         if len(others.input_ids) < LEAST:
             raise MoesaicError(
                 f"fit needs windows that choose beside those that calibrate, {LEAST} at least: "

@@ -20,11 +20,11 @@ from moesaic.data.rows import Row
 from moesaic.data.text import (
     SAMPLES,
     Tokens,
-    apart,
     calibration_tokens,
     needs_tokenizer,
     positions,
     process_share,
+    without_overlap,
 )
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
@@ -198,7 +198,7 @@ class Job(Generic[A_co]):
             more = self._windows(calibration.source, windows)
         except MoesaicError:
             return None
-        others = apart(more, every)
+        others = without_overlap(more, every)
         return others.rows(slice(count)) if len(others.input_ids) >= count else None
 
     @property
