@@ -280,7 +280,7 @@ def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(tmp_path
     search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST)
     price = Price(np.full((1, 1), 0.3))
     search.prices = Prices({}, {key_of(config): price for config in asked(search.forms)})
-    names = {option.name for option in search._options(FAST)}
+    names = {option.form for option in search._options(FAST)}
     assert "slim" in names
     assert not names & {"prune", "prune spread"}
 
