@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import pages
 
@@ -26,7 +27,7 @@ from moesaic.config import Calibration
 from moesaic.families import Shape
 from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.prices import Prices, asked, key_of
+from moesaic.fitting.prices import Price, Prices, asked, key_of
 from moesaic.fitting.run import opened
 from moesaic.fitting.sizes import Weight, steps_as_json
 from moesaic.fitting.trials import Trials, _key
@@ -277,8 +278,9 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
 def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(tmp_path):
     """prune leaves a token as many experts as before."""
     search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST)
-    search.prices = Prices({}, {key_of(config): 0.1 for config in asked(search.forms)})
-    names = {option.name for option in search._options(FAST)}
+    price = Price(np.full((1, 1), 0.3))
+    search.prices = Prices({}, {key_of(config): price for config in asked(search.forms)})
+    names = {option.form for option in search._options(FAST)}
     assert "slim" in names
     assert not names & {"prune", "prune spread"}
 
