@@ -434,7 +434,7 @@ def test_the_original_alone_may_be_best(
         (
             "tiny-moe",
             ["--parameters", "4e6", "--type", "q8_0"],
-            "--type needs a budget of bytes, such as --memory",
+            "--type needs a budget of bytes (memory)",
         ),
         ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], how_to_install("gguf")),
         ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
@@ -603,7 +603,7 @@ def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:
     run.opened(recipe, config)
     run.opened(recipe, config, resume=True)
     text.write_text(text.read_text().replace("ships", "sheep"))
-    with pytest.raises(MoesaicError, match="text was"):
+    with pytest.raises(MoesaicError, match="the text is another"):
         run.opened(recipe, config, resume=True)
 
 

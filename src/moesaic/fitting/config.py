@@ -45,7 +45,7 @@ class FitConfig(Options):
         check_types("types", self.types)
         if self.types and self.memory is None:
             raise MoesaicError(
-                "types needs a budget of bytes, such as memory=3MB: what type a file has changes "
+                "types needs a budget of bytes (memory): what type a file has changes "
                 "its bytes, and no number of parameters."
             )
         if not any(getattr(self, name) for name in BUDGETS) and self.max_loss is None:
