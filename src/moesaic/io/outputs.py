@@ -119,7 +119,10 @@ def check_file(
     _check_free(out, overwrite)
     check_inputs(out, inputs)
     if kind is not None and out.exists():
-        start = out.open("rb").read(64) if out.is_file() else b"?"
+        start = b"?"
+        if out.is_file():
+            with out.open("rb") as file:
+                start = file.read(64)
         if start and not kind.match(start):
             raise MoesaicError(
                 f"{out} exists, and is no file such as this command makes; it will not be "
