@@ -808,7 +808,8 @@ def test_an_unfinished_run_hides_no_wrong_request(
     work = tmp_path / "out.partial"
     work.mkdir()
     (work / "layer-0000-x.safetensors").touch()
-    said = {"verb": "slim", "base": {"name": "tiny-moe"}}
+    said = {"verb": "slim", "method": "neurons", "config": {"keep": 0.75}, "text": {"samples": 7}}
+    said["base"] = {"name": "tiny-moe"}
     (work / "request.json").write_text(json.dumps(said))
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     run = ("prune", theirs, tmp_path / "out", "--no-eval")
@@ -821,6 +822,7 @@ def test_an_unfinished_run_hides_no_wrong_request(
         code, _, err = command(*line)
         assert (code, words in err) == (2, True), (line, err)
         assert (words == "holds an unfinished run") == ("holds an unfinished run" in err), err
-    assert f"unfinished run of `moesaic slim tiny-moe {tmp_path / 'out'}`" in err
+    command_of_it = f"(moesaic slim tiny-moe {tmp_path / 'out'} --keep 0.75 --samples 7, 1 layers"
+    assert command_of_it in err, err
     assert (work / "layer-0000-x.safetensors").exists()
     assert command(*run, "--keep", 6, "--dry-run")[0] == 0
