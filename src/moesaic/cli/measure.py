@@ -37,6 +37,8 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
     settings = {**chosen, **place(options)}
     print_start(model)
+    from rich.console import Group
+
     from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.metrics.evaluate import evaluate
@@ -51,7 +53,11 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     if card and not as_json:
         sys.stdout.write(report.verdict(record))
     else:
-        emit(as_json, figures, report.terminal(record))
+        most = evaluation.max_tokens
+        limit = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it." * bool(
+            most
+        )
+        emit(as_json, figures, Group(report.terminal(record), limit))
 
 
 def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
