@@ -132,7 +132,7 @@ class Rounder:
         return held
 
     def _tied(self, model: Model) -> dict[str, Tensor]:
-        """A head that is the embeddings, which are read anew for it."""
+        """Copy embeddings that are the head too, so that each is changed for itself."""
         path, rounded = path_of(model, model.get_input_embeddings()), self.layout.rounded
         name = f"{self.named(path)}.weight"
         tied = HEAD not in rounded.values() and name in rounded
@@ -142,7 +142,7 @@ class Rounder:
     def rounded(
         self, types: Types, part: nn.Module, place: int, back: bool = False
     ) -> Iterator[nn.Module]:
-        """A layer, or the model around its layers, with some groups rounded meanwhile.
+        """Quantise groups of a layer, or of the model's ends, while the context lasts.
 
         Args:
             types: of tensors, by group.
@@ -181,7 +181,7 @@ class Rounder:
             part.copy_(values.view(part.shape))
 
     def _step(self, name: str) -> int:
-        """The number of experts of which one is rounded for an estimate."""
+        """Return the number of experts of which one is quantised for an estimate."""
         shape = self.layout.tensors[name].shape
         return max(1, shape[2] // SAMPLED) if len(shape) > 2 else 1
 
@@ -192,7 +192,7 @@ class Rounder:
     # --- estimates -------------------------------------------------------------------------------
 
     def changes(self, types: Sequence[str]) -> list[Change]:
-        """The model with one group of its tensors in one type, group by group.
+        """Yield changes that quantise one group of tensors to one type, group by group.
 
         Args:
             types: of tensors.
@@ -205,13 +205,13 @@ class Rounder:
         ]
 
     def _called(self, group: str, type: str) -> tuple[str, ...]:
-        """A group, and the types that its tensors get where one is asked for."""
+        """Return a group, and the types that its tensors get where one is asked for."""
         of_group = [n for n, other in self.layout.rounded.items() if other == group]
         weighed = group not in OUTSIDE
         return group, *(self.layout.tensors[n].as_type(type, weighed).type for n in of_group)
 
     def _change(self, group: str, type: str) -> Change:
-        """A group in one type."""
+        """Return the change that quantises a group to one type."""
 
         def at(place: int) -> StandIn:
             return lambda part: self.rounded({group: type}, part, place, back=True)
@@ -232,7 +232,7 @@ class Rounder:
 
     @torch.no_grad()
     def best(self, among: Sequence[str], budget: int) -> Types:
-        """The types by groups of least estimated KL within a budget.
+        """Return the types by group of least estimated KL within a budget.
 
         Args:
             among: types of files.

@@ -71,7 +71,7 @@ class Candidate:
         return last if isinstance(last, ExportArgs) else None
 
     def as_json(self) -> JSON:
-        """The form, the steps, sizes and figures."""
+        """Return the form, the steps, sizes and figures."""
         steps = steps_as_json(self.steps)
         recipe = {"form": self.form, "estimated_kl": self.estimate(), "steps": steps}
         types = {"types": dict(self.types)} if self.types else {}
@@ -94,7 +94,7 @@ class Candidate:
         return float(of_types + known.get(self.kind, 1.0) * self.steps_S.mean())
 
     def far(self, best: Candidate) -> bool:
-        """True if its estimated KL is significantly, and much, higher than another candidate's."""
+        """Return True if its estimated KL is significantly and much above another candidate's."""
         pairs = np.broadcast_arrays(self.steps_S + self.types_S, best.steps_S + best.types_S)
         ours_S, theirs_S = map(torch.tensor, pairs)
         worse = len(ours_S) < 2 or significantly_worse(ours_S, theirs_S)
@@ -132,7 +132,7 @@ def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
-    """The candidates than which none is as small and loses as little, the largest first.
+    """Return the candidates that no other one beats in both size and KL, the largest first.
 
     Args:
         candidates: measured.

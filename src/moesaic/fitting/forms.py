@@ -61,14 +61,14 @@ class Form:
         return len(self.family.configs)
 
     def steps(self, place: int, careful: bool = False) -> tuple[MethodConfig, ...]:
-        """The steps of the recipe of a number, as they are quickly made or with care."""
+        """Return the steps of the recipe of a number, as they are quickly made or with care."""
         steps = [] if self.first is None else [(self.before, self.first)]
         every = [*steps, (self.family, self.family.configs[place])]
         return tuple(family.careful(c) if careful and family else c for family, c in every)
 
 
 def places_priced(family: Family[Any]) -> list[int]:
-    """The numbers of the configs whose KL is estimated, both ends among them.
+    """Return the numbers of the configs whose KL is estimated, both ends among them.
 
     >>> places_priced(Family("", range(20), lambda c: c, priced=3))
     [0, 10, 19]
@@ -95,14 +95,14 @@ def forms(source: Source, config: FitConfig) -> list[Form]:
 
 
 def ending(config: FitConfig) -> ExportArgs:
-    """The file that recipes end in: of one type, or of the best of several by layer."""
+    """Return the file that recipes end in: of one type, or of the best of several by layer."""
     if len({*config.types} - {WHOLE}) > 1:
         return ExportArgs(to="gguf", memory=config.memory, among=config.types)
     return ExportArgs(to="gguf", type=config.types[0])  # type: ignore[arg-type]
 
 
 def _shape(source: Source, config: FitConfig) -> Shape:
-    """What families follow from, read off headers.
+    """Read off headers the sizes that families follow from.
 
     Raises:
         MoesaicError: no layer routes, or the architecture is unknown.
@@ -135,7 +135,7 @@ def _shape(source: Source, config: FitConfig) -> Shape:
 
 
 def largest(numbers: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, where all below it do; None where none does.
+    """Return the largest number that fits, where all below it do; None where none does.
 
     >>> largest(range(5), lambda n: n < 4), largest([0], lambda _: False)
     (3, None)

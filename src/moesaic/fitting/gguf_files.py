@@ -76,7 +76,7 @@ class Files:
         return Rounding(folder, whole, self.text, self.track, self.samples)
 
     def rounder(self, result: Path | None, built: Built) -> Rounder:
-        """The original or a result, whose layers are rounded as in a file while they are open.
+        """Open the original or a result, with layers quantised as in a file.
 
         Args:
             result: the folder of a result; None for the original.
@@ -89,7 +89,7 @@ class Files:
         return Rounder(source, self.layout(built), self.original.named, tokens, self.track)
 
     def layout(self, built: Built) -> Layout:
-        """The tensors of a result's file, of the original's architecture."""
+        """Return the tensors of a result's file, of the original's architecture."""
         return resized(self.original.layout, Built(self.source.config, None), built)
 
     def size(self, built: Built, file: ExportArgs) -> int:
@@ -144,7 +144,7 @@ class Files:
 
     @contextmanager
     def opened(self, file: Path) -> Iterator[Source]:
-        """A file as a model; what the cache keeps of it goes afterwards."""
+        """Open a file as a model; the cache's copy of it is removed afterwards."""
         source = resolve(str(file))
         try:
             yield source
@@ -153,7 +153,7 @@ class Files:
 
 
 def resized(layout: Layout, original: Built, result: Built) -> Layout:
-    """The tensors of a result's file, by those of the original's, and the most it takes.
+    """Return the tensors of a result's file, by the original's, and the most bytes it takes.
 
     Both files have one name and card; how many weights there are is said in words, which may be
     longer.
@@ -182,7 +182,7 @@ def _sizes(arch: Arch, layer: nn.Module) -> Sizes:
 
 
 def _shape(part: str, shape: tuple[int, ...], old: Sizes, new: Sizes) -> tuple[int, ...]:
-    """The shape of a part of an FFN, the length of its rows first, where sizes change.
+    """Return the shape of a part of an FFN, the length of its rows first, where sizes change.
 
     >>> _shape("down_exps", (96, 256, 8), (8, 96, 0), (6, 64, 0))
     (64, 256, 6)

@@ -78,7 +78,7 @@ class Prices:
 
     @classmethod
     def load(cls, file: Path, request: JSON) -> Prices:
-        """The table in a file; an empty one where there is no file.
+        """Read the table of a file; an empty one where there is no file.
 
         Raises:
             MoesaicError: the file is of another model or text, or damaged.
@@ -112,7 +112,7 @@ class Prices:
             partial.write_text(json.dumps(table), "utf-8")
 
     def of(self, form: Form, place: int) -> Price:
-        """That of a form's recipe, as quickly made; interpolated between priced configs."""
+        """Return the price of a form's recipe, interpolated between priced configs."""
         family = form.family
         every = {n: self.steps[key_of(family.configs[n])] for n in places_priced(family)}
         known = [n for n, price in every.items() if price is not IMPOSSIBLE]
@@ -174,12 +174,12 @@ def _written(price: Price) -> JSON | None:
 
 
 def key_of(config: MethodConfig) -> str:
-    """A config as a key of the table."""
+    """Return a config as a key of the table."""
     return json.dumps(steps_as_json((config,))[0])
 
 
 def asked(forms: Sequence[Form]) -> list[MethodConfig]:
-    """The configs that a table holds for some forms, each once."""
+    """Return the configs that a table holds for some forms, each once."""
     configs = {key_of(c): c for form in forms for c in [form.first] if c is not None}
     for family in {id(form.family): form.family for form in forms}.values():
         configs |= {key_of(c): c for c in (family.configs[n] for n in places_priced(family))}

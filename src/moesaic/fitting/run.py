@@ -141,7 +141,7 @@ def opened(
     track: Track = silent,
     tell: Callable[[str], None] | None = None,
 ) -> Search:
-    """A search, begun or continued; the arguments are those of :func:`search_and_make`.
+    """Begin or continue a search; the arguments are those of :func:`search_and_make`.
 
     Raises:
         MoesaicError: an unfinished search is in the way.
@@ -224,7 +224,7 @@ def carried_out(
 def rounded(
     recipe: Recipe, source: Source, findings: JSON, more: Callable[[Path], JSON], overwrite: bool
 ) -> Record:
-    """The record of a folder that holds the original's GGUF file alone: no step was worth it."""
+    """Write a folder with the original's GGUF file alone, where no step was worth it."""
     with whole_folder(Path(recipe.out), overwrite) as folder:
         record = Record(
             model=recipe.model,

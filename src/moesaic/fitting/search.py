@@ -113,7 +113,7 @@ class Search:
     # --- the search ------------------------------------------------------------------------------
 
     def run(self) -> tuple[Candidate, list[Candidate]]:
-        """The candidate of least loss within the budget, and all that were measured.
+        """Return the candidate of least KL within the budget, and all that were measured.
 
         Raises:
             MoesaicError: nothing fits, and names what would; or the model does as it is.
@@ -134,7 +134,7 @@ class Search:
         return chosen, self.tried
 
     def frontier(self, budgets: Sequence[FitConfig]) -> list[Candidate]:
-        """What one step alone makes of a model: the candidates that none beats, the largest first.
+        """Return the candidates of one step that no other one beats, the largest first.
 
         Args:
             budgets: falling.
@@ -166,12 +166,12 @@ class Search:
         )
 
     def _best(self, config: FitConfig) -> Candidate | None:
-        """The best candidate within a budget of size; None where nothing fits."""
+        """Return the best candidate within a budget of size; None where nothing fits."""
         candidates = self._measured(config)
         return self._chosen(candidates) if candidates else None
 
     def _measured(self, config: FitConfig) -> list[Candidate]:
-        """The best options within a budget, measured; then what is best by what they came to."""
+        """Measure the best options within a budget, and those that are best after it."""
         options = sorted(self._options(config), key=Candidate.estimate)
         if not options:
             return []
@@ -223,13 +223,13 @@ class Search:
             self.tell(f"Estimated KL at {' and '.join(map(str, sizes))}: {listed}.")
 
     def _chosen(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The plainest of the best within ``max_loss``; where none is, what comes nearest to it."""
+        """Return the simplest of the best within ``max_loss``; where none is, the nearest to it."""
         limit = self.config.max_loss
         within = [c for c in candidates if limit is None or c.loss <= limit]
         return plainest(within) or min(candidates, key=lambda c: c.loss, default=None)
 
     def _smallest(self) -> Candidate:
-        """The smallest result whose perplexity rises by no more than ``max_loss``.
+        """Return the smallest result whose perplexity rises by no more than ``max_loss``.
 
         Raises:
             MoesaicError: there is none.
@@ -311,7 +311,7 @@ class Search:
                     yield Candidate(name, ends, weight, **estimates)  # type: ignore[arg-type]
 
     def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Candidate]:
-        """The original's own files: of the widest type that fits, and with types by layer."""
+        """Yield the original's own files: of the widest type that fits, and with types by layer."""
         assert self.files is not None
         assert config.memory is not None
         layout = self.files.original.layout
@@ -359,7 +359,7 @@ class Search:
         )
 
     def _places(self, form: Form, config: FitConfig, file: ExportArgs | None) -> Sequence[int]:
-        """The numbers of a form's recipes that are options within a budget.
+        """Return the numbers of a form's recipes that are options within a budget.
 
         With types by layer each is one that leaves them room, otherwise the largest that fits.
         """
@@ -398,12 +398,12 @@ class Search:
         return min(self.files.size(built, ending(self.config)) for built in results)
 
     def _first(self, form: Form) -> int | None:
-        """The number of a form's smallest recipe that is possible, nearly; None where none is."""
+        """Return the number of about the smallest recipe of a form; None where none is possible."""
         step = max(1, form.count // 8)
         return next((n for n in range(0, form.count, step) if self._possible(form, n)), None)
 
     def _out_of_reach(self, every: Iterable[Form]) -> str:
-        """A message that names the smallest sizes within reach."""
+        """Return an error that names the smallest sizes within reach."""
         if self.files:
             budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least(every))
             return f"memory {budget} is out of reach: the least that works is {smallest}."
@@ -425,5 +425,5 @@ class Search:
 
 
 def _size(name: str, value: float) -> str | int:
-    """A size in the words of its budget."""
+    """Return a size in the words of its budget."""
     return in_unit(int(value)) if name == "memory" else int(value)

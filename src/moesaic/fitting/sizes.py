@@ -68,13 +68,13 @@ class Costs:
         self._original = Built(self._source.config, parse_dtype(recipe.dtype))
 
     def weight(self, steps: Steps) -> Weight | None:
-        """What a result weighs; None where the steps cannot be carried out."""
+        """Return the sizes of a result; None where the steps cannot be carried out."""
         with suppress(MoesaicError):
             return self._cost(steps).weight
         return None
 
     def built(self, steps: Steps) -> Built:
-        """A result without values, the original where there are no steps.
+        """Return a result without values, the original where there are no steps.
 
         Raises:
             MoesaicError: the steps cannot be carried out.
@@ -102,7 +102,7 @@ class Costs:
         return _Cost(_weight(built, exact and outline.exact), built)
 
     def _filed(self, steps: Steps, file: ExportArgs) -> _Cost:
-        """A result's file."""
+        """Return the file of a result."""
         cost = self._cost(steps)
         assert self.files is not None  # whoever looks among files has given them
         memory = self.files.size(cost.built, file)
@@ -115,14 +115,14 @@ class Costs:
 
 
 def _weight(built: Built, exact: bool) -> Weight:
-    """What a result without values weighs."""
+    """Return the sizes of a result without values."""
     size = built.size
     sizes = size.total_parameters, size.active_parameters
     return Weight(built.bytes, *sizes, native=built.native, exact=exact)
 
 
 def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:
-    """What is made of steps, or the reason why it cannot be, the first time alone."""
+    """Return the result of steps without values, or the error; it is made once."""
     key = _key(steps)
     if key not in table:
         try:
@@ -136,12 +136,12 @@ def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:
 
 
 def conversions(steps: Steps) -> tuple[MethodConfig, ...]:
-    """The steps without the file."""
+    """Return the steps without the file."""
     return tuple(step for step in steps if isinstance(step, MethodConfig))
 
 
 def steps_as_json(steps: Steps) -> list[JSON]:
-    """Steps as a recipe has them, options left out that are as by default."""
+    """Return steps as a recipe has them, without options that have their defaults."""
     return [{step.verb: _options(step)} for step in steps]
 
 

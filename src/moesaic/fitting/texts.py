@@ -57,7 +57,7 @@ class Texts:
         return first, others.rows(slice(self.windows))
 
     def _with_number(self) -> Calibration:
-        """Some windows are left to choose by."""
+        """Return True if some windows are left to choose by."""
         if self.drawn.samples is not None:
             return self.drawn
         limit = None if tokenised(self.drawn) else SAMPLES + self.windows
@@ -96,7 +96,7 @@ class Texts:
 
 
 def priced_on(tokens: Tokens) -> Tokens:
-    """Some of a text's windows, cut into short ones.
+    """Return some of a text's windows, cut into short ones.
 
     A window gives one sample for each draw of labels, however long it is.
     """
@@ -108,5 +108,5 @@ def priced_on(tokens: Tokens) -> Tokens:
 
 
 def tokenised(drawn: Calibration) -> bool:
-    """It is a file of token ids, whose windows have a length and a number."""
+    """Return True for a file of token ids, whose windows have a length and a number."""
     return drawn.source.endswith(".safetensors")

@@ -73,7 +73,7 @@ class Trials:
         return parse_dtype(self.recipe.dtype)
 
     def measured(self, candidate: Candidate) -> Candidate:
-        """A candidate with its figures, which are kept."""
+        """Return a candidate with its figures, which are kept."""
         steps, types = steps_as_json(candidate.steps), candidate.types
         file = self.work / f"tried-{_key([steps, dict(types)] if types else steps)}.json"
         if file.is_file():
@@ -95,7 +95,7 @@ class Trials:
         return candidate.scored(score)
 
     def plans(self, configs: Sequence[MethodConfig]) -> dict[MethodConfig, Change]:
-        """The layers that configs would make, decided as quickly as they say.
+        """Return the layers that configs would make, decided as quickly as they say.
 
         Those that the model cannot have are left out, and noted as refused.
         """
@@ -112,7 +112,7 @@ class Trials:
         return plans
 
     def baselines(self) -> list[JSON]:
-        """What rounding alone makes of the model; nothing where there is no room for it."""
+        """Return the scores of quantising alone; nothing where there is no room for it."""
         device = self.recipe.device
         if not have_room((self.source,), device, torch.float32):
             return []
@@ -155,7 +155,7 @@ class Trials:
     # --- what is made ----------------------------------------------------------------------------
 
     def result(self, steps: Sequence[MethodConfig]) -> Path | None:
-        """The folder of a recipe's result, made where it is not there; None without steps.
+        """Return the folder of a recipe's result, made where it is missing; None without steps.
 
         What recipes have in common is made once.
         """
@@ -193,7 +193,7 @@ class Trials:
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
-        """A candidate's result or file, and the bytes of the latter."""
+        """Open a candidate's result or file, and return the bytes of the latter too."""
         result, file, files = self.result(candidate.converted), candidate.file, self.files
         if file is None or files is None:
             assert result is not None
@@ -211,7 +211,7 @@ class Trials:
 
     @contextmanager
     def _filed(self, candidate: Candidate, result: Path | None, out: Path) -> Iterator[Runner]:
-        """A candidate with the values of its file, which is read where it is of one type."""
+        """Open a candidate with the values of its file, which is read where it is of one type."""
         assert self.files is not None
         if candidate.types is None:
             with self.files.opened(out) as source:
@@ -236,7 +236,7 @@ class Trials:
         return Layerwise(self.source, *self._place, keep=True)
 
     def args(self, model: str = "", stats: bool = False) -> RunArgs:
-        """What decides a step.
+        """Return the method of a step.
 
         Args:
             model: what it starts from; by default the original.

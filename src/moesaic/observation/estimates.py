@@ -199,7 +199,7 @@ def _draw(
 
 
 def _per_window(product: Tensor) -> Tensor:
-    """Sums (B) over all but the first axis, float64."""
+    """Return sums (B) over all but the first axis, float64."""
     return product.flatten(1).sum(1, dtype=torch.float64)
 
 
@@ -268,7 +268,7 @@ def estimates(
     track: Track = silent,
     folder: Path | None = None,
 ) -> Estimates:
-    """What changes do to the prediction, all layers after a changed one taken to be linear.
+    """Estimate the effect of changes on the prediction; layers after a changed one are linearised.
 
     Args:
         stream: the model, and the tokens.
@@ -286,7 +286,7 @@ def estimates(
     head_C = torch.zeros(len(changes), dtype=torch.float64)
 
     def users(place: int) -> list[list[int]]:
-        """The changes that share what stands at a place."""
+        """Return the changes that share one object at a place."""
         every = defaultdict[int, list[int]](list)
         for c, change in enumerate(changes):
             if place in change:
@@ -294,7 +294,7 @@ def estimates(
         return [*every.values()]
 
     def once(place: int, found: Iterable[Tensor]) -> Tensor:
-        """What is found of a place, by its users; of a layer that is finished as it was kept."""
+        """Return the findings of a place, by its users; those of finished layers are read."""
         file = None if folder is None else folder / f"layer-{place}.safetensors"
         if file is not None and file.is_file():
             return load_file(file)["found"]
