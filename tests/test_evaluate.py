@@ -402,7 +402,7 @@ WRONG = [
     (["--tasks", "BAD"], "no choices"),
     (["--tasks", "FEW", "--shots", "5"], "--shots 5: the examples are other questions"),
     (["--tasks", "FEW,FEW"], "twice"),
-    (["--shots", "1"], "--shots 1 needs tasks; name some, such as --tasks arc_easy"),
+    (["--shots", "1"], "--shots 1 needs tasks; name some, such as arc_easy"),
     (["--limit", "3"], "--limit 3 needs tasks"),
     (["--tasks", "FEW", "--limit", "0"], "--limit 0 must be at least 1"),
 ]

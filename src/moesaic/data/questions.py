@@ -103,7 +103,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
         for field, value in (("limit", limit), ("shots", shots)):
             if value is not None:
                 raise MoesaicError(
-                    f"{field} {value} needs tasks; name some, such as tasks=arc_easy."
+                    f"{field} {value} needs tasks; name some, such as arc_easy."
                 )
         return []
     chosen: list[Task] = []
