@@ -102,9 +102,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     if not names:
         for field, value in (("limit", limit), ("shots", shots)):
             if value is not None:
-                raise MoesaicError(
-                    f"{field} {value} needs tasks; name some, such as arc_easy."
-                )
+                raise MoesaicError(f"{field} {value} needs tasks; name some, such as arc_easy.")
         return []
     chosen: list[Task] = []
     for name in names:

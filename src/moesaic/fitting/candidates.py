@@ -102,7 +102,7 @@ class Candidate:
 
     @property
     def kl(self) -> float:
-        """By which candidates are compared: nats a token, infinite before it is measured."""
+        """KL by which candidates are compared: nats a token, infinite before it is measured."""
         return float(self.score["kl"]) if self.score else math.inf
 
     @property

@@ -1,4 +1,4 @@
-"""What a result must fit into. Imports no torch."""
+"""Budgets of results, and the options of ``fit``. Imports no torch."""
 
 from __future__ import annotations
 

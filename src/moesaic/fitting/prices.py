@@ -35,7 +35,7 @@ from moesaic.types import JSON, Track
 
 @dataclass(frozen=True, eq=False)
 class Price:
-    """What a change of a model is estimated to do, window by window.
+    """Estimated effect of a change of a model, window by window.
 
     The prices of several changes add up to that of all of them together, interactions included.
     """

@@ -1,4 +1,4 @@
-"""What recipes' results weigh, told from headers."""
+"""Sizes of recipes' results, computed on headers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Steps = tuple[MethodConfig | ExportArgs, ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """What a recipe's result weighs."""
+    """Sizes of a recipe's result."""
 
     memory: int
     parameters: int
@@ -50,7 +50,7 @@ class _Cost:
 
 
 class Costs:
-    """What recipes' results weigh; the steps before the last are shared.
+    """Sizes of recipes' results; the steps before the last are shared.
 
     Args:
         recipe: model, text, device and type; its steps are not looked at.

@@ -205,7 +205,7 @@ def _per_window(product: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Estimates:
-    """What changes of a model do to its prediction, window by window.
+    """Effects of changes of a model on its prediction, window by window.
 
     Attributes:
         v_CKN: the change of the drawn labels' log-likelihood, float64. Those of changes in
