@@ -44,11 +44,11 @@ class Candidate:
     score: JSON | None = None
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
     types: Mapping[str, str] | None = None
-    """Of a file whose layers differ, by group of tensors."""
+    """Types of a file whose layers differ, by group of tensors."""
     steps_S: Numbers = field(default_factory=NONE.copy, compare=False)
     """Estimated KL of the steps by sample, before any refit; see ``Price.kl_S``."""
     types_S: Numbers = field(default_factory=NONE.copy, compare=False)
-    """The same of the file's types."""
+    """Estimated KL of the file's types by sample."""
     kl_N: tuple[float, ...] = ()
     """``kl`` by window of the text that chooses."""
 

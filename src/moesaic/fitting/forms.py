@@ -32,7 +32,7 @@ class Form:
     family: Family[Any]
     before: Family[Any] | None = None
     first: MethodConfig | None = None
-    """Of ``before``."""
+    """Config of the step ``before``."""
 
     @property
     def name(self) -> str:

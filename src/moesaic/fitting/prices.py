@@ -62,7 +62,7 @@ class Price:
 
 
 IMPOSSIBLE = Price(np.full((1, 1), np.inf))
-"""Of what the model cannot have."""
+"""Price of changes that the model cannot have."""
 
 
 @dataclass
@@ -72,9 +72,9 @@ class Prices:
     request: JSON
     """The weights, text and type that they depend on."""
     steps: dict[str, Price] = field(default_factory=dict)
-    """By config as JSON."""
+    """Prices by config as JSON."""
     types: dict[str, dict[str, Price]] = field(default_factory=dict)
-    """By type of tensors, then by group."""
+    """Prices by type of tensors, then by group."""
 
     @classmethod
     def load(cls, file: Path, request: JSON) -> Prices:

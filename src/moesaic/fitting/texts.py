@@ -16,7 +16,7 @@ LEAST = 4
 PRICED, SHORT = 2048, 128
 """Tokens by which alternatives are priced, and those of a window."""
 PART = 4
-"""Of less text than is wanted every so manieth window chooses."""
+"""Where there is too little text, every n-th window is used for choosing."""
 
 
 class Texts:
@@ -34,7 +34,7 @@ class Texts:
         self._drawn: dict[int | None, Tokens] = {}
         length = drawn.length or MethodConfig.window  # one, whichever method looks at it
         self.drawn = drawn if tokenised(drawn) else replace(drawn, length=length)
-        """What calibrates, with its length and number."""
+        """Calibration text, with its length and number of windows."""
         self.drawn = self._with_number()
 
     @cached_property

@@ -49,7 +49,7 @@ class Trials:
     """Its model, device and type."""
     source: Source
     texts: Texts
-    """By which is decided and chosen."""
+    """Text that decides and chooses."""
     costs: Costs
     files: Files | None
     """Where candidates end in one."""
@@ -57,11 +57,11 @@ class Trials:
     """A folder for what is finished."""
     track: Track
     refused: dict[str, str] = field(default_factory=dict)
-    """What the model cannot have, with the reason."""
+    """Steps that the model cannot have, with the reason."""
     _weights: dict[tuple[MethodConfig, ...], Mapping[str, torch.Tensor]] = field(
         default_factory=dict
     )
-    """By steps those of the inputs of a result's matrices."""
+    """Mean squares of the inputs of a result's matrices, by steps."""
 
     def refuse(self, name: str, error: MoesaicError) -> None:
         """Note what the model cannot have, each reason once."""
