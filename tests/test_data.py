@@ -49,6 +49,11 @@ def test_parquet(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
     assert documents(str(tmp_path / "a.parquet")) == ["one", "two"]
+    damaged = bytearray((tmp_path / "a.parquet").read_bytes())
+    damaged[4:40] = b"\xff" * 36
+    (tmp_path / "b.parquet").write_bytes(damaged)
+    with pytest.raises(MoesaicError, match=r"b\.parquet cannot be read as \.parquet"):
+        documents(str(tmp_path / "b.parquet"))
 
 
 @pytest.mark.parametrize("name", ["none.txt", "/no/such.jsonl", "./nothing"])
