@@ -31,7 +31,7 @@ LARGEST := --memory 2.1MB
 PROMPT := "The old lighthouse keeper climbed the stairs one last time and"
 
 # Of tiny-moe, the smallest file in one type alone (iq1_s) has 2.61 MB.
-demo: $(USER_VENV)/.gguf  ## A mixture in fewer bytes than rounding alone reaches well, as a user would; continued in llama.cpp
+demo: $(USER_VENV)/.gguf  ## A mixture in fewer bytes than quantising alone reaches well, as a user would; continued in llama.cpp
 	$(MOESAIC) fit tiny-moe moesaic-demo/fit $(LARGEST) --type q4_k_m --type q2_k --type iq1_s --samples 8 --windows 4 --max-tokens 4096 --overwrite
 	$(MOESAIC) export tiny-moe moesaic-demo/rounded.gguf $(LARGEST) --among q4_k_m --among q2_k --among iq1_s --overwrite
 	for file in moesaic-demo/rounded.gguf moesaic-demo/fit/moesaic/*.gguf; do \

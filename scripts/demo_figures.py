@@ -1,4 +1,4 @@
-"""Say in one sentence what `make demo` measured: a file of `fit` beside rounding alone.
+"""Say in one sentence what `make demo` measured: a file of `fit` beside quantising alone.
 
 python scripts/demo_figures.py moesaic-demo
 """
@@ -19,8 +19,8 @@ def main(folder: Path) -> None:
     perplexity = {name: f"{figures['perplexity']:.1f}" for name, figures in said.items()}
     kl = {name: f"{figures['kl']:.2f}" for name, figures in said.items()}
     print(
-        f"tiny-moe, whose perplexity is {said['fit']['against']['perplexity']:.1f}: rounding alone "
-        f"makes {megabytes['rounded']} of it, at perplexity {perplexity['rounded']} and a KL of "
+        f"tiny-moe, whose perplexity is {said['fit']['against']['perplexity']:.1f}: quantising "
+        f"alone makes {megabytes['rounded']} of it, at perplexity {perplexity['rounded']} and a KL of "
         f"{kl['rounded']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
         f"{kl['fit']}."
     )
