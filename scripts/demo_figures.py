@@ -20,8 +20,8 @@ def main(folder: Path) -> None:
     kl = {name: f"{figures['kl']:.2f}" for name, figures in said.items()}
     print(
         f"tiny-moe, whose perplexity is {said['fit']['against']['perplexity']:.1f}: quantising "
-        f"alone makes {megabytes['rounded']} of it, at perplexity {perplexity['rounded']} and a KL of "
-        f"{kl['rounded']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
+        f"alone makes {megabytes['rounded']} of it, at perplexity {perplexity['rounded']} and a KL "
+        f"of {kl['rounded']}; moesaic fit makes {megabytes['fit']}, at {perplexity['fit']} and "
         f"{kl['fit']}."
     )
 

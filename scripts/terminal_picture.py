@@ -1,6 +1,6 @@
 """Write a picture of a command and what it prints.
 
-    python scripts/terminal_picture.py docs/images/terminal.svg slim tiny-moe half --keep 0.5
+    python scripts/terminal_picture.py docs/images/terminal.svg slim tiny-moe half ...
 
 Runs ``moesaic`` with these words in an empty folder and writes all that it prints as SVG. Lines
 that a bar draws again and again are shown as they end, those of the saved result's run not at all.
