@@ -60,7 +60,7 @@ def of_method(key: str, place: Path) -> Command:
     options = [part for k, v in changed.items() for part in ("-o", f"{k}={v}")]
     text = ["--calibration", str(place / "text.jsonl"), *TEXT] if VERBS[verb].calibrates else []
     if verb == "tune":
-        text = ["--data", str(place / "text.jsonl")]
+        text = ["--train", str(place / "text.jsonl")]
     several = len(methods_of(verb)) > 1
     chosen = ["--method", method] if several else []
     line = [verb, str(place / f"start-{key}"), "OUT", *chosen, *options, *text, "--no-eval"]

@@ -151,8 +151,8 @@ class VerbCommand(Command):
             raise MoesaicError(f"{name} is given twice; give one value.")
         if not self.verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
             raise MoesaicError(
-                "data is what is measured: name what is trained on, too, with train=FILE, or "
-                "train=shipped for the text that ships."
+                "data is what is measured: name what is trained on, too, with --train FILE, "
+                "or --train shipped for the text that ships."
             )
         seldom = [f.name for f in fields(Evaluation) if about(f).seldom and f.name not in own]
         measured |= given.taken(extra, seldom)
