@@ -242,7 +242,7 @@ skip MIXTURE OUT --top-k two | 'two' is not a whole number
 condense MIXTURE OUT --count 0 | --count 0 condenses nothing
 condense MIXTURE OUT --memory much | not a number of bytes
 condense MIXTURE OUT --candidates 1,a | candidates.1 'a' is not a whole number
-tune MIXTURE OUT --data old.txt | trained on, too, with train=FILE
+tune MIXTURE OUT --data old.txt | trained on, too, with --train FILE
 fit MIXTURE OUT | Give a budget
 fit MIXTURE OUT --memory 50% | --memory '50%' is not a number of bytes
 fit MIXTURE OUT --max-loss nan | --max-loss must be a number; got nan
