@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import moesaic
+from moesaic import pipeline
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
@@ -46,6 +47,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
+from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import sentences
@@ -605,6 +607,19 @@ def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:
     text.write_text(text.read_text().replace("ships", "sheep"))
     with pytest.raises(MoesaicError, match="the text is another"):
         run.opened(recipe, config, resume=True)
+
+
+def test_layers_of_the_chosen_candidate_are_not_decided_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tmp_path / "out")
+    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
+    found, steps = run.opened(recipe, config), (SlimConfig(keep=0.5),)
+    found.trials.result(steps)
+    assert found.trials.hand_over(steps, recipe.out)
+    monkeypatch.setattr(Slimmer, "decide", lambda *_: pytest.fail("a layer is decided again"))
+    chosen = replace(found.recipe, steps=steps, evaluation=None)
+    assert pipeline.run_recipe(chosen, resume=True) is not None
 
 
 def test_a_killed_search_resumes_to_the_same_answer(

@@ -113,7 +113,7 @@ def test_layers_that_were_decided_on_other_text_are_not_handed_over(tmp_path):
     layers = tmp_path / f"layers-{_key(steps_as_json(steps))}"
     layers.mkdir()
     for text, handed in (("b", False), ("a", True)):
-        (layers / "request.json").write_text(json.dumps({"calibration": text}))
+        (layers / "request.json").write_text(json.dumps({"text": {"fingerprint": text}}))
         assert trials.hand_over(steps, str(tmp_path / "out")) == handed
 
 

@@ -188,8 +188,8 @@ class Trials:
 
     def _on_all_text(self, layers: Path) -> bool:
         """Return whether layers were decided on all windows; a run holds others back to compare."""
-        decided = mapping_of(layers / "request.json").get("calibration")
-        return decided == self.texts.both[0].fingerprint
+        decided = mapping_of(layers / "request.json")["text"]
+        return bool(decided["fingerprint"] == self.texts.both[0].fingerprint)
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
