@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from moesaic import config as requests
-from moesaic.cli.options import default_of, help_of
+from moesaic.cli.options import help_of, shown
 from moesaic.config import about, flag_of
 from moesaic.methods import METHODS, methods_of
 from moesaic.methods.prune.criteria import CRITERIA
@@ -178,7 +178,7 @@ def every_option(name: str) -> str:
 
 def default(field: Field[Any]) -> str:
     """A field's default as the option takes it; empty where there is none."""
-    value = default_of(field)
+    value = shown(field.default)
     return f"`{value}`" if value else ""
 
 

@@ -53,7 +53,7 @@ class VerbCommand(Command):
         options: JSON = {}
         for word, following in zip(args, [*args[1:], ""], strict=True):
             flag, equals, value = word.partition("=")
-            name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            name = given.field_of(flag)
             if flag in ("-o", "--option"):
                 options[(value if equals else following).partition("=")[0]] = ""
             elif word.startswith("--") and flag not in self.flags_of_text:
@@ -105,7 +105,7 @@ class VerbCommand(Command):
         return [given.MODEL, given.OUT, *own, *common, given.DRY_RUN, *RUN]
 
     def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
-        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        name = given.field_of(flag)
         for method, config in self.methods.items():
             if name in {field.name for field in fields(config)}:
                 return f"{flag} is an option of --method {method}, not of {self.method}."

@@ -153,11 +153,6 @@ def help_of(config: type[DataclassInstance], field: Field[object]) -> str:
     return text
 
 
-def default_of(field: Field[object]) -> str:
-    """Return a field's default as a user would write it; empty for one that says nothing."""
-    return shown(field.default)
-
-
 def shown(value: object) -> str:
     """Return a value as a user would write it; empty for one that says nothing."""
     if value is None or value is MISSING or value is False or value in ("", ()):
@@ -171,6 +166,15 @@ DEVICE, DTYPE = (option(Recipe, name, COMMON) for name in PLACE)
 
 
 # --- values --------------------------------------------------------------------------------------
+
+
+def field_of(flag: str) -> str:
+    """Return the name of the field that a flag sets.
+
+    >>> field_of("--no-refit"), field_of("--max-tokens")
+    ('refit', 'max_tokens')
+    """
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def taken(options: JSON, names: Iterable[str]) -> JSON:

@@ -132,7 +132,7 @@ class Rounder:
         return held
 
     def _tied(self, model: Model) -> dict[str, Tensor]:
-        """Copy embeddings that are the head too, so that each is changed for itself."""
+        """Return the head's matrix by the name of the embeddings, where both are one matrix."""
         path, rounded = path_of(model, model.get_input_embeddings()), self.layout.rounded
         name = f"{self.named(path)}.weight"
         tied = HEAD not in rounded.values() and name in rounded
@@ -192,7 +192,7 @@ class Rounder:
     # --- estimates -------------------------------------------------------------------------------
 
     def changes(self, types: Sequence[str]) -> list[Change]:
-        """Yield changes that quantise one group of tensors to one type, group by group.
+        """Return changes that quantise one group of tensors to one type each, group by group.
 
         Args:
             types: of tensors.
@@ -222,7 +222,7 @@ class Rounder:
         return {place: at(place) for place in places}
 
     def scale(self, group: str) -> float:
-        """How many times the KL of a group is that of its experts that :meth:`changes` round.
+        """Return the factor from the KL of the experts that :meth:`changes` quantise to a group's.
 
         Their errors are taken to be alike and independent, so that KLs add up.
         """

@@ -76,7 +76,7 @@ class Files:
         return Rounding(folder, whole, self.text, self.track, self.samples)
 
     def rounder(self, result: Path | None, built: Built) -> Rounder:
-        """Open the original or a result, with layers quantised as in a file.
+        """Return what quantises the layers of the original, or of a result, as in a file.
 
         Args:
             result: the folder of a result; None for the original.

@@ -403,7 +403,7 @@ class Search:
         return next((n for n in range(0, form.count, step) if self._possible(form, n)), None)
 
     def _out_of_reach(self, every: Iterable[Form]) -> str:
-        """Return an error that names the smallest sizes within reach."""
+        """Return a message that names the smallest sizes within reach."""
         if self.files:
             budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least(every))
             return f"memory {budget} is out of reach: the least that works is {smallest}."

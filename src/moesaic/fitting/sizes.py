@@ -102,7 +102,7 @@ class Costs:
         return _Cost(_weight(built, exact and outline.exact), built)
 
     def _filed(self, steps: Steps, file: ExportArgs) -> _Cost:
-        """Return the file of a result."""
+        """Return a result without values, with the bytes of its file as its size."""
         cost = self._cost(steps)
         assert self.files is not None  # whoever looks among files has given them
         memory = self.files.size(cost.built, file)
@@ -122,7 +122,7 @@ def _weight(built: Built, exact: bool) -> Weight:
 
 
 def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:
-    """Return the result of steps without values, or the error; it is made once."""
+    """Return what ``make`` returned for these steps, or raise its error; it is called once."""
     key = _key(steps)
     if key not in table:
         try:

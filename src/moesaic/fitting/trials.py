@@ -116,11 +116,11 @@ class Trials:
         device = self.recipe.device
         if not have_room((self.source,), device, torch.float32):
             return []
-        types = self.track(ROUNDED, "Rounding alone", len(ROUNDED))
+        types = self.track(ROUNDED, "Quantising alone", len(ROUNDED))
         choosing = self.texts.both[1]
         rounded = rounded_scores(self.source, self._reference, choosing, types, device)
         return [
-            {"form": f"rounded to {type}", "memory": ours.total_bytes, **figures(ours, theirs)}
+            {"form": f"quantised to {type}", "memory": ours.total_bytes, **figures(ours, theirs)}
             for type, ours, theirs in rounded
         ]
 
@@ -193,7 +193,7 @@ class Trials:
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
-        """Open a candidate's result or file, and return the bytes of the latter too."""
+        """Open a candidate's result or file; yield what runs it, and the bytes of the file."""
         result, file, files = self.result(candidate.converted), candidate.file, self.files
         if file is None or files is None:
             assert result is not None
@@ -236,7 +236,7 @@ class Trials:
         return Layerwise(self.source, *self._place, keep=True)
 
     def args(self, model: str = "", stats: bool = False) -> RunArgs:
-        """Return the method of a step.
+        """Return the arguments of the conversion that makes a step.
 
         Args:
             model: what it starts from; by default the original.
