@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from builders import inside
+from filelock import FileLock
 
 import moesaic
 from moesaic.config import ExportArgs
@@ -213,6 +214,35 @@ def test_a_second_run_of_one_out_is_refused_at_once(
     assert not [*tmp_path.iterdir()], "a lock, or a folder around it, was left"
     assert command("prune", moe_folder, out, *PRUNE)[0] == 0
     assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_a_lock_whose_file_its_holder_removes_meanwhile_is_acquired_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was removed once it was opened locks nothing: others make one of that name."""
+    out, acquire, removed = tmp_path / "out", FileLock.acquire, list[Path]()
+
+    def removing(lock: Any, *args: Any, **options: Any) -> Any:
+        held = acquire(lock, *args, **options)
+        if not removed:
+            removed.append(Path(lock.lock_file))
+            removed[0].unlink()
+        return held
+
+    def other() -> None:
+        with pytest.raises(MoesaicError, match="Another run is writing"), output_lock(out):
+            pass
+        refused.append(True)
+
+    refused: list[bool] = []
+    monkeypatch.setattr(FileLock, "acquire", removing)
+    with output_lock(out):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert removed
+    assert refused
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_lock_of_a_killed_run_holds_nobody(tmp_path: Path) -> None:

@@ -18,11 +18,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import FILES, FOLDER, misread, our_folder
 from moesaic.io.names import NAMES
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 DRAWN = "<!-- made by Moesaic -->"
 """Comment in every page and drawing by which it is recognised as our own."""
@@ -219,6 +223,18 @@ def _lock_of(out: Path) -> Path:
     return out.parent.resolve() / f".{out.name}.lock"
 
 
+def _acquired(lock: FileLock, file: Path, wait: bool) -> bool:
+    """Acquire a lock; return False if its holder removed the file meanwhile: it locks nothing."""
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o666)
+    try:
+        lock.acquire(-1 if wait else 0)
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(opened), file.stat())
+        return False
+    finally:
+        os.close(opened)
+
+
 @contextmanager
 def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
     """Hold an output's lock, which ends with this process at the latest; a thread may nest them.
@@ -234,7 +250,8 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
     lock = FileLock(file, is_singleton=True)
     first = not lock.is_locked
     try:
-        lock.acquire(-1 if wait else 0)
+        while not _acquired(lock, file, wait):
+            lock.release()
     except Timeout:
         raise MoesaicError(f"Another run is writing {out}.") from None
     try:
