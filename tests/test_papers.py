@@ -118,7 +118,10 @@ def test_scripts_are_short() -> None:
 
 def test_rank_correlation(scripts: Any) -> None:
     table = scripts("table")
-    assert table.spearman([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0]) == pytest.approx(0.8)
+    figures = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    rows = {"a": 10.0, "b": 20.0, "c": 40.0, "d": 30.0}
+    found = table.agreement(figures, {"better": "low", "rows": rows}, "measured.perplexity")
+    assert found == "+0.80&nbsp;of&nbsp;4"
     printed = {"better": "high", "rows": {"a": 60.0, "b": 50.0, "c": 1.0}}
     for figures, sign in (({"a": 20.0, "b": 30.0}, "+"), ({"a": 30.0, "b": 20.0}, "−")):
         found = table.agreement(figures, printed, "measured.perplexity")

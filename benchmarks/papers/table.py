@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from scipy.stats import spearmanr
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "papers.md"
@@ -20,26 +21,6 @@ PAPERS = ("naee", "cdmoe", "more", "tomoe", "dsmoe")
 sys.path.insert(0, str(HERE.parent))
 
 from slim_table import rewritten  # noqa: E402
-
-
-def ranks(values: list[float]) -> list[float]:
-    """From one, equal values share the mean of theirs.
-
-    >>> ranks([5.0, 1.0, 5.0])
-    [2.5, 1.0, 2.5]
-    """
-    return [sum((w < v) + (w == v) / 2 for w in values) + 0.5 for v in values]
-
-
-def spearman(x: list[float], y: list[float]) -> float:
-    """The rank correlation.
-
-    >>> spearman([1, 2, 3], [10, 30, 20])
-    0.5
-    """
-    a, b = ([r - (len(v) + 1) / 2 for r in ranks(v)] for v in (x, y))
-    norm = (sum(v * v for v in a) * sum(v * v for v in b)) ** 0.5
-    return sum(p * q for p, q in zip(a, b, strict=True)) / norm if norm else float("nan")
 
 
 def found(value: Any, path: str) -> dict[str, float]:
@@ -96,10 +77,10 @@ def agreement(figures: Mapping[str, float], printed: Mapping[str, Any], path: st
     both = [name for name in figures if name in theirs]
     if len(both) < 2:
         return "–"
-    rho = spearman([figures[n] for n in both], [theirs[n] for n in both])
+    rho = float(spearmanr(*([of[n] for n in both] for of in (figures, theirs))).statistic)
     if printed["better"] == "high" and "perplexity" in path:
         rho = -rho
-    return f"{rho:+.2f}&nbsp;of&nbsp;{len(both)}".replace("-", "−")
+    return f"{round(rho, 2) + 0.0:+.2f}&nbsp;of&nbsp;{len(both)}".replace("-", "−")
 
 
 def said(value: float) -> str:
