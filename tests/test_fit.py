@@ -609,6 +609,22 @@ def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:
         run.opened(recipe, config, resume=True)
 
 
+def test_alternatives_decide_on_little_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With statistics or without: what condenses runs the model for each alternative."""
+    asked_on = []
+
+    def converted(config: Any, args: Any) -> Any:
+        asked_on.append(args.text.count)
+        raise MoesaicError("enough")
+
+    monkeypatch.setattr(trials, "convert", converted)
+    found = run.opened(recipe_of(tmp_path / "out", samples=100), FitConfig(memory=1 << 23))
+    found.trials.plans([CondenseConfig(count=1), CondenseConfig(count=2)])
+    assert asked_on == [trials.DECIDING] * 2
+
+
 def test_layers_of_the_chosen_candidate_are_not_decided_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

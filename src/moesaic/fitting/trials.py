@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.gguf_files import Files
@@ -36,7 +36,7 @@ from moesaic.types import JSON, Track, give_back
 
 STATS, LAYERS = "observed.stats", "layers"
 DECIDING = 4096
-"""Tokens by which alternatives decide what goes, before any is made with care."""
+"""Tokens on which alternatives decide, before any is made with care."""
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
@@ -103,7 +103,7 @@ class Trials:
         for config in self.track(configs, "Deciding alternatives", len(configs)):
             try:
                 args = self.args(stats=config.decides_from_stats)
-                plan = convert(config, args).plan
+                plan = convert(config, replace(args, text=self._deciding)).plan
             except MoesaicError as error:
                 self.refuse(config.verb, error)
             else:
@@ -252,15 +252,20 @@ class Trials:
         )
 
     @cached_property
+    def _deciding(self) -> Tokens:
+        """The text by which alternatives decide."""
+        text = self.texts.both[0]
+        return text.rows(slice(max(1, DECIDING // text.input_ids.shape[1])))
+
+    @cached_property
     def _stats(self) -> Path:
-        """One file of statistics of some text, by which alternatives decide that can."""
-        file, text = self.work / STATS, self.texts.both[0]
+        """One file of statistics of that text, for alternatives that can decide from one."""
+        file = self.work / STATS
         if not file.is_file():
-            windows = max(1, DECIDING // text.input_ids.shape[1])
             observe(
                 self.recipe.model,
                 file,
-                calibration=text.rows(slice(windows)),
+                calibration=self._deciding,
                 gram_mb=0,
                 device=self.recipe.device,
                 dtype=self.dtype,
