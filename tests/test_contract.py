@@ -34,7 +34,7 @@ from moesaic.metrics.routing_counts import counted
 from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 from moesaic.train.tune.config import TuneConfig
@@ -133,7 +133,7 @@ def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
     arch = base_arch(model.config)
     few = torch.arange(6)
     orders = torch.rand(6, 24).argsort(1)[:, :8].sort(1).values
-    layers = {i: SlimmedLayer(few, orders, 24) for i in arch.moe_layers(model)}
+    layers = {i: CutLayer(few, orders, 24) for i in arch.moe_layers(model)}
     plan = Plan("test", base_shape(model, arch), layers)
     out.mkdir()
     save_applied(source, plan, out)

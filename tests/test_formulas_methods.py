@@ -29,7 +29,7 @@ from moesaic.observation.job import Finished, Job
 from moesaic.observation.neuron_stats import Products
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 from moesaic.train.tune.factors import factors
 
@@ -231,7 +231,7 @@ def test_the_best_of_all_sets_in_whatever_block_it_is(best: int) -> None:
 def test_weights_are_kept_out_of_condensed_layers_alone() -> None:
     model = tiny_moe("qwen2_moe")
     base = base_shape(model, moe_arch(model.config))
-    plan = Plan("naee", base, {1: PrunedLayer(torch.arange(4))})
+    plan = Plan("naee", base, {1: CutLayer(torch.arange(4))})
     assert factors(moe_arch(model.config), model.config, plan) == {}
     assert factors(moe_arch(model.config), model.config, None) == {}
 
@@ -252,7 +252,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
     model = tiny_moe("mixtral")
     job = Job(RunArgs(model, text=tokens), moe_arch)
     base = base_shape(model, moe_arch(model.config))
-    kept = PrunedLayer(torch.arange(6))
+    kept = CutLayer(torch.arange(6))
     plans = {"result": Plan("naee", base, {1: kept}), "other": Plan("naee", base, {2: kept})}
     finished = Finished(None, {})
     refitted, found = recover(job, plans, finished)
@@ -263,7 +263,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
     assert finished.store.keys() == {("result-refit", 1), ("other-refit", 2)}
     assert {name: list(layers) for name, layers in found.items()} == {"result": [1], "other": [2]}
     if again:
-        monkeypatch.setattr(PrunedLayer, "refit", None)
+        monkeypatch.setattr(CutLayer, "refit", None)
         assert recover(job, plans, finished)[0].keys() == plans.keys()
         del finished.store["other-refit", 2]
         with pytest.raises(TypeError):
@@ -273,7 +273,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
 def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens: Tokens) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=2)
     base = base_shape(model, moe_arch(model.config))
-    plan = Plan("naee", base, {i: PrunedLayer(torch.arange(4)) for i in range(2)})
+    plan = Plan("naee", base, {i: CutLayer(torch.arange(4)) for i in range(2)})
     job = Job(RunArgs(model, text=tokens), moe_arch)
     told = [
         recover(job, {"result": plan}, Finished(None, {}), propagate=follow)[1]["result"]

@@ -221,9 +221,11 @@ def test_variants_share_backbone_and_budget(tokens):
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"
-    assert set(plans["backbone"].order_W.tolist()) == set(full.order_M[: full.backbone].tolist())
+    assert set(plans["backbone"].neurons_EW[0].tolist()) == set(
+        full.order_M[: full.backbone].tolist()
+    )
     assert plans["static"].width == full.active_width
-    assert plans["static"].kind == plans["backbone"].kind == "narrowed"  # as slim makes them
+    assert plans["static"].kind == plans["backbone"].kind == "cut"  # as slim makes them
     assert plans["naive"].backbone < 64 % len(plans["naive"].petals) + 1
     assert abs(plans["naive"].active_width - full.active_width) < 8
 

@@ -21,8 +21,8 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.expert_stats import gram_room, observed
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import of_stacked
-from moesaic.plans.pruned import PrunedLayer
 from moesaic.surgery import apply_layer, layer_uses
 from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.factors import factors
@@ -41,7 +41,7 @@ def model() -> Any:
 
 def test_rows_of_shared_experts_stay(model):
     before = copy.deepcopy(model.model.layers[1].mlp.state_dict())
-    apply_layer(model.model.layers, 1, moe_arch(model.config), PrunedLayer(torch.tensor([1, 4, 6])))
+    apply_layer(model.model.layers, 1, moe_arch(model.config), CutLayer(torch.tensor([1, 4, 6])))
     after = model.model.layers[1].mlp.state_dict()
     rows = torch.tensor([1, 4, 6, 8, 9])
     assert torch.equal(after["gate.weight"], before["gate.weight"][rows])

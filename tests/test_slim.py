@@ -33,8 +33,7 @@ from moesaic.observation.job import Job
 from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
 from moesaic.plans import recovery
 from moesaic.plans.base import same
-from moesaic.plans.narrowed import NarrowedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 
 
 def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:
@@ -85,8 +84,7 @@ def silence(model, plan):
     arch = base_arch(model.config)
     for i, layer in plan.layers.items():
         view = arch.view(arch.layers(model)[i])
-        orders = layer.neurons_EW if isinstance(layer, SlimmedLayer) else layer.order_W[None]
-        for expert, kept in enumerate(orders):
+        for expert, kept in enumerate(layer.neurons_EW):
             down_DM = view.weights_of(expert)[-1]
             gone = torch.ones(down_DM.shape[1], dtype=torch.bool)
             gone[kept] = False
@@ -313,9 +311,8 @@ def test_auto_takes_the_number_of_experts_that_loses_least(tokens):
 
 
 def shape_of(layer):
-    if isinstance(layer, SlimmedLayer):
-        return layer.kept_E, layer.neurons_EW
-    return torch.zeros(1, dtype=torch.int64), layer.order_W[None]
+    dense = torch.zeros(1, dtype=torch.int64)
+    return dense if layer.kept_E is None else layer.kept_E, layer.neurons_EW
 
 
 @pytest.mark.parametrize(
@@ -441,12 +438,12 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     layers = {}
     for n, (i, layer) in enumerate(slimmed(model, tokens, keep=0.5).plan.layers.items()):
         width = (4, 8, 12, 8)[n % 4]
-        if isinstance(layer, SlimmedLayer):
+        if layer.kept_E is not None:
             order = torch.arange(width).repeat(8, 1)
             shared = layer.shared_S if model_type == "deepseek_v3" else None
-            layers[i] = SlimmedLayer(torch.arange(8), order, 16, shared_S=shared)
+            layers[i] = CutLayer(torch.arange(8), order, 16, shared_S=shared)
         else:
-            layers[i] = NarrowedLayer(torch.arange(width), 64)
+            layers[i] = CutLayer(None, torch.arange(width)[None], 64)
     assert len({x.width for x in layers.values()}) > 1
     source = saved(tmp_path / "spread", model, layers)
     assert source.config.model_type == f"moesaic_{model_type}"

@@ -20,7 +20,7 @@ from moesaic.metrics.forward import Whole
 from moesaic.observation import stream as streaming
 from moesaic.observation.backward import _head_gradients
 from moesaic.observation.stream import LayerStream, SpilledList
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 
 
 def dense_stream(model, tokens, layers=None, **options):
@@ -207,7 +207,7 @@ ASKING = {"output_router_logits": True, "output_hidden_states": True}
 def test_slimmed_layers_with_fewer_experts_have_no_loss_of_their_loads(tokens):
     """Which is of one number of experts."""
     model = tiny_moe("mixtral", output_router_logits=True)
-    few = SlimmedLayer(torch.arange(6), torch.arange(8).repeat(6, 1), 16)
+    few = CutLayer(torch.arange(6), torch.arange(8).repeat(6, 1), 16)
     assert converted(model, {1: few})(tokens.input_ids, labels=tokens.input_ids).loss.isfinite()
 
 

@@ -25,8 +25,7 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import TopKConfig
 from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
 
 KEEP = 6
@@ -52,7 +51,7 @@ def test_experts_that_go_are_replaced_by_the_next_ones(model):
     before = copy.deepcopy(tables(model))
     arch = moe_arch(model.config)
     for i in before:
-        apply_layer(arch.layers(model), i, arch, PrunedLayer(torch.tensor(kept)))
+        apply_layer(arch.layers(model), i, arch, CutLayer(torch.tensor(kept)))
     for i, table_VK in tables(model).items():
         for old, new in zip(before[i].tolist(), table_VK.tolist(), strict=True):
             others = ((old[0] + n) % 8 for n in range(1, 9))
@@ -73,7 +72,7 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
     before = copy.deepcopy(tables(model))
     arch = moe_arch(model.config)
     for i, table_VK in before.items():
-        apply_layer(arch.layers(model), i, arch, FewerLayer(1, 2))
+        apply_layer(arch.layers(model), i, arch, CutLayer(top_k=1))
         assert torch.equal(tables(model)[i], table_VK[:, :1])
         assert tables(model)[i].is_contiguous()
 

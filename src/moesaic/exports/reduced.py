@@ -17,8 +17,7 @@ from moesaic.io.source import Source
 from moesaic.plan import Plan
 from moesaic.plans import neurons
 from moesaic.plans.base import KINDS, Header
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes, spread
 from moesaic.types import JSON, Config, Values
 
@@ -73,7 +72,7 @@ class _Reduced:
         self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
         self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
         """Dense layers that are padded to the width of the widest."""
-        self.plans: dict[int, PrunedLayer] = {}
+        self.plans: dict[int, CutLayer] = {}
         self.costs: JSON = {}
 
     def _configure(self, changes: Values) -> None:
@@ -91,7 +90,7 @@ class _Reduced:
             if (view.width, view.shared_width) != (wide, room):
                 order_W = neurons.filled_up(torch.arange(view.width), wide)
                 order_S = neurons.filled_up(torch.arange(view.shared_width), room) if room else None
-                self.plans[i] = SlimmedLayer(
+                self.plans[i] = CutLayer(
                     torch.arange(view.count),
                     order_W.repeat(view.count, 1),
                     view.width,
@@ -117,7 +116,7 @@ class _Reduced:
                     "Prune to one legal count."
                 )
             for i, n in counts.items():
-                plan = self.plans.get(i, PrunedLayer(torch.arange(n)))
+                plan = self.plans.get(i, CutLayer(torch.arange(n)))
                 self.plans[i] = plan.padded(count, groups)
         self._configure({self.arch.count: count})
         self.costs["experts"] = [sum(counts.values()), count * len(counts)]

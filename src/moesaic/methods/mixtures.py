@@ -9,7 +9,6 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.observation.job import Job
-from moesaic.plans.skipping import SkippingLayer
 from moesaic.surgery import headers_of
 from moesaic.types import Config
 
@@ -32,7 +31,7 @@ def unskipped(config: Config) -> MoEArch:
     Raises:
         MoesaicError: the model skips already, or is no known mixture of experts.
     """
-    if any(h["kind"] == SkippingLayer.kind for stack in headers_of(config).values() for h in stack):
+    if any("beta" in header for stack in headers_of(config).values() for header in stack):
         raise MoesaicError("This model skips already; start from the one it was made from.")
     return moe_arch(config)
 

@@ -39,10 +39,10 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
 from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.sentences import carved, number, some
-from moesaic.methods.slim.choice import narrowest
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON
 
@@ -198,7 +198,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     def _narrowed(self, score_M: Tensor, budget: Split) -> LayerPlan:
         """Return a plan that keeps the highest scores, for variants that do not route."""
         width = budget.active_width if self.config.variant == "static" else budget.backbone
-        return narrowest(score_M, width, counted=True)
+        kept_W = score_M.argsort(descending=True, stable=True)[:width].sort().values.cpu()
+        return CutLayer(None, kept_W[None], len(score_M), counted=True)
 
     def _carved(
         self, backbone: Tensor, petals: Sequence[Tensor], top_k: int, router_RD: Tensor | None

@@ -52,7 +52,7 @@ from moesaic.observation.expert_stats import ExpertStats, routing_of
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
 
@@ -142,7 +142,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     def choose(
         self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1
-    ) -> dict[int, tuple[PrunedLayer, JSON]]:
+    ) -> dict[int, tuple[CutLayer, JSON]]:
         """Choose the experts that a layer keeps, for each size.
 
         Args:
@@ -160,7 +160,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             return {r: self._scored(score_E, stats, r, groups) for r in sizes}
         assert criterion.losses is not None, f"{criterion.name} neither scores nor searches"
         losses, scale = criterion.losses(layer)
-        decided: dict[int, tuple[PrunedLayer, JSON]] = {}
+        decided: dict[int, tuple[CutLayer, JSON]] = {}
         path_E = torch.ones(stats.experts, dtype=torch.bool)
         for r in sorted(sizes, reverse=True):
             path = greedy(losses, path_E, r, groups)
@@ -200,7 +200,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     def _scored(
         self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
-    ) -> tuple[PrunedLayer, JSON]:
+    ) -> tuple[CutLayer, JSON]:
         if len(score_E) != stats.experts:
             raise ValueError(
                 f"criterion {self.config.score!r} gives {len(score_E)} scores for "
@@ -229,8 +229,8 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         """Pad all layers to the same number of experts if ``padding`` is on."""
         if not self.config.padding:
             return layers
-        pruned = cast("Mapping[int, PrunedLayer]", layers)
-        most = max(layer.kept_E.numel() for layer in pruned.values())
+        pruned = cast("Mapping[int, CutLayer]", layers)
+        most = max(len(layer.kept) for layer in pruned.values())
         groups = job.arch.group_count(job.shape.config)
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
 
@@ -239,7 +239,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     ) -> AbstractContextManager[nn.Module | None]:
         view = cast(MoEFFN, site.view)
         allowed_E = torch.zeros(view.count, dtype=torch.bool)
-        allowed_E[cast(PrunedLayer, layer).experts] = True
+        allowed_E[cast(CutLayer, layer).experts] = True
         return view.restricted(allowed_E)
 
     @property
@@ -268,5 +268,5 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return [*figures.kept(layers), *super().figures(layers, decision)]
 
 
-def _layer(kept_E: Tensor) -> PrunedLayer:
-    return PrunedLayer(kept_E.nonzero().flatten())
+def _layer(kept_E: Tensor) -> CutLayer:
+    return CutLayer(kept_E.nonzero().flatten())

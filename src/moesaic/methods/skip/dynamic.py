@@ -36,7 +36,7 @@ from moesaic.modules import survivors
 from moesaic.observation.expert_stats import routing_of
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.skipping import SkippingLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
 
@@ -129,15 +129,13 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     ) -> dict[float | None, tuple[LayerPlan, JSON]]:
         top_k = case.view.top_k
         if case.stats is None or case.stats.experts is None:
-            return {beta: (SkippingLayer(0.5, self.rule(top_k)), {}) for beta in sizes}
+            return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
         stats = case.stats.experts
         routing = routing_of(case.job, case.index, stats)
         weights_TK = routing.weights(stats.logits_TX).topk(top_k, dim=-1).values.double()
         return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
 
-    def calibrated(
-        self, weights_TK: Tensor, fixed: float | None = None
-    ) -> tuple[SkippingLayer, JSON]:
+    def calibrated(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
         """Return a layer's plan with its beta, and how much it skips of the calibration tokens.
 
         Args:
@@ -156,7 +154,8 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         else:
             beta = quantile(ratios(weights_TK, rule), config.quantile)
         calls = mean_calls(weights_TK, beta, rule)
-        return SkippingLayer(beta, rule), {"calls_per_token": calls, "skipped": 1 - calls / top_k}
+        analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
+        return CutLayer(beta=beta, rule=rule), analysis
 
     def rule(self, top_k: int) -> str:
         """Return the rule of a layer with this top-k: ``top2`` or ``tail``.

@@ -17,7 +17,6 @@ from moesaic.methods.slim.scores import Neurons
 from moesaic.observation.stats import LayerStats
 from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import PADDING
-from moesaic.plans.narrowed import NarrowedLayer
 from moesaic.plans.neurons import filled_up
 
 
@@ -55,21 +54,6 @@ def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
 def highest(score_EM: Tensor, width: int, reach_EM: Tensor) -> Tensor:
     """Return the rising indices of each row's highest scores (E, W); equal ones by reach."""
     return ranked(score_EM, reach_EM)[:, :width].sort(dim=1).values
-
-
-def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLayer:
-    """Return the plan of a dense FFN that keeps the neurons of the highest scores.
-
-    Args:
-        score_M: scores of its neurons.
-        width: number of neurons to keep.
-        counted: see :class:`~moesaic.plans.narrowed.NarrowedLayer`.
-
-    >>> narrowest(torch.tensor([1.0, 3.0, 2.0]), 2).order_W.tolist()
-    [1, 2]
-    """
-    order_W = highest(score_M[None], width, torch.zeros_like(score_M)[None])[0].cpu()
-    return NarrowedLayer(order_W, len(score_M), counted=counted)
 
 
 def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:
