@@ -301,7 +301,7 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         return
     if routing:
         if routing.count(routing[0]) == len(routing):
-            changes = _sized(arch, routing[0])
+            changes = _sized(arch, routing[0], base.widths[min(base.routed)])
         elif all(what.keys() == {"top_k"} for what in routing):
             changes = _each(config, arch, {i: what["top_k"] for i, what in natives.items() if what})
         else:
@@ -322,16 +322,22 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         yield from ({**mix, name: width} for name in arch.dense_sizes(config))
 
 
-def _sized(arch: Arch, native: JSON) -> JSON | None:
-    """Return the config attributes for experts, their width, the shared path's and the top-k.
+def _sized(arch: Arch, native: JSON, width: int) -> JSON | None:
+    """Return the config attributes for new sizes of mixture layers.
 
-    None if the architecture has no attribute for one of them.
+    Args:
+        arch: the architecture.
+        native: the sizes, as :meth:`moesaic.plans.base.LayerPlan.native` returns them.
+        width: neurons of an expert before.
+
+    Returns:
+        None if there is no attribute for one of the sizes.
     """
     assert isinstance(arch, MoEArch)
     setters: dict[str, Callable[[int], JSON | None]] = {
         "experts": arch.with_experts,
         "width": arch.with_width,
-        "shared": lambda shared: arch.with_shared(shared, native.get("width", shared)),
+        "shared": lambda shared: arch.with_shared(shared, native.get("width", width)),
         "top_k": arch.with_top_k,
     }
     sizes: JSON = {}
