@@ -64,12 +64,12 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
     return filled_up(real_W[new_W.argsort(stable=True)], len(order_W))
 
 
-def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
+def _twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
     """Return the order of gates and ups in one tensor: all gates before all ups, or alternating (2
     W,).
 
     >>> order = torch.tensor([2, 0, PADDING])
-    >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
+    >>> _twice(order, 3).tolist(), _twice(order, 3, alternate=True).tolist()
     ([2, 0, -1, 5, 3, -1], [4, 5, 0, 1, -1, -1])
     """
     real = order_W != PADDING
@@ -104,7 +104,7 @@ def of_mlp(
             return tensor
         return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
     if names.fused and tensor.shape[0] != width:
-        order_W = twice(order_W, tensor.shape[0] // 2)
+        order_W = _twice(order_W, tensor.shape[0] // 2)
     return taken(tensor, 0, order_W)
 
 
@@ -177,7 +177,7 @@ def of_expert(arch: MoEArch, leaf: str, tensor: Tensor, order_W: Tensor, width: 
     if axis is None:
         return tensor
     if tensor.shape[axis - 1] == 2 * width:
-        order_W = twice(order_W, width, arch.alternating)
+        order_W = _twice(order_W, width, arch.alternating)
     return taken(tensor, axis - 1, order_W)
 
 

@@ -104,7 +104,7 @@ TRIAL_STEPS, LAST_STEPS = 2, 3
 """Iterations of conjugate gradients for each candidate, and for the solve from all tokens."""
 
 
-def helps(before_ND: Tensor, after_ND: Tensor) -> bool:
+def _helps(before_ND: Tensor, after_ND: Tensor) -> bool:
     """Return True if held-out tokens' errors are significantly lower after a change."""
     before_N, after_N = (r_ND.double().square().sum(1) for r_ND in (before_ND, after_ND))
     return significantly_worse(before_N, after_N)
@@ -129,7 +129,7 @@ class _Part:
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
-        self.gone = left_out(self.order_W, self.down_DM.shape[1])
+        self.gone = _left_out(self.order_W, self.down_DM.shape[1])
 
     def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept neurons' activations (T, W), and what the removed ones wrote (T, D)."""
@@ -289,12 +289,12 @@ def _fit(
     sure = {}
     for i, change_WD in held.split(trial_FD).items():
         rows, h_NW = held.features[i]
-        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
+        if _helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
             sure[i] = change_WD
     if len(sure) < len(held.features):
         start_FD = torch.cat([*sure.values(), trial_FD[:0]])
         return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
-    if not helps(held.y_TO, left_TD):
+    if not _helps(held.y_TO, left_TD):
         return held.y_TO
     last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
     for i, change_WD in held.split(last_FD).items():
@@ -316,10 +316,10 @@ def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Ten
     return torch.stack(new_DW).contiguous().cpu()
 
 
-def left_out(order_W: Tensor, width: int) -> Tensor:
+def _left_out(order_W: Tensor, width: int) -> Tensor:
     """Return the neurons of ``width`` that are not in an order.
 
-    >>> left_out(torch.tensor([0, 2]), 4).tolist()
+    >>> _left_out(torch.tensor([0, 2]), 4).tolist()
     [1, 3]
     """
     gone_M = torch.ones(width, dtype=torch.bool, device=order_W.device)

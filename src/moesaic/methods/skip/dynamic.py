@@ -32,7 +32,7 @@ from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import routed_layers, unskipped
 from moesaic.methods.sentences import percent
 from moesaic.methods.skip.config import SkipConfig
-from moesaic.modules import survivors
+from moesaic.modules.skipping_router import survivors
 from moesaic.observation.expert_stats import routing_of
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
