@@ -234,84 +234,75 @@ class CutLayer(LayerPlan):
         router = f"{arch.inside}{arch.parts.weight}"
         count = 0 if self.kept_E is None else arch.counted(state[router].shape)
         for stored, name in state.stored(*self.sources(arch)):
-            if name.startswith(experts):
-                if not self.uneven and expert_number(stored) in (None, 0, *self.kept):
-                    leaf = name.removeprefix(experts)
-                    yield from self._of_experts(arch, leaf, stored, state.read(stored), count)
-            elif name.startswith(shared) and self.shared_S is not None:
+            if self.uneven and name.startswith(experts):
+                continue
+            leaf, number = name.removeprefix(arch.inside), expert_number(stored)
+            if name.startswith(shared) and self.shared_S is not None:
                 leaf = name.removeprefix(shared)
-                yield stored, self._shared(arch, leaf, state.read(stored), state)
-            else:
-                leaf = name.removeprefix(arch.inside)
-                yield stored, self._routing(arch, leaf, state.read(stored), count)
+                yield stored, self._of_shared(arch, leaf, state.read(stored), state)
+            elif number is None:
+                yield stored, self._of_all(arch, leaf, state.read(stored), count)
+            elif places := [n for n, old in enumerate(self.kept) if max(0, old) == number]:
+                tensor = state.read(stored)
+                for n in places:
+                    yield renumbered(stored, n), self._of_one(arch, leaf, tensor, n)
         if self.uneven:
             both, down = (
-                next(self._of_experts(arch, leaf, leaf, state[experts + leaf], count))[1]
+                self._of_all(arch, f"{arch.experts}.{leaf}", state[experts + leaf], count)
                 for leaf in (GATE_UP, DOWN)
             )
             rows = flat(both, down, self.widths)
             yield from zip((experts + UP_ROWS, experts + DOWN_ROWS), rows, strict=True)
 
-    def _of_experts(
-        self, arch: MoEArch, leaf: str, stored: str, tensor: Tensor, count: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the kept parts of one or all experts' tensor, by their stored names.
+    def _of_one(self, arch: MoEArch, leaf: str, tensor: Tensor, place: int) -> Tensor:
+        """Return the kept neurons' part of a tensor of the expert at a place.
 
         Args:
             arch: the architecture.
-            leaf: the tensor's name in memory, relative to the experts' module.
-            stored: its name as stored.
+            leaf: name of all experts' tensor in memory, relative to the block.
+            tensor: the expert's part of it.
+            place: the expert's new number.
+        """
+        inside = leaf.removeprefix(f"{arch.experts}.")
+        if self.down_E is not None and inside == DOWN:
+            tensor = self.down_E[place].to(tensor)
+        elif self.neurons_EW is not None:
+            tensor = of_expert(arch, inside, tensor, self.neurons_EW[place], self.before)
+        return torch.zeros_like(tensor) if self.kept[place] == PADDING else tensor
+
+    def _of_all(self, arch: MoEArch, leaf: str, tensor: Tensor, count: int) -> Tensor:
+        """Return the kept part of a tensor of the block that is no single expert's.
+
+        Args:
+            arch: the architecture.
+            leaf: its name in memory, relative to the block.
             tensor: its values.
             count: experts before.
         """
-        number = expert_number(stored)
-        new_E = self.down_E if leaf == DOWN else None
-        if number is not None:
-            for place, old in enumerate(self.kept):
-                if number != max(0, old):
-                    continue
-                if new_E is None:
-                    part = self._neurons(arch, leaf, tensor, place)
-                else:
-                    part = new_E[place].to(tensor)
-                yield renumbered(stored, place), torch.zeros_like(part) if old < 0 else part
-        elif new_E is not None:
-            yield stored, new_E.to(tensor)
-        else:
-            axis = arch.expert_axis(f"{arch.experts}.{leaf}", tensor, count)
-            if axis is not None:
-                tensor = self._taken(tensor, axis)
-            if axis == 0 and self.neurons_EW is not None:
-                parts = (self._neurons(arch, leaf, part, n) for n, part in enumerate(tensor))
-                tensor = torch.stack(list(parts))
-            yield stored, tensor
-
-    def _neurons(self, arch: MoEArch, leaf: str, tensor: Tensor, place: int) -> Tensor:
-        """Return the part of one expert's tensor that belongs to its kept neurons."""
-        if self.neurons_EW is None:
+        if leaf == arch.parts.table:
+            table_VK = tensor if self.kept_E is None else self._tabled(tensor, count)
+            return table_VK[:, : self.top_k].contiguous()
+        inside = leaf.removeprefix(f"{arch.experts}.")
+        if self.down_E is not None and inside != leaf and inside == DOWN:
+            return self.down_E.to(tensor)
+        axis = None if self.kept_E is None else arch.expert_axis(leaf, tensor, count)
+        if axis is None:
             return tensor
-        return of_expert(arch, leaf, tensor, self.neurons_EW[place], self.before)
+        lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
+        always = arch.parts.always if leaf == arch.parts.weight else 0
+        chosen = self._taken(tensor, axis, always, lowest)
+        if self.neurons_EW is None or inside == leaf:
+            return chosen
+        return torch.stack([self._of_one(arch, leaf, part, n) for n, part in enumerate(chosen)])
 
-    def _shared(self, arch: MoEArch, leaf: str, tensor: Tensor, state: State) -> Tensor:
-        """Return the part of a tensor of the shared path that belongs to its kept neurons."""
+    def _of_shared(self, arch: MoEArch, leaf: str, tensor: Tensor, state: State) -> Tensor:
+        """Return the kept neurons' part of a tensor of the shared path."""
         assert self.shared_S is not None
         names = arch.shared_names
         if arch.parts.always:
             return of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
         width = state[f"{arch.shared_at}.{names.down}.weight"].shape[1]
         return of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
-
-    def _routing(self, arch: MoEArch, leaf: str, tensor: Tensor, count: int) -> Tensor:
-        """Return the part of another tensor of the block that belongs to the kept experts."""
-        if leaf == arch.parts.table:
-            table_VK = tensor if self.kept_E is None else self._tabled(tensor, count)
-            return table_VK[:, : self.top_k].contiguous()
-        axis = None if self.kept_E is None else arch.expert_axis(leaf, tensor, count)
-        if axis is None:
-            return tensor
-        lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
-        always = arch.parts.always if leaf == arch.parts.weight else 0  # the last rows
-        return self._taken(tensor, axis, always, lowest)
 
     def _taken(self, tensor: Tensor, axis: int, always: int = 0, padding: float = 0) -> Tensor:
         """Return the kept experts' part of a tensor.
