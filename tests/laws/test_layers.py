@@ -154,6 +154,9 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "top2": lambda: mixture(CutLayer(beta=0.7, rule="top2")),
         "tail": lambda: mixture(CutLayer(beta=0.3, rule="tail"), "deepseek_v3"),
         "one a token": lambda: mixture(CutLayer(top_k=1)),
+        "fewer, narrower, and skipping": lambda: mixture(
+            slim_layer([1, 5, 6], shared_S=torch.arange(8), beta=0.7, rule="top2"), "qwen2_moe"
+        ),
         "of groups": lambda: mixture(CutLayer(top_k=1), "deepseek_v3"),
     },
     "condensed": {
@@ -173,7 +176,7 @@ BY_DAY = {
     "cut": {
         "and padded", "fewer, new down projections", "dense, not gated",
         "dense, new down projection", "a shared path", "of different widths",
-        "and of the shared path", "top2", "one a token",
+        "and of the shared path", "top2", "one a token", "fewer, narrower, and skipping",
     },
     "condensed": {"a gate", "nothing"}, "dropped": {"gone"},
 }  # fmt: skip
