@@ -1,4 +1,4 @@
-"""Export of pruned and condensed mixtures in their own architecture."""
+"""Export of layers that are cut, condensed or dropped, in their own architecture."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
+from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, aligned, base_config
@@ -42,6 +43,36 @@ def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]
     mixture.drop()
     config = mixture.holding()
     return Export(config, mixture.write, mixture.costs)
+
+
+def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
+    """Return the export of narrower dense layers: one intermediate size, padded with zeros.
+
+    Args:
+        source: the reduced model, which is dense.
+        arch: its architecture.
+        headers: headers by layer.
+        target: the base's own architecture, or empty.
+
+    Raises:
+        MoesaicError: the target is another architecture.
+    """
+    if target not in ("", arch.model_type):
+        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    shape, config = base_shape(shape_of(source.config), arch), base_config(source.config, arch)
+    config.intermediate_size = width = max(shape.widths)
+    layers = {
+        i: CutLayer(None, neurons.filled_up(torch.arange(before), width)[None], before)
+        for i, before in enumerate(shape.widths)
+        if before < width
+    }
+    costs = [sum(shape.widths), len(shape.widths) * width]
+
+    def write(writer: Writer) -> None:
+        plan = Plan("export", shape, layers)
+        rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
+
+    return Export(config, write, {"active_neurons": costs, "stored_neurons": costs})
 
 
 class _Reduced:
