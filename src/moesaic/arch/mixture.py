@@ -409,8 +409,9 @@ class MoEFFN:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Neurons of each expert, which differ only in modules that say so."""
-        return getattr(self.experts, "widths", (self.width,) * self.count)
+        """Neurons of each expert, which differ only in modules that have ``widths``."""
+        widths: tuple[int, ...] | None = getattr(self.experts, "widths", None)
+        return (self.width,) * self.count if widths is None else widths
 
     @property
     def gated(self) -> bool:
