@@ -150,14 +150,15 @@ class CutLayer(LayerPlan):
         kept_GE = self.kept_E.view(groups, -1)
         missing = count // groups - kept_GE.shape[1]
         kept_E = F.pad(kept_GE, (0, missing), value=PADDING).flatten()
-        down_E, neurons_EW = self.down_E, None
+        down_E, neurons_EW = self.down_E, self.neurons_EW
         if down_E is not None:
             down_GE = down_E.unflatten(0, (groups, -1))
             more = down_GE.new_zeros(groups, missing, *down_E.shape[1:])
             down_E = torch.cat([down_GE, more], 1).flatten(0, 1)
-        if self.neurons_EW is not None:
-            neurons_EW = torch.arange(self.width).repeat(count, 1)
-            neurons_EW[kept_E != PADDING] = self.neurons_EW[self.kept_E != PADDING]
+        if neurons_EW is not None:
+            every_EW = torch.arange(self.width).repeat(count, 1)
+            every_EW[kept_E != PADDING] = neurons_EW[self.kept_E != PADDING]
+            neurons_EW = every_EW
         return replace(self, kept_E=kept_E, down_E=down_E, neurons_EW=neurons_EW)
 
     def _sizes(self) -> JSON:
