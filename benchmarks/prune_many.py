@@ -24,7 +24,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.subsets import Losses, SearchResult, greedy, refined
 from moesaic.metrics.machine import environment
-from moesaic.observation.expert_stats import ExpertStats, observe_experts
+from moesaic.observation.stats import Stats, tallied
 from moesaic.observation.stream import LayerStream
 
 TYPES = ("qwen3_moe", "qwen2_moe")
@@ -66,13 +66,9 @@ def searched(losses: Losses, experts: int, keep: int) -> tuple[SearchResult, Sea
     return first, refined(losses, first), time.process_time() - start
 
 
-def fewer(stats: ExpertStats, tokens: int) -> ExpertStats:
+def fewer(stats: Stats, tokens: int) -> Stats:
     """The statistics of the first tokens."""
-    cut = {
-        name: getattr(stats, name)[:tokens]
-        for name in ("batch_T", "logits_TE", "sampled_T", "gram_SP")
-    }
-    return ExpertStats(**{**vars(stats), **cut})
+    return {name: tensor[:tokens] for name, tensor in stats.items()}
 
 
 def measured(model_type: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def measured(model_type: str, args: argparse.Namespace) -> dict[str, Any]:
     stream = iter(LayerStream(model, arch, tokens, view=arch.mixture))
     site = next(stream)  # whose tokens are there as long as the stream is
     start = time.process_time()
-    stats = observe_experts(site, parts=("gram",))
+    stats = tallied(site, ("batch_T", "logits_TX", "sampled_T", "gram_SP")).stats()
     observed = time.process_time() - start
     routing = site.view.routing
     start = time.process_time()
@@ -97,7 +93,7 @@ def measured(model_type: str, args: argparse.Namespace) -> dict[str, Any]:
         "model_type": model_type,
         "cpu_seconds_observing": observed,
         "search": {
-            "tokens": stats.tokens,
+            "tokens": len(stats["batch_T"]),
             "sets": best.evaluated,
             "cpu_seconds": whole,
             "loss_after_greedy": first.loss,

@@ -38,6 +38,8 @@ from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.phase import set_mode
+from moesaic.observation.files import FILED
+from moesaic.observation.stats import Stats, tallied
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import CondensedLayer
@@ -552,3 +554,8 @@ def configured(cls: type[Any], **options: Any) -> Any:
     constants = {name: value for name, value in options.items() if name not in names}
     chosen = {name: value for name, value in options.items() if name in names}
     return type(cls.__name__, (cls,), constants)(**chosen)
+
+
+def statistics(site: Any, **options: Any) -> Stats:
+    """All statistics of a mixture's layer that a file holds."""
+    return tallied(site, FILED, **options).stats()

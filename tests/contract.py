@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import converted, equal, loaded, saved, weights
+from builders import converted, equal, loaded, saved, statistics, weights
 from safetensors.torch import save_file
 from shrunken import small_config, small_model, small_whole
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from moesaic.io.source import Source, language_model
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.rerouting import Law, law_of
 from moesaic.methods.prune.subsets import Neighbours
-from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream, LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
@@ -332,8 +331,8 @@ def neighbours(site: LayerTokens[MoEFFN]) -> Tensor:
     Returns:
         the set that the walk ends at, bool (E,).
     """
-    stats, routing = observe_experts(site), site.view.routing
-    assert law_of(routing, stats.logits_TX) is Law.STAY
+    stats, routing = statistics(site), site.view.routing
+    assert law_of(routing, stats["logits_TX"]) is Law.STAY
     losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
     for gone in (2, 5, 6):
         every = kept_E.nonzero().flatten()

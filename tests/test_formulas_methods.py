@@ -26,7 +26,7 @@ from moesaic.methods.refit import recover
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.neuron_stats import Products
+from moesaic.observation.stats import tallied
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
@@ -240,9 +240,11 @@ def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
     model = tiny_moe("mixtral")
     arch = moe_arch(model.config)
     for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
-        products = Products.of(site, False)
-        assert products.shared_DS.shape == (32, 0)
-        assert products.shared_SS.shape == (0, 0)
+        stats = tallied(site, {"shared_down_DS", "shared_gram_SS"}).stats()
+        assert {name: tensor.numel() for name, tensor in stats.items()} == {
+            "shared_down_DS": 0,
+            "shared_gram_SS": 0,
+        }
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -260,12 +262,12 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
         "result": [1],
         "other": [2],
     }
-    assert finished.store.keys() == {("result-refit", 1), ("other-refit", 2)}
+    assert finished.keys() == {("result-refit", 1), ("other-refit", 2)}
     assert {name: list(layers) for name, layers in found.items()} == {"result": [1], "other": [2]}
     if again:
         monkeypatch.setattr(CutLayer, "refit", None)
         assert recover(job, plans, finished)[0].keys() == plans.keys()
-        del finished.store["other-refit", 2]
+        del finished["other-refit", 2]
         with pytest.raises(TypeError):
             recover(job, plans, finished)
 

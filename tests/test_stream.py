@@ -18,7 +18,6 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
 from moesaic.observation import stream as streaming
-from moesaic.observation.backward import _head_gradients
 from moesaic.observation.stream import LayerStream, SpilledList
 from moesaic.plans.cut import CutLayer
 
@@ -130,16 +129,6 @@ def check_logits_from_disk(model, tokens, tmp_path):
     found = torch.cat([logits for logits, _ in stream.heads(states, logits=True)])
     with torch.no_grad():
         torch.testing.assert_close(found, model(tokens.input_ids).logits)
-
-
-def test_the_way_back_begins_with_one_batch_at_a_time(tokens):
-    stream = dense_stream(tiny_model("llama"), tokens, tokens_per_batch=24)
-    states, _ = stream.record()
-    taken = []
-    gradients = _head_gradients(stream, (taken.append(state) or state for state in states))
-    next(gradients)
-    assert len(taken) == 1 < len(states)
-    assert len([*gradients]) == len(states) - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, weights
+from builders import equal, loaded, logits, statistics, weights
 from contract import neighbours
 from released import deepseek_v4
 from safetensors.torch import save_file
@@ -23,7 +23,6 @@ from moesaic.data.text import Tokens
 from moesaic.exports.gguf_limits import lacking
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import TopKConfig
-from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
@@ -96,13 +95,13 @@ def test_tokens_keep_their_experts_where_there_is_padding(model):
     """Windows of other lengths, padded: what is observed is that of the real tokens."""
     arch = moe_arch(model.config)
     padded, short = (
-        observe_experts(site)
+        statistics(site)
         for tokens in padded_and_short()
         for site in LayerStream(model, arch, tokens, [0], view=arch.mixture)
     )
-    assert torch.equal(padded.calls_E, short.calls_E)
-    assert torch.equal(padded.logits_TX[:, 8:], short.logits_TX[:, 8:])
-    torch.testing.assert_close(padded.logits_TX, short.logits_TX)
+    assert torch.equal(padded["calls_E"], short["calls_E"])
+    assert torch.equal(padded["logits_TX"][:, 8:], short["logits_TX"][:, 8:])
+    torch.testing.assert_close(padded["logits_TX"], short["logits_TX"])
 
 
 def test_residual_streams_are_those_of_real_tokens(model):

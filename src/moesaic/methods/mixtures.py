@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
 
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.observation.job import Job
 from moesaic.surgery import headers_of
@@ -46,6 +49,22 @@ def routed_layers(job: Job[MoEArch]) -> list[int]:
     if not layers:
         raise MoesaicError("No layer of this model routes.")
     return layers
+
+
+def routing_of(job: Job[MoEArch], layer: int, stats: Mapping[str, Tensor]) -> RoutingFunction:
+    """Return a layer's routing function, ready to decide on recorded logits.
+
+    Args:
+        job: the model.
+        layer: index of the layer, which may be closed.
+        stats: its statistics, with ``bias_E``.
+    """
+    routing = job.arch.mixture(job.layers[layer]).routing
+    start = f"{job.arch.layer_prefix(layer)}{job.arch.inside}"
+    routing.fill(lambda name, _: job.naming.read(start + name))
+    if routing.bias_E is not None and "bias_E" in stats:
+        routing.bias_E = stats["bias_E"]
+    return routing
 
 
 def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:

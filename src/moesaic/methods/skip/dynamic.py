@@ -29,11 +29,10 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import LayerCase, LayerMethod
-from moesaic.methods.mixtures import routed_layers, unskipped
+from moesaic.methods.mixtures import routed_layers, routing_of, unskipped
 from moesaic.methods.sentences import percent
 from moesaic.methods.skip.config import SkipConfig
 from moesaic.modules.skipping_router import survivors
-from moesaic.observation.expert_stats import routing_of
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
@@ -100,7 +99,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
 
     ratio = "active"
     words = "Calibrating layers"
-    needs = ("router",)
+    needs = ("logits_TX", "bias_E")
 
     def find(self, config: Config) -> MoEArch:
         return unskipped(config)
@@ -128,11 +127,10 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         self, case: LayerCase[MoEArch], sizes: Sequence[float | None]
     ) -> dict[float | None, tuple[LayerPlan, JSON]]:
         top_k = case.view.top_k
-        if case.stats is None or case.stats.experts is None:
+        if case.stats is None:
             return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
-        stats = case.stats.experts
-        routing = routing_of(case.job, case.index, stats)
-        weights_TK = routing.weights(stats.logits_TX).topk(top_k, dim=-1).values.double()
+        routing = routing_of(case.job, case.index, case.stats)
+        weights_TK = routing.weights(case.stats["logits_TX"]).topk(top_k, dim=-1).values.double()
         return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
 
     def calibrated(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:

@@ -36,6 +36,7 @@ from moesaic.methods.layered import RESULT, LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.choice import (
+    NAMES,
     Shape,
     candidates,
     choose,
@@ -50,8 +51,7 @@ from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
-from moesaic.observation.neuron_stats import no_stats
-from moesaic.observation.stats import LayerStats, neuron_pairs
+from moesaic.observation.stats import neuron_pairs
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
@@ -134,14 +134,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def needs(self) -> set[str]:
         """Statistics of neurons; also the tokens if several sizes are compared on them."""
         config, score = self.config, self.config.chosen
-        needs = {
-            "sizes": True,
-            "energy": score.observes,
-            "shared": score.observes and config.shared is not None,
-            "products": score.gram,
-            "tokens": config.measures,
-        }
-        return {name for name, need in needs.items() if need}
+        read = {"reach", "size", *["energy"] * score.observes, *["gram", "down"] * score.gram}
+        paths = (False, True) if config.shared is not None else (False,)
+        needs = {NAMES[field][shared] for field in read for shared in paths}
+        return needs | {*["calls_E"] * score.observes, *["tokens"] * config.measures}
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -322,17 +318,21 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         self, case: LayerCase[Arch], sizes: Sequence[Size]
     ) -> dict[Size, tuple[LayerPlan, JSON]]:
         view, stats = case.view, case.stats
-        if stats is None or stats.neurons is None:
-            shared = getattr(view, "shared_width", 0)
-            stats = LayerStats(neurons=no_stats(view.count, view.width, shared))
+        if stats is None:  # a dry run
+            shape_EM = (view.count, view.width)
+            zeros = {"reach_EM": shape_EM, "size_EM": shape_EM, "calls_E": (view.count,)}
+            stats = {name: torch.zeros(shape) for name, shape in zeros.items()}
         arch, config = case.job.arch, case.job.shape.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         score = SCORES["random"] if case.stats is None else self.config.chosen
         seed = self.config.seed * 10_007 + case.index
         score_EM, shared = score.score(neurons_of(stats, seed)), None
         if any(size.room for size in sizes):
-            beside = neurons_of(stats, seed + 1, shared=True)
-            shared = score.score(beside), beside.reach
+            alike_1S = torch.zeros(1, getattr(view, "shared_width", 0))
+            shared = alike_1S, alike_1S  # all are kept, or this is a dry run
+            if "shared_size_S" in stats:
+                beside = neurons_of(stats, seed + 1, shared=True)
+                shared = score.score(beside), beside.reach
         form = None if self.config.uneven else case.job.format  # no format has uneven experts
         decided: dict[Size, tuple[CutLayer, JSON]] = {}
         for size in sizes:
@@ -347,7 +347,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def choose(
         self,
         case: LayerCase[Arch],
-        stats: LayerStats,
+        stats: Mapping[str, Tensor],
         score_EM: Tensor,
         shared: tuple[Tensor, Tensor] | None,
         size: Size,
@@ -367,15 +367,14 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
             if the score reads tokens.
         """
-        config, neurons = self.config, stats.neurons
-        assert neurons is not None
-        kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach_EM, groups)
+        config, reach_EM = self.config, stats["reach_EM"]
+        kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
         if config.uneven:
-            neurons_NW = uneven(score_EM, size.neurons, neurons.reach_EM, config.multiple or 1)
+            neurons_NW = uneven(score_EM, size.neurons, reach_EM, config.multiple or 1)
         analysis: JSON = {}
         if config.chosen.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
-            analysis = {"relative_loss": lost, "calls": neurons.calls_E.tolist()}
+            analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
         if size.dense:
             return CutLayer(None, neurons_NW, size.before), analysis
         order_S: Tensor | None = None
