@@ -4,21 +4,25 @@ import functools
 import json
 import operator
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import documents
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from moesaic.data.reader import shipped_texts
-from moesaic.data.rows import ALPACA
+from moesaic.data import reader
+from moesaic.data.reader import open_rows, shipped_texts
+from moesaic.data.rows import text_of
+from moesaic.data.sources import DOMAINS, TextSource
 from moesaic.data.text import (
     Tokens,
     calibration_tokens,
     evaluation_tokens,
     windows,
 )
-from moesaic.data.text_source import DOMAINS
 from moesaic.errors import MoesaicError
 
 
@@ -31,64 +35,98 @@ def test_shipped_text_has_every_domain_apart():
 
 
 def test_files_of_every_kind(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo")
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"question": "q", "answer": "a"}\n')
-    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "i", "output": "o"}, "plain"]))
-    assert documents(str(tmp_path / "a.txt")) == ["one\n\ntwo"]
-    assert documents(str(tmp_path / "a.jsonl")) == [
-        "one",
-        "Question: q\nAnswer: a",
-    ]
-    assert documents(str(tmp_path / "a.json")) == [
-        f"{ALPACA.format('i')}o",
-        "plain",
-    ]
+    """A byte order mark, which Windows' programs put before UTF-8, is no text."""
+    rows = [{"text": "é"}, {"question": "q", "answer": "a"}, "plain"]
+    lines = "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    texts = ["é", "Question: q\nAnswer: a", "plain"]
+    for name, content, found in (
+        ("a.txt", "é\n\ntwo", ["é\n\ntwo"]),
+        ("a.jsonl", lines, texts),
+        ("a [1].jsonl", lines, texts),
+        ("a.json", json.dumps(rows), texts),
+        ("b.json", '{"text": "one"}', ["one"]),
+    ):
+        for encoding in ("utf-8", "utf-8-sig"):
+            (tmp_path / name).write_text(content, encoding)
+            assert documents(str(tmp_path / name)) == found, name
+    parquet(tmp_path / "a*.parquet", ["one", "two"])
+    assert documents(str(tmp_path / "a*.parquet")) == ["one", "two"]
 
 
-def test_parquet(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
-    assert documents(str(tmp_path / "a.parquet")) == ["one", "two"]
-    damaged = bytearray((tmp_path / "a.parquet").read_bytes())
-    damaged[4:40] = b"\xff" * 36
-    (tmp_path / "b.parquet").write_bytes(damaged)
-    with pytest.raises(MoesaicError, match=r"b\.parquet cannot be read as \.parquet"):
-        documents(str(tmp_path / "b.parquet"))
+def parquet(path, texts):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
+    return path
+
+
+@pytest.mark.parametrize("most", [1 << 30, 0])
+def test_parquet_is_read_without_a_copy_in_the_cache(tmp_path, monkeypatch, most):
+    """In memory, and beyond :data:`AT_HAND` as a stream, whose rows are counted too."""
+    monkeypatch.setattr(reader, "AT_HAND", most)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file = parquet(tmp_path / "a [1].parquet", [f"{i}" for i in range(40)])
+    assert documents(str(file)) == [f"{i}" for i in range(40)]
+    assert documents(f"{file}:::[10%:50%]") == [f"{i}" for i in range(4, 20)]
+    rows = open_rows(TextSource(str(file)), "calibration")
+    assert sorted(map(text_of, rows.shuffled("0"))) == sorted(map(str, range(40)))
+    assert not [*tmp_path.rglob("*.arrow")]
+
+
+def test_arguments_of_calls_are_not_made_of_one_type(tmp_path, tokenizer):
+    """Nor dates and columns that begin late, as Arrow would do."""
+    calls = [{"x": 1}, {"x": "2", "y": [None]}, {"z": "2020-01-01"}]
+    rows = [
+        {"messages": [{"role": "assistant", "tool_calls": [{"arguments": call}]}]} for call in calls
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": "2020-01-01"}])))
+    found = documents(str(tmp_path / "a.jsonl"))
+    assert found == [json.dumps([{"arguments": call}]) for call in calls] + ["2020-01-01"]
+
+
+WHOLE = b'{"text": "one two three four five six"}\n'
+WRONG = {
+    "a.jsonl": (WHOLE + b"\n{nope\n", r"a\.jsonl cannot be read as \.jsonl: line 3: Expect"),
+    "late.jsonl": (WHOLE * 999 + b'{"text": "\xe9"}', "line 1000: 'utf-8' codec can't decode"),
+    "latin.jsonl": (b'{"text": "\xe9"}', r"cannot be read as \.jsonl: 'utf-8' codec can't decode"),
+    "deep.jsonl": (b"[" * 100_000, "line 1: maximum recursion depth"),
+    "label.jsonl": (b'{"label": 3}', "the columns label are not known; known: text; "),
+    "three.jsonl": (b"3", "the columns int are not known"),
+    "null.jsonl": (b'{"id": 1, "text": null}', "A row has no text in its column text: "),
+    "number.jsonl": (b'{"content": 3}', "A row has no text in its column content: "),
+    "no-turns.jsonl": (b'{"messages": []}', "A row has no text in its column messages: "),
+    "empty.jsonl": (b"", "is empty"),
+    "blank.jsonl": (b" \n\n", "nothing but blanks"),
+    "a.json": (b"{nope", r"cannot be read as \.json: Expecting"),
+    "latin.txt": (b"word " * 5000 + b"\xe9", r"cannot be read as \.txt: 'utf-8' codec"),
+    "nul.txt": (b"a\0b", "NUL bytes"),
+    "blank.txt": (b" \n", "nothing but blanks"),
+    "a.gz": (b"\x1f\x8b\xff", r"cannot be read as text: .*Give \.json, \.jsonl"),
+    "text.parquet": (b"text", r"cannot be read as \.parquet"),
+    "a.safetensors": (b"text", "is not a safetensors file"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [(n, *w) for n, w in WRONG.items()])
+def test_a_file_without_text_is_refused(tmp_path, tokenizer, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    for tokens in (calibration_tokens, evaluation_tokens):
+        with pytest.raises(MoesaicError, match=words):
+            tokens(str(tmp_path / name), tokenizer, length=4)
+
+
+def test_damaged_parquet(tmp_path):
+    whole = parquet(tmp_path / "a.parquet", [f"row {i}" for i in range(500)]).read_bytes()
+    for start, stop in ((4, 40), (len(whole) // 2, len(whole) // 2 + 60), (-60, -20)):
+        damaged = bytearray(whole)
+        damaged[start:stop] = b"\xff" * (stop - start)
+        (tmp_path / "b.parquet").write_bytes(damaged)
+        with pytest.raises(MoesaicError, match=r"b\.parquet cannot be read as \.parquet"):
+            documents(str(tmp_path / "b.parquet"))
 
 
 @pytest.mark.parametrize("name", ["none.txt", "/no/such.jsonl", "./nothing"])
 def test_missing_file(name):
     with pytest.raises(MoesaicError, match="No text file"):
         documents(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("a.txt", "é"), ("a.json", '[{"text": "é"}]'), ("a.jsonl", '{"text": "é"}')],
-)
-def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
-    """Windows' programs put one before UTF-8."""
-    (tmp_path / name).write_text(content, "utf-8-sig")
-    assert documents(str(tmp_path / name)) == ["é"]
-
-
-def test_broken_file(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "whole"}\n\n{nope\n')
-    with pytest.raises(MoesaicError, match=r"a\.jsonl cannot be read as \.jsonl: line 3: Expect"):
-        documents(str(tmp_path / "a.jsonl"))
-
-
-def test_row_without_text(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"label": 3}\n')
-    with pytest.raises(MoesaicError, match="the columns label are not known; known: text; "):
-        documents(str(tmp_path / "a.jsonl"))
-
-
-@pytest.mark.parametrize(("column", "value"), [("text", None), ("content", 3), ("messages", [])])
-def test_a_known_column_without_text_is_not_said_to_be_unknown(tmp_path, column, value):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, column: value}))
-    with pytest.raises(MoesaicError, match=f"A row has no text in its column {column}: "):
-        documents(str(tmp_path / "a.jsonl"))
 
 
 def test_windows_are_the_text_and_nothing_else(tokenizer):
@@ -112,12 +150,12 @@ def test_calibration_is_drawn_without_replacement_and_seeded(tokenizer):
 def test_too_little_text_says_how_much_there_is(tokenizer):
     with pytest.raises(MoesaicError, match=r"fills \d windows of 8 tokens.*pass samples=\d"):
         calibration_tokens(["A short text of a few words only."], tokenizer, 100, 8)
-    with pytest.raises(MoesaicError, match="length 8: .* shorter than one window; lower it"):
+    with pytest.raises(MoesaicError, match="fills 0 windows of 8 tokens; lower length"):
         calibration_tokens(["A"], tokenizer, 100, 8)
     for tokens in (calibration_tokens, evaluation_tokens):
         with pytest.raises(MoesaicError, match="nothing but blanks"):
             tokens(["", " \n"], tokenizer, length=8)
-    with pytest.raises(MoesaicError, match="documents: .* has none"):
+    with pytest.raises(MoesaicError, match="has 0 documents"):
         calibration_tokens(["", " "], tokenizer, 100, 8, documents=True)
     with pytest.raises(MoesaicError, match="shorter than one window"):
         evaluation_tokens(["A"], tokenizer, 8)

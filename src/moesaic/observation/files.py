@@ -19,7 +19,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.config import RunArgs, takes_options
-from moesaic.data.text_source import read_by
+from moesaic.data.sources import read_by
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import of_stored, stored_in
