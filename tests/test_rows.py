@@ -231,8 +231,3 @@ def test_a_conversation_that_the_template_refuses_is_left_out(
             assert "1 of 3 rows are left out. The first: The chat template refuses" in caplog.text
         with pytest.raises(MoesaicError, match="none of 2 rows can be used. The chat template"):
             calibration_tokens([bad, bad], own, 1, 4)
-
-
-def test_columns_that_are_not_known_are_refused_and_not_left_out(tokenizer: Any) -> None:
-    with pytest.raises(MoesaicError, match="columns a are not known"):
-        training_text([{"text": "Words. " * 9}, {"a": "b"}], tokenizer, 4)

@@ -111,9 +111,10 @@ class IndexedRows:
     def shuffled(self, seed: str) -> Iterator[Row]:
         """Yield all rows once, in a uniformly random order; a single long document in pieces."""
         rng = random.Random(seed)
+        rows = self._read(rng.sample(self._range, len(self._range)))
         if len(self._range) > 1:
-            return self._read(rng.sample(self._range, len(self._range)))
-        cut = [piece for row in self for piece in _pieces(row)]
+            return rows
+        cut = [piece for row in rows for piece in _pieces(row)]
         return iter(rng.sample(cut, len(cut)))
 
     def _read(self, order: Iterable[int]) -> Iterator[Row]:
@@ -282,7 +283,7 @@ def _reading(name: str) -> Iterator[None]:
             ) from error
         mix = next((mix for mix in MIXES.values() if name in mix.sources), None)
         instead = (
-            f"text that ships, such as {mix.nearest}" if mix else f"a local {', '.join(FILES)}"
+            f"text that ships, such as {mix.nearest}" if mix else f"a file: {', '.join(FILES)}"
         )
         raise MoesaicError(
             f"{name!r} is neither a file nor a data set that can be read "
@@ -334,7 +335,7 @@ class Lines(Sequence[Row]):
             return json.loads(self._bytes[self._starts[index] : None if end < 0 else end])
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", error)  # without a line, which is always the first here
-            raise ValueError(f"line {self.numbers[index]}: {reason}") from error
+            raise ValueError(f"line {self.numbers[index]}: {reason}") from None
 
 
 def _file_rows(path: Path) -> Sequence[Row]:
