@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesaic.data.reader import Lines
 from moesaic.errors import MoesaicError, how_to_install
@@ -185,7 +185,8 @@ def _right_one(answer: object, choices: Sequence[str]) -> int:
         ValueError: the answer is none of the choices.
     """
     letters = [chr(ord("A") + i) for i in range(len(choices))]
-    for labels in (list(range(len(choices))), list(choices), letters):
+    ways: list[list[Any]] = [[*range(len(choices))], [*choices], letters]
+    for labels in ways:
         if type(answer) is type(labels[0]) and labels.count(answer) == 1:
             return labels.index(answer)
     accepted = f"0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or a choice itself"

@@ -191,7 +191,8 @@ def spelled(value: object) -> str:
 
 def _parsed(text: str, weight: float = 1.0) -> TextSource:
     parts = [text] if Path(text).exists() else text.split(":", 3)
-    return TextSource(*parts, *[""] * (4 - len(parts)), weight)
+    name, config, data_dir, split = [*parts, "", "", ""][:4]
+    return TextSource(name, config, data_dir, split, weight)
 
 
 def _from_json(spec: str) -> Iterator[TextSource]:
