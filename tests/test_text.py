@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import islice, pairwise, product
@@ -466,6 +467,34 @@ def test_where_there_is_no_network_a_mix_is_refused_and_what_ships_is_named(
         assert all(source.shipped for source in sources_of(mix.nearest, "calibration"))
     (measured,) = evaluation_tokens("code", tokenizer, 16, 64).origins
     assert measured.as_json() == {"source": "code", "windows": 4}
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a minute, as datasets would; what is in the cache can be read by saying so."""
+
+    class Session:
+        def head(self, *_: Any, timeout: float) -> None:
+            raise OSError(f"no answer in {timeout:g} s")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", None)
+    reader._check_hub.cache_clear()
+    words = r"no answer in 5 s.*HF_HUB_OFFLINE=1 reads what is in the cache"
+    with pytest.raises(MoesaicError, match=words):
+        open_rows(TextSource("owner/name"), "calibration")
+
+
+def test_without_a_network_what_is_in_the_cache_is_read(folder: Any) -> None:
+    """HF_HUB_OFFLINE is set in tests."""
+    read(folder("set", train=numbered(0, 30), test=numbered(30, 40)), "evaluation")
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    there = cache / "owner___set/default/0.0.0"
+    there.mkdir(parents=True)
+    (built,) = (file.parent for file in cache.rglob("dataset_info.json"))
+    shutil.copytree(built, there / ("0" * 40))
+    assert read("owner/set", "calibration") == {f"{i}" for i in range(30)}
+    assert read("owner/set", "evaluation") == {f"{i}" for i in range(30, 40)}
 
 
 def test_the_page_tells_of_every_named_mix() -> None:

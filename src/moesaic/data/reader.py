@@ -19,6 +19,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from itertools import chain, islice, product, zip_longest
 from pathlib import Path
@@ -44,6 +45,8 @@ OPEN, BUFFER = 16, 10_000
 """Shards of a stream that are read at a time, and rows in the buffer that they are drawn from."""
 PIECE = 65_536
 """Characters of the pieces that a long document is cut into for training."""
+PATIENCE = 5.0
+"""Seconds that the hub has to answer."""
 INLINE = "given"
 """Source name of texts that are passed directly."""
 
@@ -287,7 +290,8 @@ def _reading(name: str) -> Iterator[None]:
         )
         raise MoesaicError(
             f"{name!r} is neither a file nor a data set that can be read "
-            f"({type(error).__name__}: {reason:.120}). Pass {instead}."
+            f"({type(error).__name__}: {reason:.120}). Pass {instead}. Without a network, "
+            "HF_HUB_OFFLINE=1 reads what is in the cache."
         ) from error
 
 
@@ -371,6 +375,15 @@ def _streamed_parquet(path: Path, source: TextSource) -> StreamedRows:
 # --- data sets -----------------------------------------------------------------------------------
 
 
+@cache
+def _check_hub() -> None:
+    """Raise an error if the hub does not answer, which ``datasets`` would ask for a minute."""
+    from huggingface_hub import constants, get_session
+
+    if not constants.HF_HUB_OFFLINE:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+
+
 def _data_set(source: TextSource, use: Use) -> Rows:
     """Return rows of a data set of the hub, or of a folder in the hub's layout."""
     import datasets
@@ -378,6 +391,8 @@ def _data_set(source: TextSource, use: Use) -> Rows:
     where: JSON = {"data_dir": source.data_dir} if source.data_dir else {}
     place, config = source.place[0], source.config or None
     with _reading(str(replace(source, split=""))):
+        if not Path(place).is_dir():
+            _check_hub()
         splits = datasets.get_dataset_split_names(place, config, **where)
         split, held_out = chosen_split(source, splits, use)
         info = datasets.load_dataset_builder(place, config, **where).info
