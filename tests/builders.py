@@ -30,9 +30,9 @@ from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.carving.carved_layer import CarvedLayer
-from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
+from moesaic.data.sources import sources_of
 from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint

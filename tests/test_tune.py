@@ -20,7 +20,7 @@ from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.objectives import Schedule, collate, distillation_loss
-from moesaic.train.text import training_examples
+from moesaic.train.text import training_text
 from moesaic.train.tune.factors import factors, outside
 
 pytestmark = pytest.mark.filterwarnings(
@@ -281,7 +281,7 @@ def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
         {"question": "Why?", "answer": "Because of it, I should say."},
         {"text": "plain text " * 200},
     ]
-    examples = training_examples(data, tokenizer, 512)
+    examples = training_text(data, tokenizer, 512, answers=True)
     answers = ("three", " Because of it, I should say.")
     for text, example in zip(answers, examples[:2], strict=True):
         answer = tokenizer(text)["input_ids"]

@@ -24,8 +24,8 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig
+from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.data.text_source import read_by
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.config import RunArgs, takes_options
+from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
-from moesaic.data.text_source import read_by
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import of_stored, stored_in
