@@ -1,7 +1,6 @@
 """The tables and the picture of docs/slim.md.
 
-python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json,
-                                      slim_refit.json and slim_refit_before.json
+python benchmarks/slim_table.py       writes them, from slim.json, slim_mixture.json and slim_refit.json
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -182,30 +181,19 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
 
 
 REFITTED = ("slim --no-refit", "slim", "slim --allocate experts", "prune --no-refit", "prune")
-"""The rows of each mixture that is refitted by former code too."""
+"""The rows of each mixture that is refitted; slim_refit_before.json is of former code."""
 
 
-def cost(runs: Collection[Results]) -> tuple[str, str]:
-    """KL, and CPU seconds of the command."""
-    if not runs:
-        return "", ""
-    seconds = mean(f["cpu_seconds"][0] for f in runs)
-    return stats([f["ships"]["kl"] for f in runs], 5), f"{seconds:.0f}"
-
-
-def refitted(*both: Mapping[str, Any]) -> Iterator[str]:
-    """Markdown: half of the experts' parameters, by this refit and by the former."""
-    yield "| | perplexity | KL | CPU s | KL, former refit | CPU s |"
-    yield "| --- |" + " ---: |" * 5
-    for model in models_of(both[0]):
-        whole = both[0]["results"][model]["ships"]["perplexity"]
-        yield f"| {model} | {whole:.2f} | 0 | | | |"
+def refitted(record: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: half of the experts' parameters, KL and CPU seconds of the command."""
+    yield "| | perplexity | KL | CPU s |"
+    yield "| --- | ---: | ---: | ---: |"
+    for model in models_of(record):
+        yield f"| {model} | {record['results'][model]['ships']['perplexity']:.2f} | 0 | |"
         for command in REFITTED:
-            now, then = (draws(r["results"], model, "0.5", command).values() for r in both)
-            if now:
-                perplexity = stats([f["ships"]["perplexity"] for f in now], 2)
-                cells = [perplexity, *cost(now), *cost(then)]
-                yield f"| `{command}` | {' | '.join(cells)} |"
+            for run in draws(record["results"], model, "0.5", command).values():
+                figures = f"{run['ships']['perplexity']:.2f} | {run['ships']['kl']:.5f}"
+                yield f"| `{command}` | {figures} | {run['cpu_seconds'][0]:.0f} |"
 
 
 def rewritten(page: str, tables: Mapping[str, str]) -> str:
@@ -219,12 +207,12 @@ def rewritten(page: str, tables: Mapping[str, str]) -> str:
 
 def tables() -> dict[str, str]:
     """All tables by name."""
-    alone, mixture, *both = (
+    alone, mixture, refit = (
         json.loads((HERE / f"{name}.json").read_text())
-        for name in ("slim", "slim_mixture", "slim_refit", "slim_refit_before")
+        for name in ("slim", "slim_mixture", "slim_refit")
     )
     contents = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    contents["refitted"] = [*refitted(*both)]
+    contents["refitted"] = [*refitted(refit)]
     return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 
