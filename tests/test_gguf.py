@@ -30,7 +30,7 @@ from moesaic.estimates import Built
 from moesaic.exports import quantiser
 from moesaic.exports.file_types import Model, mixture
 from moesaic.exports.mixed import least
-from moesaic.exports.quantiser import types_of
+from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
@@ -186,10 +186,8 @@ def needs_llamacpp():
 def quantised(file, type):
     """A file that was rounded."""
     needs_llamacpp()
-    from moesaic.exports.quantiser import quantise
-
     out = file.with_name(f"{type}.gguf")
-    quantise(file, out, type, {})
+    quantise(gguf.GGUFReader(file), out, type, {})
     return out
 
 
@@ -595,7 +593,7 @@ def test_one_type_rounds_by_text_too(rounding, tmp_path):
     whole, file = rounding("qwen2"), tmp_path / "made.gguf"
     whole.uniform(file, "iq2_xxs")
     assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= {*whole.weights}
-    assert "iq2_xxs" in types_of(file)
+    assert "iq2_xxs" in types_of(tensors_of(file))
 
 
 def test_the_kl_of_rounding_a_group_is_estimated(rounding):
@@ -634,13 +632,13 @@ def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):
     """llama.cpp would end the process; embeddings have no inputs that could be weighed."""
     needs_llamacpp()
-    from moesaic.exports.quantiser import OTHERS, quantise, tensors_of
-
     file, out = tmp_path / "whole.gguf", tmp_path / "made.gguf"
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     up = "blk.0.ffn_up.weight"
-    quantise(file, out, OTHERS, {up: torch.ones(256)}, dict.fromkeys(tensors_of(file), "iq1_s"))
-    types = {name: tensor.type for name, tensor in tensors_of(out).items()}
+    chosen = dict.fromkeys(tensors_of(file), "iq1_s")
+    tensors = quantise(gguf.GGUFReader(file), out, OTHERS, {up: torch.ones(256)}, chosen)
+    assert tensors == tensors_of(out)
+    types = {name: tensor.type for name, tensor in tensors.items()}
     assert types[up] == "iq1_s"
     assert types["token_embd.weight"] == types["blk.1.ffn_up.weight"] == "q2_k"
     with pytest.raises(MoesaicError, match="type=iq1_s rounds by text: leave calibration=none out"):
@@ -658,7 +656,7 @@ def test_a_type_that_rounds_by_text_is_refused_for_a_tensor_without(tmp_path, to
     file = tmp_path / "whole.gguf"
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     with pytest.raises(MoesaicError, match="iq2_xxs rounds blk.0.attn_k.weight by its inputs"):
-        quantiser.quantise(file, tmp_path / "made.gguf", "iq2_xxs", {})
+        quantiser.quantise(gguf.GGUFReader(file), tmp_path / "made.gguf", "iq2_xxs", {})
     assert not (tmp_path / "made.gguf").exists()
 
 

@@ -80,7 +80,7 @@ def commands(place: Path) -> list[Command]:
     carved, size = str(place / "carved"), 0
     for file in (place / "moe").glob("*.safetensors"):
         size += file.stat().st_size
-    budget = ["--memory", f"{0.8 * size / 1000:.0f}KB", "--confirm", "1", "--windows", "4"]
+    budget = ["--memory", f"{0.8 * size / 1000:.0f}KB", "--windows", "4"]
     fit = ["fit", str(place / "moe"), "OUT", *budget, "--calibration", text, *TEXT]
     observe = ["observe", str(place / "moe"), "OUT", "--calibration", text, *TEXT]
     return [

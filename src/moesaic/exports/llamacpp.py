@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from moesaic.exports.form import base_config, run_script
 from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.mixed import TYPES, Layout
 from moesaic.exports.native import export_native
-from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, Rounded, quantise, tensors_of, types_of
 from moesaic.exports.rounder import Rounder
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.mtp import is_mtp
@@ -34,6 +35,9 @@ from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import MISSING, installed, library, split_otherwise
 from moesaic.per_layer_config import LAYERS
 from moesaic.types import JSON, Config, Track, silent
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
@@ -116,14 +120,16 @@ def export_gguf(
             rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
             if args.memory is None:
-                rounding.uniform(work, args.type)
+                tensors = rounding.uniform(work, args.type)
             else:
-                rounding.mixed(work, rounding.rounder.best(args.among or TYPES, args.memory))
+                types = rounding.rounder.best(args.among or TYPES, args.memory)
+                tensors = rounding.mixed(work, types)
+        else:
+            tensors = tensors_of(work)
         _check_vocabulary(work, source)
-        counts = types_of(work)
         put_file(work, out, overwrite)
-    size = out.stat().st_size
-    return {**record, "out": str(out), "type": args.called, "bytes": size, "types": counts}
+    record |= {"out": str(out), "type": args.called, "bytes": out.stat().st_size}
+    return {**record, "types": types_of(tensors)}
 
 
 def _check_vocabulary(file: Path, source: Source) -> None:
@@ -158,8 +164,11 @@ class Rounding:
         track: Track = silent,
         samples: int = SAMPLES,
     ) -> None:
+        from gguf import GGUFReader
+
         self.native = resolve(str(folder))
-        self.named = _names_of(whole, self.native)
+        self._reader = GGUFReader(whole)
+        self.named = _names_of(self._reader, self.native)
         self.whole, self.text, self.track, self.samples = whole, text, track, samples
         self.layers = self.native.config.num_hidden_layers
 
@@ -186,20 +195,20 @@ class Rounding:
     def layout(self) -> Layout:
         """Sizes of the file's tensors; no text is read."""
         file = self.whole.with_name(f"{self.whole.stem}-{OTHERS}.gguf")
-        quantise(self.whole, file, OTHERS, {}, values=False)
-        tensors, size = tensors_of(file), file.stat().st_size
+        tensors = quantise(self._reader, file, OTHERS, {}, values=False)
+        size = file.stat().st_size
         file.unlink()
         header = size - sum(tensor.bytes for tensor in tensors.values())
         return Layout(tensors, header, self.layers)
 
-    def uniform(self, out: Path, type: str, values: bool = True) -> None:
-        """Write a file of one type, or with ``values`` False a hole of its size."""
-        quantise(self.whole, out, type, self.weights, values=values)
+    def uniform(self, out: Path, type: str, values: bool = True) -> dict[str, Rounded]:
+        """Write a file of one type, or with ``values`` False a hole; return its tensors."""
+        return quantise(self._reader, out, type, self.weights, values=values)
 
-    def mixed(self, out: Path, types: Mapping[str, str]) -> None:
-        """Write a file with types by groups of tensors."""
+    def mixed(self, out: Path, types: Mapping[str, str]) -> dict[str, Rounded]:
+        """Write a file with types by groups of tensors; return its tensors."""
         chosen = {name: types[group] for name, group in self.layout.rounded.items()}
-        quantise(self.whole, out, OTHERS, self.weights, chosen)
+        return quantise(self._reader, out, OTHERS, self.weights, chosen)
 
 
 def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> None:
@@ -249,15 +258,15 @@ def puzzle_settings(config: Config) -> JSON:
     }
 
 
-def _names_of(file: Path, source: Source) -> Callable[[str], str | None]:
+def _names_of(reader: GGUFReader, source: Source) -> Callable[[str], str | None]:
     """Return a function from a module's name in transformers to its name in a checkpoint's GGUF
     file.
 
     llama.cpp's table has names on disk, which transformers may change as it reads them.
     """
-    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    fields = GGUFReader(file).fields
+    fields = reader.fields
     name = str(fields["general.architecture"].contents())
     arch = next(number for number, other in MODEL_ARCH_NAMES.items() if other == name)
     names = get_tensor_name_map(arch, int(fields[f"{name}.block_count"].contents()))

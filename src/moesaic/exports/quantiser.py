@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from moesaic.config import by_text
 from moesaic.errors import MoesaicError
 from moesaic.exports.file_types import Model, is_quantised, mixture, order
 from moesaic.metrics.gguf_engine import library
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 ALIGNED = 32
 """Alignment of tensors in bytes."""
@@ -147,19 +150,19 @@ def _block(type: str) -> tuple[int, int]:
 
 
 def quantise(
-    file: Path,
+    reader: GGUFReader,
     out: Path,
     type: str,
     weights: Mapping[str, Tensor],
     chosen: Mapping[str, str] | None = None,
     values: bool = True,
-) -> None:
+) -> dict[str, Rounded]:
     """Quantise the matrices of a GGUF file in f32 or bf16, as llama.cpp's quantiser does.
 
     One of them is in memory at a time; other tensors are written in f32.
 
     Args:
-        file: the file to read.
+        reader: of the file. To make one takes seconds for a large vocabulary.
         out: the file to write.
         type: llama.cpp's name of a type of files.
         weights: of :func:`moesaic.exports.importance.importance`; inputs of tensors that are not
@@ -169,19 +172,20 @@ def quantise(
             the types that need none, at least the narrowest.
         values: write them; False leaves a hole of their size, which takes no room on a disk.
 
+    Returns:
+        the tensors written, by name.
+
     Raises:
         MoesaicError: a type needs importance weights that a tensor does not have.
     """
     from gguf import (
         GGML_QUANT_VERSION,
         GGMLQuantizationType,
-        GGUFReader,
         GGUFValueType,
         GGUFWriter,
         LlamaFileType,
     )
 
-    reader = GGUFReader(file)
     fields = {name: field for name, field in reader.fields.items() if field.types}
     given = {tensor.name: tensor for tensor in sorted(reader.tensors, key=lambda t: order(t.name))}
     shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in given.items()}
@@ -214,6 +218,7 @@ def quantise(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    file = reader.data.filename  # read, not mapped: mapped pages count as memory
     for name, tensor in given.items() if values else ():
         held = np.fromfile(file, np.uint8, tensor.n_bytes, offset=tensor.data_offset)
         held = held.reshape(*shapes[name][:0:-1], -1)
@@ -223,9 +228,11 @@ def quantise(
         else:
             writer.write_tensor_data(held_rows(matrix, types[name], weights.get(name)))
     writer.close()
+    written = {name: Rounded(types[name], shapes[name]) for name in given}
     if not values:
         start = -(-out.stat().st_size // ALIGNED) * ALIGNED
-        os.truncate(out, start + sum(Rounded(kind, shapes[n]).bytes for n, kind in types.items()))
+        os.truncate(out, start + sum(tensor.bytes for tensor in written.values()))
+    return written
 
 
 def _model(fields: Mapping[str, Any], arch: str) -> Model:
@@ -250,9 +257,9 @@ def tensors_of(file: Path) -> dict[str, Rounded]:
     }
 
 
-def types_of(file: Path) -> dict[str, int]:
-    """Count the weights of a GGUF file in each of llama.cpp's types, the most first."""
+def types_of(tensors: Mapping[str, Rounded]) -> dict[str, int]:
+    """Count the weights of a GGUF file's tensors in each of llama.cpp's types, the most first."""
     counts: Counter[str] = Counter()
-    for tensor in tensors_of(file).values():
+    for tensor in tensors.values():
         counts[tensor.type] += tensor.numel
     return dict(counts.most_common())

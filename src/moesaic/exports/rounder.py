@@ -45,7 +45,8 @@ DRAWS = 8
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
 AT_ONCE = 1 << 24
-"""Weights of several experts that are rounded at once."""
+"""Weights of several experts, or rows, that are rounded at once: dequantising takes many times
+their bytes."""
 
 
 class Rounder:
@@ -171,12 +172,10 @@ class Rounder:
         """Give a matrix the values that a file has where a type is asked for, some at a time."""
         weights = self.weights.get(name)
         type = self.layout.tensors[name].as_type(type, weights is not None).type
-        parts = matrix[None] if matrix.dim() == 2 else matrix
-        some = max(1, AT_ONCE // parts[0].numel())
+        stacked, some = matrix.dim() > 2, max(1, AT_ONCE // matrix[0].numel())
         each = None if weights is None else weights.view(-1, matrix.shape[-1])[::step]
-        for start in range(0, len(parts), some):
-            part = parts[start : start + some]
-            mean_EI = None if each is None else each[start : start + some]
+        for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
+            mean_EI = each[start : start + some] if stacked and each is not None else each
             values = values_of(held_rows(part.cpu(), type, mean_EI), type)
             part.copy_(values.view(part.shape))
 

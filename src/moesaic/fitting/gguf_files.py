@@ -136,11 +136,9 @@ class Files:
             rounding = self._converted(result, whole)
         if weights is not None:
             rounding.rounder.known = weights
-        if types is None:
-            rounding.uniform(out, file.type)
-        else:
-            rounding.mixed(out, types)
-        return {"bytes": out.stat().st_size, "types": types_of(out)}
+        plain = types is None
+        tensors = rounding.uniform(out, file.type) if plain else rounding.mixed(out, types)
+        return {"bytes": out.stat().st_size, "types": types_of(tensors)}
 
     @contextmanager
     def opened(self, file: Path) -> Iterator[Source]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -66,13 +66,12 @@ def conversions(model_type: str) -> list[Step] | None:
     return steps
 
 
-def read_as(model_type: str, stored: str) -> str:
-    """Return the name in memory of a tensor of a model_type's checkpoints."""
+def read_as(model_type: str, stored: Iterable[str]) -> dict[str, str]:
+    """Return the names in memory of tensors of a model_type's checkpoints, by those on disk."""
     steps = conversions(model_type) or []
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
-    memory_name: str = rename_source_key(stored, renamings, converters)[0]
-    return memory_name
+    return {name: rename_source_key(name, renamings, converters)[0] for name in stored}
 
 
 def register_conversions(model_type: str) -> None:

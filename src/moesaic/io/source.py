@@ -129,7 +129,7 @@ class Source:
         if not (odd and alone):
             return
         names = {*shape_of(config).state_dict()}
-        own = {read_as(config.model_type, name) for name in odd} | {*odd}
+        own = {*read_as(config.model_type, odd).values(), *odd}
         if not names & {*own, *(f"model.{name}" for name in own)}:
             raise MoesaicError(
                 f"{self.name}: {odd[0]} and others are named as parts of a larger model, and "
@@ -159,7 +159,8 @@ class Source:
         """
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         ties = getattr(kind, "_tied_weights_keys", None)
-        kept = {read_as(config.model_type, name): name for name in self._stored_names}
+        in_memory = read_as(config.model_type, self._stored_names)
+        kept = {name: stored for stored, name in in_memory.items()}
         for pair in ties.items() if isinstance(ties, dict) else ():
             both = [kept.get(name, kept.get(name.removeprefix("model."))) for name in pair]
             if all(both):

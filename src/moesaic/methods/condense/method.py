@@ -407,7 +407,7 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str) -> str:
     if view.arch.entry is not None:
         return "its experts stand in the decoder layer itself"
     gate = f"{view.arch.ffn_prefix(0)}gate_proj.weight"
-    if read_as(view.arch.model_type, gate) != gate:
+    if read_as(view.arch.model_type, [gate])[gate] != gate:
         return "transformers makes one projection of an MLP's gates and ups when it reads them"
     if keep == "nothing" and hands_on(type(layer).forward):
         return "its layers hand on to the next one more than hidden states"
