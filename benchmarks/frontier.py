@@ -41,37 +41,27 @@ from moesaic.metrics.speed import Timed, against, interleaved, one_round
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
 MODEL, DENSE, INT8, WINDOW = "smollm2", "dense", "int8 in torch", 512
-FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
-STATIC = {"variant": "static", "layers": "all", "refit": True}
-KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
-    "static pruning, refitted": ("carve.more", STATIC, (0.8,)),
-    "slim": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8}, (0.8,)),
-    "MoRE": ("carve.more", {}, (0.8,)),
-    "fine petals": ("carve.more", FINE, (0.8,)),
+STATIC = {"active": 0.8, "layers": "all", "refit": True}
+KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "static pruning, refitted": ("carve.more", {**STATIC, "variant": "static"}),
+    "slim": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8}),
+    "MoRE": ("carve.more", {"active": 0.8}),
+    "fine petals": ("carve.more", {**STATIC, "experts": 256, "top_k": 0, "router": "ridge"}),
 }
-"""By label: the method, its options, the active ratios."""
+"""By label: the method and its options, with which a token uses 0.8 of the projections."""
 FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q6_k", "q4_k_m", "q4_1")}
 """By label, the type of a GGUF file of the dense model; q4_1 is the file that it comes in."""
 
 
 def configs() -> dict[str, tuple[str, MethodConfig]]:
     """By row: its kind and its config."""
-    return {
-        f"{kind} {active:g}": (kind, METHODS[key](**options, **aim(key, active)))
-        for kind, (key, options, ratios) in KINDS.items()
-        for active in ratios
-    }
+    return {f"{kind} 0.8": (kind, METHODS[key](**given)) for kind, (key, given) in KINDS.items()}
 
 
 def rows() -> dict[str, str]:
     """By row: its kind."""
     converted = {name: kind for name, (kind, _) in configs().items()}
     return {name: name for name in (DENSE, *FILES, INT8)} | converted
-
-
-def aim(key: str, active: float) -> Mapping[str, Any]:
-    """The option that makes a token use so much of the projections."""
-    return {} if key == "slim.neurons" else {"active": active}
 
 
 def prepare(work: Path, name: str) -> None:

@@ -166,7 +166,7 @@ SERIES = {
     "together": ("256 petals, fitted router, refit", "#0072b2"),
 }
 RATIOS = ("0.9", "0.8", "0.7", "0.6")
-SHOWN = ("0.9", "0.8", "0.6")
+SHOWN = ("0.8", "0.6")
 """Of these the ratios in tables."""
 PETALS = {
     "published": "MoRE as published",
@@ -221,9 +221,9 @@ def petals(groups: Groups) -> Iterator[str]:
 
 def petal_options(groups: Groups) -> Iterator[str]:
     """Every option by itself on the text that ships; seconds at 0.8 beside the pass."""
-    yield head("", *SHOWN[1:], "seconds")
+    yield head("", *SHOWN, "seconds")
     for name, label in PETALS.items():
-        both = [groups[f"{ratio}: {name}"] for ratio in SHOWN[1:]]
+        both = [groups[f"{ratio}: {name}"] for ratio in SHOWN]
         seconds = min(r["seconds"] for r in both[0])
         yield line(label, *(spread(perplexity(r, "shipped")) for r in both), f"{seconds:.0f}")
 
@@ -345,7 +345,6 @@ DENSE = {
     "dense": "dense, float32, transformers",
     "llama.cpp, f32": "the same in llama.cpp",
     "llama.cpp, q8_0": "**q8_0 in llama.cpp**",
-    "llama.cpp, q6_k": "q6_k in llama.cpp",
     "llama.cpp, q4_k_m": "q4_k_m in llama.cpp",
     "llama.cpp, q4_1": "the file it comes in, in llama.cpp",
     "int8 in torch": "int8 in torch",
