@@ -457,9 +457,13 @@ class Result(Made):
         """Return sizes and layers, which a record without measurements does not show."""
         if record.measured:
             return []
-        size = model_size(self.shape)
+        size, job = model_size(self.shape), self.job
+        before = ""
+        if not job.args.inplace:
+            original = shape_of(job.original.config) if job.on_disk else job.original
+            before = f" (before: {model_size(original).total_parameters:,})"
         lines = [
-            f"{size.total_parameters:,} parameters, of which a token uses "
+            f"{size.total_parameters:,} parameters{before}, of which a token uses "
             f"{size.active_parameters:,}. Ask for .scores to measure it."
         ]
         lines += [f"layer {layer.index}: {layer.told}" for layer in record.layers]

@@ -39,7 +39,7 @@ from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
 from moesaic.observation.stream import LayerTokens
 from moesaic.plan import MadeFrom
-from moesaic.types import JSON, Model, Values
+from moesaic.types import JSON, Named, Values
 
 FORMAT = 5
 """Version of statistics files; others are refused."""
@@ -148,7 +148,7 @@ class Observation:
 @takes_options()
 @leaves_untouched
 def observe(
-    model: Model | str | Path,
+    model: Named,
     out: str | Path,
     *,
     gram_mb: int = 256,
@@ -162,7 +162,7 @@ def observe(
     read single neurons; for a dense model only the last.
 
     Args:
-        model: a loaded PreTrainedModel, or a name.
+        model: a name or folder, a loaded model, or what a verb returned.
         out: the file to write.
         gram_mb: MiB for the Gram matrices of one layer of experts; 0 leaves them out, and
             reconstruction with them.
