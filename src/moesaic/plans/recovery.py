@@ -104,7 +104,7 @@ TRIAL_STEPS, LAST_STEPS = 2, 3
 """Iterations of conjugate gradients for each candidate, and for the solve from all tokens."""
 
 
-def _helps(before_ND: Tensor, after_ND: Tensor) -> bool:
+def helps(before_ND: Tensor, after_ND: Tensor) -> bool:
     """Return True if held-out tokens' errors are significantly lower after a change."""
     before_N, after_N = (r_ND.double().square().sum(1) for r_ND in (before_ND, after_ND))
     return significantly_worse(before_N, after_N)
@@ -289,12 +289,12 @@ def _fit(
     sure = {}
     for i, change_WD in held.split(trial_FD).items():
         rows, h_NW = held.features[i]
-        if _helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
+        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
             sure[i] = change_WD
     if len(sure) < len(held.features):
         start_FD = torch.cat([*sure.values(), trial_FD[:0]])
         return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
-    if not _helps(held.y_TO, left_TD):
+    if not helps(held.y_TO, left_TD):
         return held.y_TO
     last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
     for i, change_WD in held.split(last_FD).items():
