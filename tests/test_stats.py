@@ -27,7 +27,8 @@ def test_shares_of_the_batches_merge_to_the_whole(
     arch = moe_arch(model.config)
 
     def tally(share: Tokens, numbers: list[int] | None = None) -> Tally:
-        stream = LayerStream(model, arch, share, [1], view=arch.mixture, tokens_per_batch=24)
+        layers = arch.moe_layers(model)[:1]
+        stream = LayerStream(model, arch, share, layers, view=arch.mixture, tokens_per_batch=24)
         for site in stream:
             found = tallied(site, FILED, numbers, 0.5)
             for x_TD in site.inputs():
@@ -57,7 +58,7 @@ def test_a_name_that_nothing_computes_is_an_error(tokens: Tokens) -> None:
 
 CHANGES: dict[str, Any] = {
     "it has no 'gram_SP'": lambda held: held.pop("layers.1.gram_SP"),
-    "batch_T is of shape": lambda held: held.update(
+    "logits_TX is of shape": lambda held: held.update(
         {"layers.1.batch_T": held["layers.1.batch_T"][1:].clone()}
     ),
     "gram_SP is of shape": lambda held: held.update(
