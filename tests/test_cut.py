@@ -15,8 +15,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.plans.cut import CutLayer
 
 KEPT = torch.tensor([1, 4, 6])
-NEURONS = torch.stack([torch.tensor([0, 3, 5, 9, 10, 11, 14, 15]) + n % 2 for n in range(3)])
-NEURONS[NEURONS == 16] = 1
+NEURONS = torch.stack([torch.arange(n, n + 16, 2) % 16 for n in range(3)])
 SHARED = torch.arange(0, 16, 2)
 
 
