@@ -115,14 +115,6 @@ def test_plain_text_that_is_blank_stays_a_line_of_its_text(tokenizer: Any) -> No
     assert tokenizer.decode(ids).startswith("One line.\n\n\n\nA")
 
 
-def test_one_more_than_the_last_choice_is_none() -> None:
-    """An answer is a number from 0."""
-    row = {"question": "q", "choices": ["a", "b"], "answer": 2}
-    with pytest.raises(MoesaicError, match="An answer 2 is none of 2 choices"):
-        asked(row)
-    assert text_of({**row, "answer": 1}).endswith("Answer: B")
-
-
 # --- conversations -------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"default": None}}}}]

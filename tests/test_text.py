@@ -689,16 +689,6 @@ def test_options_hold_for_token_files(tmp_path: Path) -> None:
 # --- windows -------------------------------------------------------------------------------------
 
 
-def test_windows_are_the_text_and_nothing_else(tokenizer):
-    texts = ["Fellow citizens, it is done.", "And so on."]
-    ids = windows(texts, tokenizer, 4)
-    assert (
-        tokenizer.decode(ids.flatten())
-        == "\n\n".join(texts)[: len(tokenizer.decode(ids.flatten()))]
-    )
-    assert tokenizer.eos_token_id not in ids
-
-
 def test_calibration_is_drawn_without_replacement_and_seeded(tokenizer):
     one = calibration_tokens("prose", tokenizer, 20, 32, seed=1)
     assert one.input_ids.shape == (20, 32)
