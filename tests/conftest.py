@@ -8,19 +8,22 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 # Laws hold bitwise. MKL may round otherwise where memory is aligned otherwise, unless told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import DENSE, MOE, VOCAB, pages, tiny_model, tiny_moe, tiny_tokenizer
+from builders import DENSE, MOE, VOCAB, loaded, pages, tiny_model, tiny_moe, tiny_tokenizer
 from hypothesis import settings
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from moesaic.data.text import Tokens
+from moesaic.exports.form import run_script
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -40,6 +43,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = {value for value in values if isinstance(value, str)} & {*DENSE, *MOE}
         if named - BY_DAY:
             item.add_marker("nightly")
+
+
+def _memory(model: Path, length: int, new_tokens: int, device: str, dtype: Any) -> int:
+    """Stand-in of :func:`moesaic.metrics.speed.peak_memory`, which starts a process."""
+    assert (model / "config.json").is_file()
+    return 1 << 26
+
+
+def _plain(name: str, request: str, **_: str) -> None:
+    """Stand-in of ``run_script("plain.py", request)``, which starts a process."""
+    assert name == "plain.py"
+    folder, ids, out = json.loads(request)
+    model = loaded(folder).float()
+    assert type(model).__module__.startswith("transformers.")
+    with torch.inference_mode():
+        save_file({"logits": model(load_file(ids)["input_ids"]).logits.contiguous()}, out)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_fresh_processes() -> Iterator[None]:
+    """One takes ten seconds to import torch and transformers; lm-eval starts one that asks pip."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
+        for module in ("bench", "measurement"):
+            patch.setattr(f"moesaic.metrics.{module}.peak_memory", _memory)
+        patch.setattr("moesaic.exports.native.run_script", _plain)
+        yield
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check exports in a process that never imports moesaic, as users do."""
+    monkeypatch.setattr("moesaic.exports.native.run_script", run_script)
 
 
 @pytest.fixture(params=sorted(DENSE))

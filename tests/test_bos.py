@@ -183,6 +183,7 @@ def test_records_say_so_and_nothing_is_compared_across(
     for name, model in (("plain", moe_folder), ("begun", folder)):
         text = ["--calibration", pages("calibration"), "--samples", 4, "--length", 24]
         measured = ["--data", pages("evaluation"), "--max-tokens", 600]
+        measured += ["-o", "rounds=0", "-o", "new_tokens=2"]
         code, _, err = command(
             "prune", model, tmp_path / f"out-{name}", "--keep", 6, *text, *measured
         )

@@ -460,7 +460,6 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
-    monkeypatch.setattr("moesaic.metrics.measurement.peak_memory", lambda *_: 1)
     compared = {"again": lambda: original.load()}
     settings = Evaluation(pages("evaluation"), max_tokens=512, new_tokens=2, rounds=1)
     read = measured_text(original, settings)
@@ -482,7 +481,6 @@ def test_bench_holds_both_models_only_if_there_is_room(
 ) -> None:
     held = Held(monkeypatch)
     monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
-    monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
     found = bench(str(moe_folder), str(llama_folder), length=16, new_tokens=2, rounds=1)
     assert held.most == (2 if free > 1 << 30 else 1)
     assert found["ratio"]["decode"]["ratio"] > 0

@@ -4,12 +4,15 @@ import copy
 import json
 import math
 import weakref
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from builders import DENSE, VOCAB, launch, pages, tiny_model, tiny_moe
 from safetensors.torch import save_file
+from torch.utils import collect_env
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -298,7 +301,7 @@ def test_what_is_kept_passes_the_layers_once(llama_folder, carved_folder, padded
 def test_what_does_not_fit_is_read_layer_by_layer(
     llama_folder, carved_folder, questions, monkeypatch
 ):
-    options = {"length": 32, "max_tokens": 640}
+    options = {"length": 32, "max_tokens": 640, "data": pages("evaluation")}
     names = {"model": str(carved_folder), "against": str(llama_folder)}
     whole = moesaic.evaluate(**names, **options)
     monkeypatch.setattr(evaluating, "have_room", lambda *_: False)
@@ -318,8 +321,8 @@ def test_what_there_was_no_room_for_is_said(llama_folder, tmp_path, monkeypatch)
     given = {
         "model": str(llama_folder),
         "out": str(tmp_path / "out"),
-        "calibration": {"samples": 4, "length": 32},
-        "evaluation": {"length": 32, "max_tokens": 320},
+        "calibration": {"source": pages("calibration"), "samples": 4, "length": 32},
+        "evaluation": {"data": pages("evaluation"), "length": 32, "max_tokens": 320},
         "steps": [{"carve": {"method": "more", "active": 0.9}}],
     }
     record = run_recipe(parse_recipe(json.dumps(given)))
@@ -331,40 +334,32 @@ def test_a_perplexity_beyond_float_is_a_number_that_json_has():
     assert 1e300 < _part(torch.tensor([4.0, 4000.0]), 0).perplexity < math.inf
 
 
-def share(model: str, against: str, tasks: str, out: Path) -> None:
+def share(options: dict[str, Any], out: Path, recipe: str) -> None:
     """In one of several processes."""
+    collect_env.get_pretty_env_info = str  # lm-eval asks pip what is there otherwise
     join_processes()
-    found = moesaic.evaluate(
-        model, against=against, length=48, max_tokens=3100, tasks=tasks, stream=True
-    )
+    found = moesaic.evaluate(**options, stream=True)
     routing = [(r.tokens, r.counts) for r in found.routing.values()]
     Path(f"{out}-{process()[0]}").write_text(json.dumps([found.as_json(), routing]))
+    run_recipe(parse_recipe(recipe))
 
 
-def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp_path):
-    given = [str(carved_folder), str(llama_folder), str(questions)]
-    launch(share, *given, tmp_path / "out")
-    alone = moesaic.evaluate(given[0], against=given[1], length=48, max_tokens=3100, tasks=given[2])
+def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, questions, tmp_path):
+    """Each has one of two, also of a recipe, whose record is that of one process."""
+    asked = (
+        f"model: {moe_folder}\nout: {tmp_path}/OUT\nsteps:\n- prune: {{keep: 6}}\n"
+        f"calibration: {{source: {pages('calibration')}, samples: 90, length: 24}}\n"
+        f"evaluation: {{data: {pages('evaluation')}, length: 48, max_tokens: 2100, rounds: 0, "
+        f"new_tokens: 2, tasks: {questions}}}\n"
+    )
+    options = {"model": str(carved_folder), "against": str(llama_folder), "tasks": str(questions)}
+    options |= {"length": 48, "max_tokens": 2100, "data": pages("evaluation")}
+    launch(share, options, tmp_path / "out", asked.replace("OUT", "two"))
+    alone = moesaic.evaluate(**options)
     routing = [[r.tokens, r.counts] for r in alone.routing.values()]
     wanted = json.loads(json.dumps([alone.as_json(), routing]))
     for number in range(2):
         assert json.loads((tmp_path / f"out-{number}").read_text()) == wanted
-
-
-def run_shared(recipe: str) -> None:
-    """In one of several processes."""
-    join_processes()
-    run_recipe(parse_recipe(recipe))
-
-
-def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp_path):
-    """Each has a share of the batches, and the record is that of one process."""
-    asked = (
-        f"model: {moe_folder}\nout: {tmp_path}/OUT\nsteps:\n- prune: {{keep: 6}}\n"
-        "calibration: {samples: 200, length: 24}\n"
-        "evaluation: {length: 48, max_tokens: 3100, rounds: 0, new_tokens: 2, tasks: FEW}\n"
-    ).replace("FEW", str(questions))
-    launch(run_shared, asked.replace("OUT", "two"))
     run_recipe(parse_recipe(asked.replace("OUT", "one")))
     one, two = (
         json.loads((tmp_path / n / "moesaic/result.json").read_text()) for n in ("one", "two")
@@ -379,7 +374,7 @@ def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp
 
 def test_eval_prints_all_of_it(command, carved_folder, llama_folder, questions):
     given = ["eval", carved_folder, "--against", llama_folder]
-    quick = ["--max-tokens", "640", "--length", "32", "--limit", "4"]
+    quick = ["--max-tokens", "320", "--length", "32", "--limit", "4", "--data", pages("evaluation")]
     code, out, err = command(*given, "--tasks", questions, *quick, "--stream", "--json")
     assert code == 0, err
     found = json.loads(out)
@@ -482,7 +477,11 @@ def test_every_task_of_the_papers_lists_is_lm_evals():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_path, stream):
+def test_a_recipe_measures_tasks_and_tells_them(
+    llama_folder, questions, tmp_path, stream, monkeypatch
+):
+    brief = partial(generations, new_tokens=8)
+    monkeypatch.setattr("moesaic.metrics.measurement.repeated", brief)
     settings = moesaic.Evaluation(
         pages("evaluation"),
         length=32,
@@ -501,7 +500,12 @@ def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_pat
     scores = record.measured["scores"]
     assert {*scores} == {"original", "result", "static"}
     alone = moesaic.evaluate(
-        str(out), against=str(llama_folder), length=32, max_tokens=320, tasks=str(questions)
+        str(out),
+        against=str(llama_folder),
+        data=pages("evaluation"),
+        length=32,
+        max_tokens=320,
+        tasks=str(questions),
     )
     for name in ("perplexity", "kl", "top1_agreement", "tasks"):
         assert scores["result"][name] == getattr(alone, name)
@@ -559,7 +563,7 @@ def test_anybodys_checkpoint_is_judged(command, llama_folder, tmp_path):
     for file in llama_folder.glob("tokenizer*"):
         (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
     asked = ["eval", tmp_path / "theirs", "--against", llama_folder, "--max-tokens", 600]
-    asked += ["--length", 32, "--baseline", "q8_0"]
+    asked += ["--length", 32, "--baseline", "q8_0", "--data", pages("evaluation")]
     code, printed, err = command(*asked, "--json")
     assert code == 0, err
     figures = json.loads(printed)

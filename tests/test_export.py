@@ -300,7 +300,7 @@ def test_what_a_mixture_cannot_say_is_refused(message, tmp_path):
 # --- the whole way -------------------------------------------------------------------------------
 
 
-def test_export_says_what_it_did_and_refuses_what_is_not_the_same(command, tmp_path):
+def test_export_says_what_it_did(command, tmp_path, own_process):
     layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
     source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
     out = tmp_path / "native"
@@ -313,6 +313,13 @@ def test_export_says_what_it_did_and_refuses_what_is_not_the_same(command, tmp_p
     code, _, said = command("export", source.folder, out)
     assert code == 2
     assert "--overwrite" in said
+
+
+def test_an_export_that_is_not_the_same_is_refused(tmp_path):
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
+    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    out = tmp_path / "native"
+    export(str(source.folder), out)
     weights = load_file(out / "model.safetensors")
     weights["model.layers.1.block_sparse_moe.router.layer.weight"].neg_()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import select
 import shlex
 import signal
-import subprocess
 import sys
+import termios
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from builders import pages
+from builders import SERVER, pages, run_command
 
 from moesaic import MoesaicError, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import Goal, Point
 from moesaic.config import Calibration
+from moesaic.estimates import Built
 from moesaic.families import Shape
 from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
@@ -31,13 +35,14 @@ from moesaic.fitting.prices import Price, Prices, asked, key_of
 from moesaic.fitting.run import opened
 from moesaic.fitting.sizes import Weight, steps_as_json
 from moesaic.fitting.trials import Trials, _key
+from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
+from moesaic.metrics import measurement
 from moesaic.metrics.rounding import rounded
 from moesaic.recipe import Recipe, command_of
 
 TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
-FAST = FitConfig(active_parameters=2_500_000)
 TEXT += ["--calibration", pages("calibration"), "--data", pages("evaluation")]
 
 
@@ -148,8 +153,6 @@ def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
     import torch
     from gguf import GGMLQuantizationType, quants
 
-    from moesaic.io.source import resolve
-
     plain, model = resolve(str(moe_folder)).load(), resolve(str(moe_folder)).load()
     size = rounded(model, "q4_0")
     before = dict(plain.named_parameters())
@@ -170,25 +173,33 @@ def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
     assert size == kept + changed
 
 
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moesaic", *words],
-        cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+def in_terminal(device: str, words: list[str], folder: Path) -> None:
+    """Run the command line in this process with a terminal in the place of its three files."""
+    os.setsid()
+    terminal = os.open(device, os.O_RDWR)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for number in range(3):
+        os.dup2(terminal, number)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate("rww")
+    )
+    os.chdir(folder)
+    os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb", LLAMA_CPP="nowhere")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    measurement.peak_memory = lambda *_: 1 << 26  # a fresh process otherwise
+    run_command(*words)
 
 
 class Terminal:
-    """A program in a terminal, and what is typed into it."""
+    """The command line in a terminal, and what is typed into it."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
-        self.process, self.text = pty.fork(), ""
-        pid, self.file = self.process
-        if pid == 0:
-            os.chdir(folder)
-            os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb")
-            os.environ["LLAMA_CPP"] = "nowhere"
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts with & ignores it
-            os.execv(sys.executable, [sys.executable, "-m", "moesaic", *words])
+        self.file, theirs = pty.openpty()
+        asked = os.ttyname(theirs), words, folder
+        self.process, self.text = SERVER.Process(target=in_terminal, args=asked), ""
+        self.process.start()
+        self.theirs = theirs  # held open, or what it says last is lost
 
     def until(self, wanted: str, seconds: float = 240) -> str:
         """What it says until that."""
@@ -206,15 +217,14 @@ class Terminal:
     def type(self, words: str) -> None:
         os.write(self.file, f"{words}\n".encode())
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         """Its exit code."""
-        while select.select([self.file], [], [], 30)[0]:
-            try:
-                if not os.read(self.file, 4096):
-                    break
-            except OSError:
-                break
-        return os.waitstatus_to_exitcode(os.waitpid(self.process[0], 0)[1])
+        while self.process.is_alive():
+            if select.select([self.file], [], [], 0.1)[0]:
+                os.read(self.file, 4096)
+        os.close(self.file)
+        os.close(self.theirs)
+        return self.process.exitcode
 
 
 @pytest.fixture(scope="module")
@@ -230,10 +240,17 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert "Going on with: 180KB" in terminal.until("Which one")
     os.write(terminal.file, b"\x04")
     interrupted += [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
-    done = run([*words, "--yes", "--json", "--resume"], folder)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return SimpleNamespace(folder=folder, said=done.stderr, found=found, interrupted=interrupted)
+    said, printed = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", sys.argv)
+        with pytest.raises(SystemExit) as ended:
+            run_command(*words, "--yes", "--json", "--resume")
+    assert not ended.value.code, said.getvalue()
+    found = json.loads(printed.getvalue())
+    return SimpleNamespace(
+        folder=folder, said=said.getvalue(), found=found, interrupted=interrupted
+    )
 
 
 def test_a_search_that_is_interrupted_says_how_to_go_on(saved):
@@ -285,12 +302,17 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     assert one == two
 
 
-def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(tmp_path):
+def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(moe_folder, tmp_path):
     """prune leaves a token as many experts as before."""
-    search = opened(Recipe("tiny-moe", str(tmp_path / "out"), ()), FAST)
+    model = resolve(str(moe_folder))
+    fast = FitConfig(active_parameters=Built(model.config, None).size.active_parameters - 2000)
+    search = opened(Recipe(model.name, str(tmp_path / "out"), ()), fast)
+    few = [form for form in search.forms if form.name in ("slim", "prune", "prune spread")]
+    assert len(few) == 3
+    search.forms = few
     price = Price(np.full((1, 1), 0.3))
     search.prices = Prices({}, {key_of(config): price for config in asked(search.forms)})
-    names = {option.form for option in search._options(FAST)}
+    names = {option.form for option in search._options(fast)}
     assert "slim" in names
     assert not names & {"prune", "prune spread"}
 

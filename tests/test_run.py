@@ -148,7 +148,6 @@ def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
 
         monkeypatch.setattr(place, name, watched)
 
-    monkeypatch.setattr(measuring, "peak_memory", lambda *_: 1)  # a process of its own otherwise
     for name in ("generate", "peak_memory"):
         watch(measuring, name)
     watch(Source, "load")
@@ -157,8 +156,7 @@ def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
     assert not silence
 
 
-def test_recipe_run_leaves_everything(llama_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(measuring, "peak_memory", lambda *_: 1)  # a process of its own otherwise
+def test_recipe_run_leaves_everything(llama_folder, tmp_path):
     measured = Evaluation(**MEASURED, rounds=1, compare=("static",))
     asked = recipe(llama_folder, tmp_path / "out", evaluation=measured)
     record = run_recipe(asked)
@@ -442,7 +440,7 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
         str(tmp_path / "out"),
         (step_config(verb, {**options, **data}),),
         Calibration(str(file)),
-        Evaluation(str(other), rounds=int(verb == "carve")),  # whole processes, for their memory
+        Evaluation(str(other), max_tokens=128, rounds=int(verb == "carve"), new_tokens=2),
     )
     measured = run_recipe(asked).measured
     assert measured["scores"].keys() == {"original", "result"}
