@@ -498,7 +498,7 @@ def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypat
     solved = recovery.refitted_downs
     left = (None, None, {"lost": 1.0, "recovered": 0.0})
     monkeypatch.setattr(
-        "moesaic.plans.slimmed.refitted_downs", lambda *a: solved(*a) if next(gains) else left
+        "moesaic.plans.cut.refitted_downs", lambda *a: solved(*a) if next(gains) else left
     )
     result = slimmed(tiny_moe("qwen2_moe"), many_tokens(), keep=0.5, refit=True)
     assert [layer.weights for layer in result.plan.layers.values()] == ["own", "refitted"]
