@@ -2,7 +2,6 @@
 
     python benchmarks/frontier.py --work DIR --data wikitext2-valid.txt     makes and measures
     python benchmarks/frontier.py --work DIR --rounds 9                     times, all in one run
-    python benchmarks/frontier.py --tables         docs/choosing.md and docs/images/frontier.svg
 
 Perplexity and KL from the dense model, nats a token, in windows of 512 tokens, every token as at
 decoding, on the text that ships and on ``--data``; ``of_prompts`` is perplexity with none so. Rows
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from slim_table import rewritten
 
 from moesaic.api import export, verb
 from moesaic.config import MethodConfig
@@ -43,51 +41,27 @@ from moesaic.metrics.speed import Timed, against, interleaved, one_round
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
 MODEL, DENSE, INT8, WINDOW = "smollm2", "dense", "int8 in torch", 512
-FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
-STATIC = {"variant": "static", "layers": "all", "refit": True}
-KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
-    "static pruning, refitted": ("carve.more", STATIC, (0.8,)),
-    "slim": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8}, (0.8,)),
-    "MoRE": ("carve.more", {}, (0.8,)),
-    "fine petals": ("carve.more", FINE, (0.8,)),
+STATIC = {"active": 0.8, "layers": "all", "refit": True}
+KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "static pruning, refitted": ("carve.more", {**STATIC, "variant": "static"}),
+    "slim": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8}),
+    "MoRE": ("carve.more", {"active": 0.8}),
+    "fine petals": ("carve.more", {**STATIC, "experts": 256, "top_k": 0, "router": "ridge"}),
 }
-"""By label: the method, its options, the active ratios."""
+"""By label: the method and its options, with which a token uses 0.8 of the projections."""
 FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q6_k", "q4_k_m", "q4_1")}
 """By label, the type of a GGUF file of the dense model; q4_1 is the file that it comes in."""
-LABELS = {
-    DENSE: "dense, float32, transformers",
-    "llama.cpp, f32": "the same in llama.cpp",
-    "llama.cpp, q8_0": "**q8_0 in llama.cpp**",
-    "llama.cpp, q6_k": "q6_k in llama.cpp",
-    "llama.cpp, q4_k_m": "q4_k_m in llama.cpp",
-    "llama.cpp, q4_1": "the file it comes in, in llama.cpp",
-    INT8: "int8 in torch",
-    "static pruning, refitted": "static pruning, refitted, all layers",
-    "slim": "`slim`, all layers",
-    "MoRE": "MoRE (`--method more`), the last half of the layers",
-    "fine petals": "**`carve`**, [fine petals](beyond.md) in all layers",
-}
-"""The rows of the table."""
 
 
 def configs() -> dict[str, tuple[str, MethodConfig]]:
     """By row: its kind and its config."""
-    return {
-        f"{kind} {active:g}": (kind, METHODS[key](**options, **aim(key, active)))
-        for kind, (key, options, ratios) in KINDS.items()
-        for active in ratios
-    }
+    return {f"{kind} 0.8": (kind, METHODS[key](**given)) for kind, (key, given) in KINDS.items()}
 
 
 def rows() -> dict[str, str]:
     """By row: its kind."""
     converted = {name: kind for name, (kind, _) in configs().items()}
     return {name: name for name in (DENSE, *FILES, INT8)} | converted
-
-
-def aim(key: str, active: float) -> Mapping[str, Any]:
-    """The option that makes a token use so much of the projections."""
-    return {} if key == "slim.neurons" else {"active": active}
 
 
 def prepare(work: Path, name: str) -> None:
@@ -214,75 +188,6 @@ def keep(record: dict[str, Any]) -> None:
     OUT.write_text(json.dumps(record, indent=1) + "\n")
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
-def table(record: dict[str, Any]) -> str:
-    """Quality of one draw; speed as the median of the rounds' ratios, with their range."""
-    dense = record["rows"][DENSE]
-    head = "| SmolLM2-135M | file | text that ships | WikiText-2 | KL | decoding | prompts |"
-    lines = [head, "|---|---:|---:|---:|---:|---:|---:|"]
-    for kind, words in LABELS.items():
-        for row in (row for row in record["rows"].values() if row["kind"] == kind):
-            cells = [f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""]
-            texts = ("shipped", "wikitext2-valid")
-            cells += [f"{row[text]['perplexity']:.2f}" for text in texts]
-            cells.append(f"{row['shipped'].get('kl', 0):.3f}")
-            timed = [speed_cell(row, what) for what in ("decode", "prefill")]
-            cells += ["1", "1"] if row is dense else timed
-            ratio = row["shipped"]["active_ratio"]
-            active = f", {ratio:.2f} active" if kind in KINDS and kind != "slim" else ""
-            lines.append(f"| {words}{active} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def speed_cell(row: dict[str, Any], what: str) -> str:
-    """``1.4 (1.1–1.5)``; nothing where the row was not timed."""
-    if "speed" not in row:
-        return ""
-    speed = row["speed"][what]
-    low, high = speed["spread"]
-    return f"{speed['ratio']:.1f} ({low:.1f}–{high:.1f})"
-
-
-def picture(record: dict[str, Any], file: Path) -> None:
-    """Perplexity and divergence over decoding speed, beside the dense model."""
-    from matplotlib import pyplot as plt
-
-    base = record["rows"][DENSE]["shipped"]["perplexity"]
-    points: dict[str, list[tuple[float, float, float]]] = {}
-    for row in record["rows"].values():
-        if "speed" in row:
-            here, speed = row["shipped"], row["speed"]["decode"]["ratio"]
-            more = 100 * (here["perplexity"] / base - 1)
-            points.setdefault(row["kind"], []).append((speed, more, here.get("kl", 0.0)))
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 10})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 4.4), layout="constrained")
-    colours = plt.get_cmap("tab20").colors
-    for colour, (kind, row) in zip(colours, points.items(), strict=False):
-        speeds, more, kl = zip(*sorted(row), strict=True)
-        left.plot(speeds, more, "o-", color=colour, label=kind)
-        right.plot(speeds, kl, "o-", color=colour)
-    left.set_yscale("symlog", linthresh=2)
-    left.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
-    left.set_ylim(bottom=-0.6)
-    left.set_title("perplexity above the dense model's, %")
-    right.set_yscale("symlog", linthresh=0.02)
-    ticks = [0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
-    right.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    right.set_ylim(bottom=-0.004)
-    right.set_title("divergence from it, KL in nats a token")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_xticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
-        axes.set_xticks([], minor=True)
-        axes.set_xlabel("tokens a second at decoding, dense = 1")
-        axes.grid(alpha=0.3)
-    figure.suptitle("SmolLM2-135M: quality at measured speed; right and low is better")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(file, metadata={"Date": None})
-
-
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, help="keeps the converted models")
@@ -290,18 +195,11 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=0, help="time them; 0: make and measure")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tables", action="store_true", help="write them and the picture")
     args = parser.parse_args(names)
     torch.set_num_threads(args.threads)
     record: dict[str, Any] = {"model": MODEL, "environment": environment(), "rows": {}}
     if OUT.exists():
         record = json.loads(OUT.read_text("utf-8"))
-    if args.tables:
-        page = HERE.parent / "docs" / "choosing.md"
-        text = rewritten(page.read_text("utf-8"), {"frontier": table(record)})
-        page.write_text(text, "utf-8")
-        picture(record, HERE.parent / "docs" / "images" / "frontier.svg")
-        return
     if args.work is None:
         parser.error("--work DIR keeps the converted models")
     if args.rounds:

@@ -34,15 +34,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from tables import OURS
+
 HERE = Path(__file__).parent
-OURS = (
-    "slim",
-    "slim --allocate layers+experts",
-    "slim --score energy --no-refit",
-    "prune",
-    "prune --score reap",
-    "prune --score weighted-ean",
-)
 COST = """import json, os, sys
 process = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
 _, status, used = os.wait4(process, 0)
@@ -317,23 +311,6 @@ def commit(folder: Path | str) -> str:
     return subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def table(record: dict[str, Any]) -> str:
-    """The documents': a line a tool; of each model and share KL and CPU seconds."""
-    rows = {(row["tool"], row["model"], row["keep"]): row for row in record["results"]}
-    places = [(m, k) for m in record["models"] for k in record["keep"] if ("slim", m, k) in rows]
-    heads = "".join(f" {model}, {keep:g}: KL | CPU s |" for model, keep in places)
-    lines = [f"| |{heads} loads |", "| --- |" + " ---: |" * (2 * len(places)) + " --- |"]
-    for tool in dict.fromkeys([*OURS, *(tool for tool, *_ in rows)]):
-        ran = [row for place in places if "kl" in (row := rows.get((tool, *place), {}))]
-        loads = all(row["loads_in_transformers"] is True and "note" not in row for row in ran)
-        line = f"| {f'`{tool}`' if tool in OURS else tool} |"
-        for place in places:
-            row = rows.get((tool, *place), {})
-            line += f" {row['kl']:.3f} | {row['cpu_seconds']:.0f} |" if row in ran else " | |"
-        lines += [f"{line} {'yes' if loads else 'no'} |"] if ran else []
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peer", nargs="*", action="extend", default=[], metavar="NAME=PYTHON:DIR")
@@ -343,18 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=HERE / "peers.json")
-    parser.add_argument("--table", action="store_true", help="only write it into docs/slim.md")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.job:
         work(Job(**json.loads(args.job)))
-        return
-    if args.table:
-        from slim_table import rewritten
-
-        tables = {"peers": table(json.loads(args.out.read_text("utf-8")))}
-        page = HERE.parent / "docs" / "slim.md"
-        page.write_text(rewritten(page.read_text("utf-8"), tables), "utf-8")
         return
     from moesaic import __version__
     from moesaic.data.text import evaluation_tokens

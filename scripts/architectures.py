@@ -34,9 +34,8 @@ refuse a type that is listed here: its page names its limits. A model of a liste
 where its config adds what no rule knows, such as the latent experts of Nemotron-3-Super
 (`nemotron_h` with `moe_latent_size`).
 
-A type of another transformers may work as well: a rule finds layers, routers, experts and the
-config's numbers (`src/moesaic/arch/discovery.py`). Where it fails, the error says what was found
-and what was not. Another package can add a type ([ARCHITECTURE.md](../ARCHITECTURE.md)).
+Types of other versions may work, too: a rule finds layers, routers and experts. Another package
+can add a type ([ARCHITECTURE.md](../ARCHITECTURE.md)).
 """
 NAMED = "`moesaic inspect` names them all, each with its reason: GPT-2, BERT, OPT and others."
 TAIL = """## What was tried

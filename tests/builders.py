@@ -30,14 +30,16 @@ from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.carving.carved_layer import CarvedLayer
-from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
+from moesaic.data.sources import sources_of
 from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.phase import set_mode
+from moesaic.observation.files import FILED
+from moesaic.observation.stats import Stats, tallied
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import CondensedLayer
@@ -553,3 +555,8 @@ def configured(cls: type[Any], **options: Any) -> Any:
     constants = {name: value for name, value in options.items() if name not in names}
     chosen = {name: value for name, value in options.items() if name in names}
     return type(cls.__name__, (cls,), constants)(**chosen)
+
+
+def statistics(site: Any, **options: Any) -> Stats:
+    """All statistics of a mixture's layer that a file holds."""
+    return tallied(site, FILED, **options).stats()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import converted, equal, loaded, saved, weights
+from builders import converted, equal, loaded, saved, statistics, weights
 from safetensors.torch import save_file
 from shrunken import small_config, small_model, small_whole
 from torch import Tensor, nn
@@ -27,12 +27,9 @@ from moesaic.io.source import Source, language_model
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.rerouting import Law, law_of
 from moesaic.methods.prune.subsets import Neighbours
-from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream, LayerTokens
 from moesaic.plan import Plan
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 
@@ -120,7 +117,7 @@ def routing(model: Any, arch: Any) -> None:
     kept_E = torch.zeros(whole.count, dtype=torch.bool).index_fill(0, few, True)
     logits_TX = whole.logits(x_TD)
     w_TE = whole.routing.weights(logits_TX, kept_E.expand(len(logits_TX), -1))
-    less = converted(copy.deepcopy(model), {i: PrunedLayer(few)})
+    less = converted(copy.deepcopy(model), {i: CutLayer(few)})
     sliced = arch.mixture(arch.layers(less)[i])
     close(sliced.routing.weights(sliced.logits(x_TD)), w_TE[:, few])
     with whole.restricted(kept_E):
@@ -142,7 +139,7 @@ def nothing_changes(model: Any, arch: Any) -> None:
     """A plan that keeps everything leaves every tensor and every logit as it was."""
     shape = base_shape(model, arch)
     if isinstance(arch, MoEArch):
-        layers: Any = {i: PrunedLayer(torch.arange(n)) for i, n in enumerate(shape.experts) if n}
+        layers: Any = {i: CutLayer(torch.arange(n)) for i, n in enumerate(shape.experts) if n}
     else:
         layers = {
             i: CarvedLayer(torch.arange(w), w, (), 0, None) for i, w in enumerate(shape.widths)
@@ -166,17 +163,17 @@ def reduced(model: Any, arch: Any, slim: bool) -> None:
         width, count = shape.widths[i], shape.experts_of(i)
         if count:
             few = kept(arch, model.config, count) if not slim else torch.arange(count)
-            layers[i] = PrunedLayer(few)
+            layers[i] = CutLayer(few)
             if slim:
                 narrow = max(4, width // 2)
                 orders = torch.rand(count, width).argsort(1)[:, :narrow].sort(1).values
-                layers[i] = SlimmedLayer(few, orders, width)
+                layers[i] = CutLayer(few, orders, width)
                 view = arch.mixture(layer)
                 path, room = view.shared_width, arch.shared_room(1, narrow)
                 if path and (arch.shared_count or arch.shared_times):
                     own_S = torch.arange(path).view(view.shared_count, -1)
                     own_S = own_S[:, : min(room, path) // view.shared_count].flatten()
-                    layers[i] = SlimmedLayer(few, orders, width, shared_S=own_S)
+                    layers[i] = CutLayer(few, orders, width, shared_S=own_S)
         elif not isinstance(arch, MoEArch):
             half = width // 2
             layers[i] = CarvedLayer(torch.randperm(width)[:half], half, (), 0, None)
@@ -202,7 +199,7 @@ def fewer(model: Any, arch: Any) -> None:
         return
     shape, before = base_shape(model, arch), logits(model)
     with tempfile.TemporaryDirectory() as folder:
-        saved(Path(folder), model, {i: FewerLayer(1, 2) for i in shape.routed})
+        saved(Path(folder), model, {i: CutLayer(top_k=1) for i in shape.routed})
         again, actual = loaded(Path(folder)), logits(model)
     assert again.config.model_type == model.config.model_type, "not native"
     assert all(arch.mixture(arch.layers(again)[i]).top_k == 1 for i in shape.routed)
@@ -248,7 +245,7 @@ def beside(model_type: str, language: str) -> None:
         shape = base_shape(text, arch)
         if isinstance(arch, MoEArch):
             few = kept(arch, text.config, max(shape.experts))
-            layers: dict[int, Any] = {i: PrunedLayer(few) for i in arch.moe_layers(text)}
+            layers: dict[int, Any] = {i: CutLayer(few) for i in arch.moe_layers(text)}
         else:
             halves = {
                 i: torch.randperm(width)[: width // 2] for i, width in enumerate(shape.widths)
@@ -334,8 +331,8 @@ def neighbours(site: LayerTokens[MoEFFN]) -> Tensor:
     Returns:
         the set that the walk ends at, bool (E,).
     """
-    stats, routing = observe_experts(site), site.view.routing
-    assert law_of(routing, stats.logits_TX) is Law.STAY
+    stats, routing = statistics(site), site.view.routing
+    assert law_of(routing, stats["logits_TX"]) is Law.STAY
     losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
     for gone in (2, 5, 6):
         every = kept_E.nonzero().flatten()

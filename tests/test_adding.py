@@ -54,7 +54,7 @@ class Halves(LayerMethod):
     """Keeps some neurons of every layer, by a statistic of its own."""
 
     kind = "split"
-    needs = ("tokens",)
+    needs = ("loud_M", "calls_E")
 
     def find(self, config):
         return dense_arch(config)
@@ -62,11 +62,13 @@ class Halves(LayerMethod):
     def sizes(self, job):
         return {i: [round(n * self.config.share)] for i, n in enumerate(job.base.widths)}
 
+    def observe(self, site, tally):
+        for _, h_TM in site.activations():
+            tally.add("loud_M", h_TM.abs().sum(0))
+
     def decide(self, case, sizes):
-        mean_M = torch.zeros(case.view.width)
-        if case.site is not None:
-            sum_M = sum(h_TM.abs().sum(0) for _, h_TM in case.site.activations())
-            mean_M = sum_M / case.site.tokens
+        stats = case.stats or {"loud_M": torch.zeros(case.view.width), "calls_E": 1}
+        mean_M = stats["loud_M"] / stats["calls_E"]
         order_M = mean_M.argsort(descending=True, stable=True)
         told = {"least": mean_M.min().item()}
         return {n: (CarvedLayer(order_M[:n].sort().values, n), told) for n in sizes}
@@ -86,7 +88,7 @@ QUIETEST = Criterion(
     title="quietness",
     help="minus the tokens that an expert is routed",
     paper="Doe, Let the Quiet Ones Stay",
-    score=lambda case: -case.stats.calls_E.double(),
+    score=lambda case: -case.stats["calls_E"].double(),
 )
 ''',
 }

@@ -101,7 +101,6 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
     pair = PromptAnswer("Why?", " So.")
     ids = [tokenizer(text)["input_ids"] for text in (pair.prompt, pair.answer)]
     example = answered(pair, begun, 99, beginning(begun))
-    assert example is not None
     assert example["input_ids"] == [*begin, *ids[0], *ids[1], tokenizer.eos_token_id]
     assert example["labels"] == [IGNORED] * (p + len(ids[0])) + [*ids[1], tokenizer.eos_token_id]
     for draw in (evaluation_tokens, windows):
@@ -155,7 +154,6 @@ def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer: Any, begun: Any) 
         assert (each[:, 0] == BOS).all(), "a tokenizer that adds none keeps the template's"
         pair = PromptAnswer("<|endoftext|>Why?", " So.")
         example = answered(pair, one, 99, beginning(one))
-        assert example is not None
         assert example["input_ids"].count(BOS) == 2, "at both ends"
     long = [{"text": "<|endoftext|>".join(["a b c d e f g h"] * 40)}]
     ids = evaluation_tokens(long, begun, 4).input_ids

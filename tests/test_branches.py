@@ -17,17 +17,16 @@ from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
 from moesaic.observation.branches import branches, divergences
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.dropped import DroppedLayer
-from moesaic.plans.narrowed import NarrowedLayer
-from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.surgery import apply_layer
 
 
 def narrower(model_type: str, width: int, shift: int = 0) -> Any:
     order = torch.arange(shift, shift + width)
     if model_type in MOE:
-        return SlimmedLayer(torch.arange(8), order.repeat(8, 1), 16)
-    return NarrowedLayer(order, 64)
+        return CutLayer(torch.arange(8), order.repeat(8, 1), 16)
+    return CutLayer(None, order[None], 64)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "olmoe"])

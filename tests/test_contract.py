@@ -21,6 +21,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.exports.importance import tapped
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
 from moesaic.io.language import predicts_tokens
@@ -31,10 +32,10 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.routing_counts import counted
-from moesaic.observation.neuron_stats import observe_neurons, watching, weight_stats
+from moesaic.observation.stats import Tally, square_sums, tallied
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 from moesaic.train.tune.config import TuneConfig
@@ -133,7 +134,7 @@ def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
     arch = base_arch(model.config)
     few = torch.arange(6)
     orders = torch.rand(6, 24).argsort(1)[:, :8].sort(1).values
-    layers = {i: SlimmedLayer(few, orders, 24) for i in arch.moe_layers(model)}
+    layers = {i: CutLayer(few, orders, 24) for i in arch.moe_layers(model)}
     plan = Plan("test", base_shape(model, arch), layers)
     out.mkdir()
     save_applied(source, plan, out)
@@ -164,17 +165,34 @@ def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["gemma4_text", "llama4_text", "nemotron_h", "qwen2_moe"])
 def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
-    """One by one in the place of their module, they make the same of the same."""
+    """The same tokens enter each expert, with the same activations."""
     model = small_model(model_type)
     arch = base_arch(model.config)
     i = arch.moe_layers(model)[0]
     layer = arch.layers(model)[i]
-    seen, before = weight_stats(arch.view(layer)), logits(model)
-    with counted(model) as routed, watching(layer, arch, seen, iter([None])):
-        torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
-    (wanted,) = (observe_neurons(s) for s in LayerStream(model, arch, TEXT, [i], view=arch.view))
-    assert seen.calls_E.tolist() == wanted.calls_E.tolist() == routed[i].counts
-    torch.testing.assert_close(seen.energy_EM, wanted.energy_EM, rtol=1e-3, atol=1e-9)
+    view, before, tally = arch.mixture(layer), logits(model), Tally()
+    down = f"{arch.inside}{arch.experts}.{view.matrices[1]}"
+
+    def note(_: str, h_NM: torch.Tensor, expert: int | None) -> None:
+        tally.add("calls_E", torch.tensor(len(h_NM)), expert, view.count)
+        tally.add("square_EM", square_sums(h_NM.float()), expert, view.count)
+
+    with counted(model) as routed, tapped(layer, arch, [down], note):
+        assert torch.equal(logits(model), before)
+    wanted = Tally()
+    for site in LayerStream(model, arch, TEXT, [i], view=arch.mixture):
+        assert tally.added["calls_E"].tolist() == routed[i].counts
+        assert torch.equal(tally.added["calls_E"], tallied(site, {"calls_E"}).added["calls_E"])
+        for x_TD in site.inputs():
+            w_TE = site.view.combine_weights(x_TD)
+            for e in (w_TE != 0).any(0).nonzero().flatten().tolist():
+                rows = w_TE[:, e].nonzero().flatten()
+                h_NM = site.view.hidden(e, x_TD[rows]).float()
+                if view.parts.inward:
+                    h_NM = h_NM * w_TE[rows, e, None]
+                wanted.add("square_EM", square_sums(h_NM), e, view.count)
+    found, expected = (t.added["square_EM"] for t in (tally, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-9)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import pytest
 import test_gpu
 import torch
 from accelerate import cpu_offload, dispatch_model
-from builders import EQUAL, carved_layer, converted, pages, tiny_model, tiny_moe
+from builders import EQUAL, carved_layer, converted, pages, statistics, tiny_model, tiny_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +30,6 @@ from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measurement import Measurement
-from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream, SpilledList
 from moesaic.train.loop import train
@@ -313,14 +312,14 @@ def test_experts_are_observed_on_another_device(tokens: Any) -> None:
         arch = moe_arch(model.config)
         layers = arch.moe_layers(model)
         stream = LayerStream(model, arch, tokens, layers, view=arch.mixture, follow=True)
-        return [observe_experts(site) for site in stream]
+        return [statistics(site) for site in stream]
 
     expected = seen(experts_on_cpu("qwen2_moe"))
     with faraway.device():
         found = seen(faraway.put_far(experts_on_cpu("qwen2_moe")))
     for ours, theirs in zip(found, expected, strict=True):
-        for name, tensor in theirs.tensors().items():
-            mine = ours.tensors()[name]
+        for name, tensor in theirs.items():
+            mine = ours[name]
             assert type(mine) is Tensor, f"{name} stayed on the device"
             assert torch.allclose(mine.float(), tensor.float(), rtol=1e-3, atol=1e-4), name
 

@@ -198,8 +198,8 @@ def test_readme_and_pages_stay_short_enough_to_be_read() -> None:
     pages = {page: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
     readme = (ROOT / "README.md").read_text("utf-8")
     words = {page.name: len(text.split()) for page, text in pages.items()}
-    assert sum(words.values()) + len(readme.split()) <= 25_000, sorted(words, key=words.__getitem__)
-    assert len(readme.splitlines()) <= 120
+    assert sum(words.values()) <= 22_000, sorted(words, key=words.__getitem__)
+    assert len(readme.splitlines()) <= 110
 
 
 # --- links ---------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    return scripts("slim_table", "frontier", "below_table", "beyond_table", "growth_table", "peers")
+    return scripts("tables", "peers")
 
 
 def scripts(*names: str) -> list[Any]:
@@ -395,28 +395,17 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
 
 def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
     """README's and those of the pages: nothing in them is typed."""
-    slim_table, frontier, below, beyond, growth, peers = benchmarks
-    record = json.loads(frontier.OUT.read_text("utf-8"))
-    tables = {
-        **slim_table.tables(),
-        **below.tables(),
-        **beyond.tables(),
-        **growth.tables(),
-        "frontier": frontier.table(record),
-        "peers": peers.table(json.loads((ROOT / "benchmarks/peers.json").read_text("utf-8"))),
-    }
-    names = ("slim", "choosing", "frontier", "beyond", "fit")
-    files = ("README.md", *(f"docs/{name}.md" for name in names))
-    pages = [(ROOT / file).read_text("utf-8") for file in files]
+    tables, written = benchmarks[0], benchmarks[0].tables()
+    pages = [page.read_text("utf-8") for page in tables.PAGES]
     asked = re.findall(r"<!-- figures of ([\w-]+):", "".join(pages))
-    assert sorted(asked) == sorted(tables)
+    assert sorted(asked) == sorted(written)
     for page in pages:
-        assert slim_table.rewritten(page, tables) == page, "python benchmarks/*_table.py, --tables"
+        assert tables.rewritten(page, written) == page, "python benchmarks/tables.py"
         start = page.index("-->\n", page.index("<!-- figures of"))
         cell = re.compile(r"\| [^|]*?(\d+)").search(page, start)
         assert cell is not None
         typed = page[: cell.start(1)] + "99.99" + page[cell.end(1) :]
-        assert slim_table.rewritten(typed, tables) == page
+        assert tables.rewritten(typed, written) == page
 
 
 def test_a_peer_that_cannot_be_run_says_why(
@@ -439,8 +428,8 @@ def test_a_peer_that_cannot_be_run_says_why(
 
 def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
     """One text, one draw, one file for all figures of dense models."""
-    slim_table, frontier, *_ = benchmarks
-    rows = json.loads(frontier.OUT.read_text("utf-8"))["rows"]
+    tables, _ = benchmarks
+    rows = tables.record("frontier")["rows"]
     page = (ROOT / "docs/choosing.md").read_text("utf-8")
 
     def perplexity(name: str, text: str) -> str:
@@ -452,9 +441,9 @@ def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
             for text in ("shipped", "wikitext2-valid")
         ]
         assert ", ".join(both) in page, name
-    record = json.loads((ROOT / "benchmarks/slim.json").read_text("utf-8"))
+    results = tables.record("slim")["results"]
     for command in ("slim", "prune", "slim --allocate experts"):
-        drawn = slim_table.draws(record["results"], "tiny-shared-moe", "0.5", command).values()
+        drawn = tables.draws(results, "tiny-shared-moe", "0.5", command).values()
         assert f"{mean(f['ships']['perplexity'] for f in drawn):.2f}" in page, command
 
 

@@ -21,7 +21,7 @@ from moesaic.carving.budget import layer_sizes
 from moesaic.carving.carved_ffn import CarvedFFN
 from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.carving.dsmoe.method import DSMoE
-from moesaic.data.mixes import MIXES, Mix
+from moesaic.data.sources import MIXES, Mix
 from moesaic.hub import convert_class
 from moesaic.metrics.score import score
 from moesaic.pipeline import run_recipe
@@ -349,6 +349,6 @@ def test_a_source_beside_a_named_mix_that_holds_it_counts_twice(
 ) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}')
-    monkeypatch.setitem(MIXES, "ours", Mix("", {str(file): "MIT"}, ""))
+    monkeypatch.setitem(MIXES, "ours", Mix("", (str(file),)))
     stream = PackedText(f"ours=2,{file}=1,prose=1", tokenizer, 16)
     assert stream.weights == {str(file): 3.0, "prose": 1.0}

@@ -20,15 +20,14 @@ from moesaic.observation.branches import changed as changed_by
 from moesaic.observation.branches import divergences
 from moesaic.observation.estimates import estimated, estimates, priced_layers
 from moesaic.observation.stream import BEFORE, LayerStream
-from moesaic.plans.narrowed import NarrowedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 
 
 def narrower(model_type: str, width: int) -> Any:
     order = torch.arange(width)
     if model_type in MOE:
-        return SlimmedLayer(torch.arange(8), order.repeat(8, 1), 16)
-    return NarrowedLayer(order, 64)
+        return CutLayer(torch.arange(8), order.repeat(8, 1), 16)
+    return CutLayer(None, order[None], 64)
 
 
 @contextmanager

@@ -536,6 +536,22 @@ def test_a_recipe_with_a_wrong_task_is_refused_before_any_work(llama_folder, tmp
     assert not any(tmp_path.iterdir())
 
 
+def test_a_padded_vocabulary_is_compared_without_its_padding():
+    """Also one that got more tokens; not one of another size."""
+    tokens, model = Tokens(torch.randint(1, 60, (3, 16))), tiny_model("llama")
+    padded = copy.deepcopy(model)
+    size = model.config.vocab_size
+    padded.resize_token_embeddings(size + 5, mean_resizing=False)
+    for pair in ((padded, model), (model, padded)):
+        ours, theirs = scores([*map(Whole, pair)], tokens)
+        assert ours.kl == pytest.approx(0, abs=1e-6)
+        assert ours.top1_agreement == 1
+        assert ours.perplexity == pytest.approx(theirs.perplexity)
+    padded.resize_token_embeddings(2 * size, mean_resizing=False)
+    with pytest.raises(MoesaicError, match=f"predicts {size:,} tokens, the model {2 * size:,}"):
+        scores([Whole(padded), Whole(model)], tokens)
+
+
 def test_anybodys_checkpoint_is_judged(command, llama_folder, tmp_path):
     """A sentence, KL with its interval, quantised files beside it; as Markdown, too."""
     theirs = tiny_model("llama")

@@ -35,11 +35,8 @@ from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
 from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.native import decide, verify, write
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.dropped import DroppedLayer
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.skipping import SkippingLayer
-from moesaic.plans.slimmed import SlimmedLayer
 
 CASES = {
     "llama": ("llama", EQUAL, {}, "granitemoeshared"),
@@ -210,7 +207,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, tokens):
     model = tiny_moe(model_type)
     routed = base_arch(model.config).moe_layers(model)
-    layers = {i: PrunedLayer(torch.arange(8 - n)) for n, i in enumerate(routed, start=2)}
+    layers = {i: CutLayer(torch.arange(8 - n)) for n, i in enumerate(routed, start=2)}
     source = saved(tmp_path / "pruned", model, layers)
     assert source.config.model_type.startswith("moesaic_")
     decided, found = same_model(source, tmp_path / "native", tokens)
@@ -241,7 +238,7 @@ def test_a_dense_whole_is_native_as_it_is(tmp_path):
 def test_router_groups_are_filled_up_one_by_one(tmp_path, tokens):
     model = tiny_moe("deepseek_v3")
     first = base_arch(model.config).moe_layers(model)[0]
-    source = saved(tmp_path / "pruned", model, {first: PrunedLayer(torch.arange(6))})
+    source = saved(tmp_path / "pruned", model, {first: CutLayer(torch.arange(6))})
     _, found = same_model(source, tmp_path / "native", tokens)
     bias_E = found.model.layers[first].mlp.gate.e_score_correction_bias
     assert (bias_E < -1e30).nonzero().flatten().tolist() == [3, 7]  # the last of each group
@@ -251,7 +248,7 @@ def test_a_router_that_cannot_leave_an_expert_out_is_not_filled_up(tmp_path):
     model_type = "mixtral"
     model = tiny_moe(model_type)
     routed = base_arch(model.config).moe_layers(model)
-    layers = {i: PrunedLayer(torch.arange(6)) for i in routed[:1]}
+    layers = {i: CutLayer(torch.arange(6)) for i in routed[:1]}
     source = saved(tmp_path / "pruned", model, layers)
     with pytest.raises(MoesaicError, match=f"6/8 experts.*{model_type} has no router"):
         export(str(source.folder), tmp_path / "out")
@@ -288,7 +285,7 @@ def test_blocks_that_are_gone_are_zeros(tmp_path, tokens):
 REFUSED_MIXTURES = {
     "shared_gate mean": ("qwen2_moe", condensed_layer([1], 40, gated=24)),
     "cannot have just these dense layers: 2": ("mixtral", condensed_layer([1], 16, shared=False)),
-    "No native router skips": ("mixtral", SkippingLayer(0.5, "top2")),
+    "No native router skips": ("mixtral", CutLayer(beta=0.5, rule="top2")),
 }
 
 
@@ -466,8 +463,8 @@ HYBRID = {
 def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
     """Of Nemotron-H alone, as NVIDIA's Puzzle; what differs otherwise is filled up, or refused."""
     model = small_model("nemotron_h", **HYBRID)
-    narrow = SlimmedLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
-    layers = {1: narrow, 3: FewerLayer(1, 2)}
+    narrow = CutLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
+    layers = {1: narrow, 3: CutLayer(top_k=1)}
     config = saved(tmp_path / "out", copy.deepcopy(model), layers).config
     settings = llamacpp.puzzle_settings(config)
     numbers = ("moe_intermediate_size", "num_experts_per_tok")
@@ -478,7 +475,7 @@ def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
     shared = replace(narrow, shared_S=torch.arange(16))
     other = saved(tmp_path / "shared", copy.deepcopy(model), {1: shared}).config
     alike = saved(tmp_path / "alike", model, {1: narrow, 3: narrow}).config
-    mixtral = saved(tmp_path / "mixtral", tiny_moe("mixtral"), {1: FewerLayer(1, 2)}).config
+    mixtral = saved(tmp_path / "mixtral", tiny_moe("mixtral"), {1: CutLayer(top_k=1)}).config
     for config in (other, alike, mixtral):
         assert llamacpp.puzzle_settings(config) == {}
 

@@ -16,7 +16,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.cli import app
 from moesaic.hub import native_config
 from moesaic.plan import Plan
-from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.recipe import step_config
 from moesaic.surgery import base_shape
 
@@ -49,7 +49,7 @@ def test_a_config_that_takes_a_list_holds_them(tokens, tmp_path):
     """hunyuan's class has one number for all layers, or a list."""
     model = small_model("hunyuan_v1_moe")
     before = logits(model, tokens)
-    layers = {i: FewerLayer(1 + i % 2, 2) for i in range(model.config.num_hidden_layers)}
+    layers = {i: CutLayer(top_k=1 + i % 2) for i in range(model.config.num_hidden_layers)}
     saved(tmp_path, model, layers)
     again = loaded(tmp_path)
     assert again.config.model_type == "hunyuan_v1_moe"
@@ -64,7 +64,7 @@ def test_a_config_that_takes_a_list_and_goes_by_none_holds_no_list():
     arch = moe_arch(model.config)
     routed = arch.moe_layers(model)
     for numbers, native in (([1] * len(routed), True), ([1, *[2] * (len(routed) - 1)], False)):
-        layers = {i: FewerLayer(k, 2) for i, k in zip(routed, numbers, strict=True)}
+        layers = {i: CutLayer(top_k=k) for i, k in zip(routed, numbers, strict=True)}
         plan = Plan("test", base_shape(model, arch), layers)
         assert (native_config(model.config, arch, plan) is not None) == native
 

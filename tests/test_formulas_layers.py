@@ -21,11 +21,9 @@ from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.metrics.size import model_size
 from moesaic.modules.skipping_router import make_skipping, skip
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.narrowed import NarrowedLayer
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.recovery import LEAST, PATH, Balance, recovered, refitted_downs
 from moesaic.plans.regression import HELD_OUT, STRENGTHS, Blocks, Ridge, ridge_path
-from moesaic.plans.slimmed import SlimmedLayer
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""
@@ -60,9 +58,9 @@ USES = {
         carved_layer(40, ()),
         LayerUse("carved", 40, 40, ATTENTION, 40 * NEURON, dropped=24 * NEURON),
     ),
-    "narrowed": (
-        NarrowedLayer(torch.arange(24), 64, counted=True),
-        LayerUse("narrowed", 24, 24, ATTENTION, 24 * NEURON, dropped=40 * NEURON),
+    "cut": (
+        CutLayer(None, torch.arange(24)[None], 64, counted=True),
+        LayerUse("cut", 24, 24, ATTENTION, 24 * NEURON, dropped=40 * NEURON),
     ),
     "copies": (
         OverlappingLayer(four, drawn(4, 32), materialized=True),
@@ -113,7 +111,7 @@ def test_more_neurons_than_there_were_are_copies() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_places_without_experts_stand_behind_each_group(groups: int) -> None:
     down_E = torch.arange(1.0, 5.0).view(4, 1, 1)
-    layer = PrunedLayer(torch.tensor([0, 2, 5, 7]), down_E=down_E).padded(8, groups)
+    layer = CutLayer(torch.tensor([0, 2, 5, 7]), down_E=down_E).padded(8, groups)
     kept = {1: [0, 2, 5, 7, -1, -1, -1, -1], 2: [0, 2, -1, -1, 5, 7, -1, -1]}[groups]
     downs = {1: [1, 2, 3, 4, 0, 0, 0, 0], 2: [1, 2, 0, 0, 3, 4, 0, 0]}[groups]
     assert layer.kept == kept
@@ -127,7 +125,7 @@ def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
     model = tiny_moe("gpt_oss")
     before = {n: t.clone() for n, t in model.model.layers[2].mlp.named_parameters()}
     down_E = drawn(2, *before["experts.down_proj"].shape[1:])
-    converted(model, {2: PrunedLayer(torch.tensor([1, 5]), down_E=down_E).padded(4)})
+    converted(model, {2: CutLayer(torch.tensor([1, 5]), down_E=down_E).padded(4)})
     after = dict(model.model.layers[2].mlp.named_parameters())
     for name, old in before.items():
         new = after[name]
@@ -430,13 +428,11 @@ def test_a_shared_path_that_loses_neurons_is_refitted_with_the_experts() -> None
     """Alone where all experts are whole: its new columns are the regression of what is missing."""
     model = tiny_moe("qwen2_moe")
     arch = moe_arch(model.config)
-    layer = SlimmedLayer(
-        torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20)
-    )
+    layer = CutLayer(torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20))
     for site in LayerStream(model, arch, many_tokens(), [2], view=arch.mixture):
         new, found = layer.refit(site)
         whole = site.view.shared_ffn
-        assert isinstance(new, SlimmedLayer)
+        assert isinstance(new, CutLayer)
         assert new.shared_DS is not None
         assert whole is not None
         own = [(x, site.view.shared_weighted(x)) for x in site.inputs()]

@@ -26,10 +26,10 @@ from moesaic.methods.refit import recover
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.neuron_stats import Products
+from moesaic.observation.stats import tallied
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 from moesaic.train.tune.factors import factors
 
@@ -231,7 +231,7 @@ def test_the_best_of_all_sets_in_whatever_block_it_is(best: int) -> None:
 def test_weights_are_kept_out_of_condensed_layers_alone() -> None:
     model = tiny_moe("qwen2_moe")
     base = base_shape(model, moe_arch(model.config))
-    plan = Plan("naee", base, {1: PrunedLayer(torch.arange(4))})
+    plan = Plan("naee", base, {1: CutLayer(torch.arange(4))})
     assert factors(moe_arch(model.config), model.config, plan) == {}
     assert factors(moe_arch(model.config), model.config, None) == {}
 
@@ -240,9 +240,11 @@ def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
     model = tiny_moe("mixtral")
     arch = moe_arch(model.config)
     for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
-        products = Products.of(site, False)
-        assert products.shared_DS.shape == (32, 0)
-        assert products.shared_SS.shape == (0, 0)
+        stats = tallied(site, {"shared_down_DS", "shared_gram_SS"}).stats()
+        assert {name: tensor.numel() for name, tensor in stats.items()} == {
+            "shared_down_DS": 0,
+            "shared_gram_SS": 0,
+        }
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -252,7 +254,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
     model = tiny_moe("mixtral")
     job = Job(RunArgs(model, text=tokens), moe_arch)
     base = base_shape(model, moe_arch(model.config))
-    kept = PrunedLayer(torch.arange(6))
+    kept = CutLayer(torch.arange(6))
     plans = {"result": Plan("naee", base, {1: kept}), "other": Plan("naee", base, {2: kept})}
     finished = Finished(None, {})
     refitted, found = recover(job, plans, finished)
@@ -260,12 +262,12 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
         "result": [1],
         "other": [2],
     }
-    assert finished.store.keys() == {("result-refit", 1), ("other-refit", 2)}
+    assert finished.keys() == {("result-refit", 1), ("other-refit", 2)}
     assert {name: list(layers) for name, layers in found.items()} == {"result": [1], "other": [2]}
     if again:
-        monkeypatch.setattr(PrunedLayer, "refit", None)
+        monkeypatch.setattr(CutLayer, "refit", None)
         assert recover(job, plans, finished)[0].keys() == plans.keys()
-        del finished.store["other-refit", 2]
+        del finished["other-refit", 2]
         with pytest.raises(TypeError):
             recover(job, plans, finished)
 
@@ -273,7 +275,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
 def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens: Tokens) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=2)
     base = base_shape(model, moe_arch(model.config))
-    plan = Plan("naee", base, {i: PrunedLayer(torch.arange(4)) for i in range(2)})
+    plan = Plan("naee", base, {i: CutLayer(torch.arange(4)) for i in range(2)})
     job = Job(RunArgs(model, text=tokens), moe_arch)
     told = [
         recover(job, {"result": plan}, Finished(None, {}), propagate=follow)[1]["result"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, tiny_moe
+from builders import VOCAB, statistics, tiny_moe
 from torch import Tensor
 
 import moesaic
@@ -19,7 +19,6 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens
 from moesaic.methods.prune import reconstruction
 from moesaic.methods.prune.criteria import BUILT_IN, CRITERIA, ScoredLayer
-from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
 
 EXPERTS = 8
@@ -51,7 +50,7 @@ def observed(moe_type: str, rows: int) -> tuple[ScoredLayer, list[Calls], Any]:
                 for e, g in zip(chosen_K, g_K, strict=True)
             ]
         )
-    case = ScoredLayer(observe_experts(site), view.routing, site.index)
+    case = ScoredLayer(statistics(site), view.routing, site.index)
     spread = []
     for e in range(EXPERTS):
         w = torch.cat([part.flatten() for part in view.weights_of(e)]).tolist()
@@ -100,7 +99,7 @@ def test_every_criterion_has_a_definition_here() -> None:
 def test_scores_are_their_definitions(name: str, moe_type: str, rows: int) -> None:
     case, done, (_, spread) = observed(moe_type, rows)
     if rows == 1:
-        assert (case.stats.calls_E == 0).any()
+        assert (case.stats["calls_E"] == 0).any()
     wanted = [DEFINITIONS[name](e, done, spread) for e in range(EXPERTS)]
     score = CRITERIA[name].score
     assert score is not None

@@ -260,6 +260,16 @@ def test_a_search_that_is_interrupted_says_how_to_go_on(saved):
         assert (code, made) == (130, [])
 
 
+def test_a_search_that_finds_nothing_leaves_nothing(moe_folder, command, monkeypatch, tmp_path):
+    """Or another goal would be told of an unfinished search."""
+    monkeypatch.chdir(tmp_path)
+    words = moe_folder, "--memory", "1KB", "--samples", 4, "--length", 16, "--yes"
+    code, _, err = command(*words, "--calibration", pages("calibration"))
+    assert code == 2
+    assert "1KB is out of reach" in err, err
+    assert not [*tmp_path.iterdir()]
+
+
 def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     found, out = saved.found, saved.folder / f"{moe_folder.name}-smaller"
     assert {"machine", "frontier", "rounding", "out", "scores"} <= found.keys()

@@ -14,7 +14,7 @@ from moesaic import Tokens
 from moesaic.arch.lookup import base_arch
 from moesaic.exports.importance import importance, means
 from moesaic.io.source import resolve
-from moesaic.observation.tap import Squares
+from moesaic.observation.stats import Tally
 
 
 def named(module: str) -> str | None:
@@ -68,7 +68,8 @@ def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
 
 
 def test_an_expert_that_no_token_reached_weighs_its_inputs_alike() -> None:
-    squares = Squares()
-    squares.add("a", torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1, 2)
-    squares.add("a", torch.tensor([[2.0, 1.0]]), 1, 2)
-    assert means(squares)["a"].tolist() == pytest.approx([1, 1, 14 / 3, 5 / 3])
+    tally = Tally()
+    for x_NI in (torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[2.0, 1.0]])):
+        tally.add("a.square_EI", x_NI.square().sum(0), 1, 2)
+        tally.add("a.calls_E", torch.tensor(len(x_NI)), 1, 2)
+    assert means(tally.stats())["a"].tolist() == pytest.approx([1, 1, 14 / 3, 5 / 3])

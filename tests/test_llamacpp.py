@@ -52,9 +52,7 @@ from moesaic.fitting.run import search_and_make as fit
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import split_otherwise
 from moesaic.plan import Plan
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
@@ -308,7 +306,7 @@ def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_pa
         more["mtp.fc.weight"] = torch.ones(32, 64)
         save_file(tensors | {n: t.clone() for n, t in more.items()}, file, {"format": "pt"})
     kept, neurons = torch.arange(6), torch.arange(8).repeat(8, 1)
-    made = PrunedLayer(kept) if layer == "pruned" else SlimmedLayer(torch.arange(8), neurons, 16)
+    made = CutLayer(kept) if layer == "pruned" else CutLayer(torch.arange(8), neurons, 16)
     arch = base_arch(model.config)
     layers = dict.fromkeys(arch.moe_layers(model), made)
     (tmp_path / "out").mkdir()
@@ -387,7 +385,7 @@ def test_experts_a_token_by_layer_are_refused_for_it_computes_something_else(
     """It takes a list, chooses as many as the first layer in each, and adds up a layer's own."""
     model = tiny_moe("mixtral", vocab_size=PIECES)
     base = saved(tmp_path / "base", copy.deepcopy(model), {})
-    fewer = saved(tmp_path / "fewer", model, {i: FewerLayer(1, 2) for i in (1, 2)})
+    fewer = saved(tmp_path / "fewer", model, {i: CutLayer(top_k=1) for i in (1, 2)})
     for source in (base, fewer):
         shutil.copytree(vocabularies[PIECES], source.folder, dirs_exist_ok=True)
     with pytest.raises(MoesaicError, match="run different numbers of experts a token"):

@@ -36,6 +36,7 @@ from moesaic.carving.more.method import MoRE
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.metrics.routing_counts import jsd
+from moesaic.observation.stats import tallied
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import layer_uses
 
@@ -59,7 +60,9 @@ def _no_gradients():
 def observed(tokens, config=None, **options):
     site = site_of(tokens, **options)
     method = MoRE(config or MoREConfig())
-    return site, method, method.observe(site)
+    tally = tallied(site, {"calls_E"})
+    method.observe(site, tally)
+    return site, method, tally.stats()
 
 
 def test_frequency_and_coactivation(tokens):
@@ -70,10 +73,10 @@ def test_frequency_and_coactivation(tokens):
     on_TM = torch.zeros_like(h_TM)
     for t, row in enumerate(h_TM.abs()):
         on_TM[t, row.argsort(descending=True)[:k_act]] = 1
-    assert stats.tokens == tokens.count
-    assert torch.equal(stats.coactivation_MM, on_TM.T @ on_TM)
-    assert stats.coactivation_MM.diagonal().sum() == k_act * tokens.count
-    torch.testing.assert_close(stats.h_square_M, h_TM.double().square().sum(0))
+    assert stats["calls_E"] == tokens.count
+    assert torch.equal(stats["coactivation_MM"], on_TM.T @ on_TM)
+    assert stats["coactivation_MM"].diagonal().sum() == k_act * tokens.count
+    torch.testing.assert_close(stats["h_square_M"], h_TM.double().square().sum(0))
 
 
 @pytest.mark.parametrize("ratio", [0.02, 0.1, 0.5])
@@ -84,7 +87,7 @@ def test_coverage_is_of_the_share_that_is_named(ratio, tokens):
     seen = {c for row in h_TM for c in row.argsort(descending=True)[:6].tolist()}  # 6.4 of 64
     assert method.analyse(stats)["never_activated"]["0.1"] == pytest.approx(1 - len(seen) / 64)
     assert len(seen) > len({int(c) for c in h_TM.argmax(1)})
-    assert stats.coactivation_MM.diagonal().sum() == max(1, int(ratio * 64)) * tokens.count
+    assert stats["coactivation_MM"].diagonal().sum() == max(1, int(ratio * 64)) * tokens.count
 
 
 def test_the_activation_spectrum_sums_sizes(tokens):
@@ -116,7 +119,9 @@ def test_importance_is_equation_7(tokens):
     ffn = site.view
     x_TD = torch.cat(list(site.inputs())).double()
     h_TM = torch.cat([h for _, h in site.activations()]).double()
-    found = importance(ffn, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens)
+    found = importance(
+        ffn, stats["x_square_D"] / stats["calls_E"], stats["h_square_M"] / stats["calls_E"]
+    )
     for j in (0, 13, 63):
         up = sum(abs(float(ffn.up_MD[j, i])) * float((x_TD[:, i] ** 2).mean()) for i in range(32))
         down = sum(abs(float(ffn.down_DM[k, j])) for k in range(32)) * float(
@@ -206,7 +211,7 @@ def test_sunflower(tokens, config):
             assert one & other == core
     assert set().union(*experts) == set(range(64))
     score_M = importance(
-        site.view, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens
+        site.view, stats["x_square_D"] / stats["calls_E"], stats["h_square_M"] / stats["calls_E"]
     )
     assert min(score_M[list(core)]) >= max(score_M[list(set(range(64)) - core)])
 
@@ -221,9 +226,11 @@ def test_variants_share_backbone_and_budget(tokens):
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"
-    assert set(plans["backbone"].order_W.tolist()) == set(full.order_M[: full.backbone].tolist())
+    assert set(plans["backbone"].neurons_EW[0].tolist()) == set(
+        full.order_M[: full.backbone].tolist()
+    )
     assert plans["static"].width == full.active_width
-    assert plans["static"].kind == plans["backbone"].kind == "narrowed"  # as slim makes them
+    assert plans["static"].kind == plans["backbone"].kind == "cut"  # as slim makes them
     assert plans["naive"].backbone < 64 % len(plans["naive"].petals) + 1
     assert abs(plans["naive"].active_width - full.active_width) < 8
 
@@ -405,6 +412,6 @@ def test_shares_below_one_channel_are_left_out(tokens):
     """Table 4 has 5e-4 of 14,336 channels; of 64 not even a hundredth is one."""
     _, method, stats = observed(tokens)
     assert set(method.analyse(stats)["never_activated"]) == {"0.1"}
-    seen = {s: torch.ones(2000) > 0 for s in COVERAGE}
-    wide = replace(stats, h_size_M=torch.ones(2000), covered=seen)
+    seen_CM = torch.ones(len(COVERAGE), 2000) > 0
+    wide = {**stats, "h_size_M": torch.ones(2000), "covered_CM": seen_CM}
     assert set(method.analyse(wide)["never_activated"]) == {"0.1", "0.01", "0.001", "0.0005"}

@@ -27,7 +27,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.io.formats import BlockScaled
 from moesaic.io.source import Source
 from moesaic.plan import Plan
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 
@@ -129,7 +129,7 @@ def test_what_cannot_come_along_is_left_out(tmp_path):
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     model = loaded(base)
     arch = moe_arch(model.config)
-    layers = {i: PrunedLayer(torch.arange(4)) for i in arch.moe_layers(model)}
+    layers = {i: CutLayer(torch.arange(4)) for i in arch.moe_layers(model)}
     (tmp_path / "out").mkdir()
     source = Source("base", base)
     save_applied(source, Plan("test", base_shape(model, arch), layers), tmp_path / "out")

@@ -17,17 +17,14 @@ from moesaic import MoesaicError
 from moesaic.arch.lookup import moe_arch
 from moesaic.exports.gguf_limits import lacking
 from moesaic.per_layer_config import listed
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.skipping import SkippingLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 
 WIDTHS, TOP_KS = (8, 12, 16), (1, 2, 1)
 
 
-def slimmed(width: int, **changes: Any) -> SlimmedLayer:
+def slimmed(width: int, **changes: Any) -> CutLayer:
     """All eight experts, the first neurons of each."""
-    return SlimmedLayer(torch.arange(8), torch.arange(width).repeat(8, 1), 16, **changes)
+    return CutLayer(torch.arange(8), torch.arange(width).repeat(8, 1), 16, **changes)
 
 
 def routed(model: Any) -> list[int]:
@@ -39,7 +36,7 @@ def uneven(moe_type: str) -> Any:
     model = tiny_moe(moe_type)
     layers = routed(model)
     model = converted(model, {i: slimmed(WIDTHS[i]) for i in layers[:-1]})
-    return converted(model, {i: FewerLayer(TOP_KS[i], 2) for i in layers})
+    return converted(model, {i: CutLayer(top_k=TOP_KS[i]) for i in layers})
 
 
 @pytest.mark.parametrize("moe_type", sorted({*MOE} - {"phimoe"}))  # whose router takes two always
@@ -78,9 +75,9 @@ def test_config_json_tells_each_layer_and_the_model_is_the_same(moe_type, tokens
 def test_lists_go_when_layers_are_alike_again_or_differ_in_more(tokens, tmp_path):
     model = converted(tiny_moe("mixtral"), {0: slimmed(8)})
     assert model.config.intermediate_size == [8, 16, 16]
-    converted(model, {i: FewerLayer(1, 2) for i in range(3)})
+    converted(model, {i: CutLayer(top_k=1) for i in range(3)})
     assert model.config.num_experts_per_tok == [1, 1, 1]
-    fewer = PrunedLayer(torch.arange(6))
+    fewer = CutLayer(torch.arange(6))
     some = converted(copy.deepcopy(model), {1: fewer})
     assert some.config.num_experts_per_tok == 2
     assert some.config.intermediate_size == 16
@@ -110,10 +107,10 @@ def test_vllm_is_given_only_what_it_builds_as_we_do(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", None)
     for layer, builds in (
         (slimmed(8), True),
-        (FewerLayer(1, 2), True),
-        (SkippingLayer(0.5, "top2"), False),
+        (CutLayer(top_k=1), True),
+        (CutLayer(beta=0.5, rule="top2"), False),
         (slimmed(8, uneven=True), False),
-        (PrunedLayer(torch.arange(6)), False),
+        (CutLayer(torch.arange(6)), False),
     ):
         config = copy.deepcopy(converted(tiny_moe("mixtral"), {1: layer}).config)
         config._attn_implementation = "vllm"
@@ -130,8 +127,7 @@ def test_whether_one_experts_weight_is_one_is_said_where_the_base_leaves_it_open
     model = small_model(moe_type)
     assert not hasattr(model.config, "norm_topk_prob")
     first = routed(model)[0]
-    view = moe_arch(model.config).mixture(model.model.layers[first])
-    assert converted(model, {first: FewerLayer(1, view.top_k)}).config.norm_topk_prob == normed
+    assert converted(model, {first: CutLayer(top_k=1)}).config.norm_topk_prob == normed
 
 
 def test_only_what_engines_read_may_be_a_list():
@@ -161,7 +157,7 @@ def test_llamacpp_lacks_experts_a_token_by_layer():
     """Also where the architecture's own config takes a list."""
     model = small_model("hunyuan_v1_moe")
     top_k = moe_arch(model.config).mixture(model.model.layers[0]).top_k
-    fewer = {i: FewerLayer(top_k - (i == 0), top_k) for i in routed(model)}
+    fewer = {i: CutLayer(top_k=top_k - (i == 0)) for i in routed(model)}
     differing = converted(model, fewer).config
     assert differing.model_type == "hunyuan_v1_moe"
     (lack,) = lacking(differing)

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from builders import tiny_moe
+from builders import statistics, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -27,14 +27,7 @@ from moesaic.methods.prune.subsets import (
     refined,
     subsets,
 )
-from moesaic.observation.expert_stats import (
-    evenly,
-    observe_experts,
-    observed,
-    packed,
-    sample_share,
-    unpacked,
-)
+from moesaic.observation.stats import evenly, observed, packed, sample_share, unpacked
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.base import same
 
@@ -93,12 +86,12 @@ def test_enumeration_is_brute_force(moe_type, tokens):
 
 def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     site = first_site(tiny_moe("mixtral"), tokens)
-    stats = observe_experts(site)
+    stats = statistics(site)
     sets_CE = torch.cat(list(every_set(8, 5)))
     whole = Reconstruction(stats, site.view.routing)(sets_CE)
     monkeypatch.setattr("moesaic.methods.prune.reconstruction.ELEMENTS", 700)
-    monkeypatch.setattr("moesaic.observation.expert_stats.BLOCK_BYTES", 5000)
-    blocks = Reconstruction(observe_experts(site), site.view.routing)(sets_CE)
+    monkeypatch.setattr("moesaic.observation.stats.BLOCK_BYTES", 5000)
+    blocks = Reconstruction(statistics(site), site.view.routing)(sets_CE)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=0)
 
 
@@ -110,7 +103,7 @@ def test_sum_of_batch_norms_is_of_the_released_batches(tokens, monkeypatch):
     for batch in (40, 72, 16_384):
         monkeypatch.setattr(released, batch)
         site = first_site(model, tokens, tokens_per_batch=24)
-        losses = Reconstruction(observe_experts(site), site.view.routing, True)(sets_CE)
+        losses = Reconstruction(statistics(site), site.view.routing, True)(sets_CE)
         wanted = torch.zeros(5, dtype=torch.float64)
         for x_TD in torch.cat(list(site.inputs())).split(batch):
             y_TD = site.view.output(x_TD).double()
@@ -307,13 +300,13 @@ def test_gram_matrices_keep_to_their_memory(tokens):
     assert int(evenly(1000, share).sum()) == 250
     model = tiny_moe("mixtral")
     site = first_site(model, tokens)
-    stats = observe_experts(site, gram_share=0.25)
-    assert len(stats.gram_SP) == int(stats.sampled_T.sum()) == tokens.count // 4
-    assert int(stats.calls_E.sum()) == tokens.count * 2  # the cheap sums still see every token
+    stats = statistics(site, gram_share=0.25)
+    assert len(stats["gram_SP"]) == int(stats["sampled_T"].sum()) == tokens.count // 4
+    assert int(stats["calls_E"].sum()) == tokens.count * 2  # the cheap sums still see every token
     site = first_site(model, tokens, tokens_per_batch=tokens.input_ids.shape[1])
-    few = observe_experts(site, gram_share=2 / tokens.count)
+    few = statistics(site, gram_share=2 / tokens.count)
     assert len(site) > 2
-    assert int(few.sampled_T.sum()) == 2, "a batch of its own holds too few for one"
+    assert int(few["sampled_T"].sum()) == 2, "a batch of its own holds too few for one"
 
 
 def test_foreign_or_poor_statistics_are_refused(tokens, tmp_path):
@@ -410,7 +403,7 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens, tmp_path):
     model = tiny_moe("mixtral")
     for site in sites(model, tokens):
         with pytest.raises(MoesaicError, match=r"gram_mb 9.54e-07 is too small for 8 experts"):
-            observed(site, tokens, [0], 1)
+            observed(site, {"sampled_T", "gram_SP"}, tokens, [0], 1)
     moesaic.observe(model, tmp_path / "stats", calibration=tokens, gram_mb=0)
     with pytest.raises(MoesaicError, match="holds no Gram matrices"):
         moesaic.prune(model, PruneConfig(keep=5), stats=str(tmp_path / "stats"))

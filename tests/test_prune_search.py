@@ -7,7 +7,7 @@ from typing import Any
 import faraway
 import pytest
 import torch
-from builders import tiny_moe
+from builders import statistics, tiny_moe
 from torch import Tensor
 
 import moesaic
@@ -20,7 +20,8 @@ from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.rerouting import Law, law_of
 from moesaic.methods.prune.subsets import Neighbours, greedy, refined
 from moesaic.methods.skip.config import SkipConfig
-from moesaic.observation.expert_stats import PARTS, ExpertStats, observe_experts
+from moesaic.observation.files import FILED
+from moesaic.observation.stats import Stats, tallied
 from moesaic.observation.stream import LayerStream
 
 LAWS = {
@@ -43,7 +44,7 @@ FAST = [name for name, law in LAWS.items() if law is not None]
 
 def observed(
     model_type: str, experts: int = 12, top_k: int = 3, length: int = 48, follow: bool = False
-) -> tuple[ExpertStats, Any]:
+) -> tuple[Stats, Any]:
     """The statistics of the last layer, and its routing function."""
     model = tiny_moe(model_type, experts=experts, top_k=2 if model_type == "phimoe" else top_k)
     arch = moe_arch(model.config)
@@ -59,7 +60,7 @@ def observed(
     )
     found = None
     for site in stream:
-        found = observe_experts(site), site.view.routing
+        found = statistics(site), site.view.routing
         if follow:  # so that the next layer has something to make good
             allowed_E = torch.ones(experts, dtype=torch.bool)
             allowed_E[::4] = False
@@ -78,7 +79,7 @@ def best(losses: Neighbours, experts: int, keep: int) -> Any:
 
 def test_the_law_of_every_router(moe_type: str) -> None:
     stats, routing = observed(moe_type)
-    assert law_of(routing, stats.logits_TX) is LAWS[moe_type]
+    assert law_of(routing, stats["logits_TX"]) is LAWS[moe_type]
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
@@ -97,7 +98,7 @@ def test_neighbours_have_the_losses_of_their_sets(
 ) -> None:
     """Along a walk of sets, one expert out or in at a time."""
     stats, routing = observed(model_type, follow=follow)
-    assert bool(len(stats.delta_S)) is follow
+    assert ("delta_S" in stats) is follow
     losses = Reconstruction(stats, routing, sum_batch_norms=norms)
     slow = Neighbours(losses)
     generator = torch.Generator().manual_seed(3)
@@ -151,14 +152,14 @@ def test_a_token_is_routed_again_only_when_it_is_moved(
     monkeypatch.setattr(routing, "choose", counted)
     losses = Reconstruction(stats, routing)
     found = best(losses, 64, 32)
-    assert rows[0] < 0.05 * found.evaluated * stats.tokens
+    assert rows[0] < 0.05 * found.evaluated * len(stats["batch_T"])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "qwen2_moe"])
 def test_logits_that_are_equal(model_type: str) -> None:
     """bfloat16 routers give equal logits; the loss that is told is that of the set all the same."""
     stats, routing = observed(model_type)
-    stats.logits_TX = (stats.logits_TX * 4).round() / 4
+    stats["logits_TX"] = (stats["logits_TX"] * 4).round() / 4
     losses = Reconstruction(stats, routing)
     assert losses.rerouting is not None, "equal logits are no other law"
     ours, theirs = best(losses, 12, 6), best(Neighbours(losses), 12, 6)
@@ -217,20 +218,20 @@ def test_skipping_runs_no_expert_for_itself(work: dict[str, int], tokens: Tokens
     assert work == {"expert": 0, "outputs": 0}
 
 
-PARTS_OF: dict[tuple[str, ...], tuple[str, ...]] = {
-    (): (),
-    ("outputs",): ("norm_E", "square_E", "gated_E"),
-    ("pairs",): ("pair_EE",),
-    ("gram",): ("gram_SP", "cross_SA", "delta_S"),
-    ("weights",): ("spread_E",),
-    ("neurons",): ("neurons.energy_EM", "neurons.shared_energy_S", "neurons.reach_EM"),
-    ("outputs", "gram"): ("norm_E", "gram_SP"),
-}
-"""What is observed for each request."""
+ALONE = (
+    {"norm_E", "square_E", "gated_E"},
+    {"pair_EE"},
+    {"sampled_T", "gram_SP"},
+    {"spread_E", "bias_E"},
+    {"energy_EM", "shared_energy_S", "reach_EM"},
+    {"norm_E", "gram_SP", "sampled_T"},
+    {"calls_E"},
+)
+"""Names that are asked for together."""
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_part_is_what_it_is_in_the_whole(follow: bool, tokens: Tokens) -> None:
+def test_a_statistic_is_what_it_is_among_all(follow: bool, tokens: Tokens) -> None:
     model = tiny_moe("qwen2_moe")
     arch = moe_arch(model.config)
     stream = LayerStream(
@@ -238,11 +239,10 @@ def test_a_part_is_what_it_is_in_the_whole(follow: bool, tokens: Tokens) -> None
     )
     layers = iter(stream)  # which holds the tokens of its layer
     site = next(layers)
-    whole = observe_experts(site, parts=PARTS).tensors()
-    for parts, names in PARTS_OF.items():
-        part = observe_experts(site, parts=parts).tensors()
-        for name in {"calls_E", "gate_E", "logits_TX", "batch_T", "bias_E", *names}:
-            assert torch.allclose(part[name], whole[name], rtol=1e-5), name
-        kinds = ("norm_E", "pair_EE", "gram_SP", "spread_E", "neurons.energy_EM")
-        for name in {*kinds} - {*names}:
-            assert part[name].numel() == 0, f"{name} was not asked for"
+    whole = tallied(site, FILED).stats()
+    for names in ALONE:
+        part = tallied(site, names).stats()
+        crosses = {"cross_SA", "delta_S"} if follow and "gram_SP" in names else set()
+        assert part.keys() == names | crosses, "others were not asked for"
+        for name, tensor in part.items():
+            assert torch.allclose(tensor, whole[name], rtol=1e-5), name

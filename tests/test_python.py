@@ -273,8 +273,8 @@ def test_pushed_as_it_is_saved(slimmed, monkeypatch):
 
 def test_shown_in_one_line_and_never_as_an_empty_box(name):
     result = moesaic.slim(name, keep=0.5, **FEW)
-    page = result._repr_html_()
-    assert "parameters" in page
+    page, before = result._repr_html_(), moesaic.inspect(name)["total_parameters"]
+    assert f"(before: {before:,})" in page
     assert "layer 0" in page
     result.evaluation = moesaic.Tokens(torch.randint(1, 300, (2, 32)))
     assert result.scores["result"].kl > 0

@@ -26,8 +26,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.plan import Plan
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 
@@ -360,7 +359,7 @@ def test_read_as_transformers_reads_it(quantised):
 
 
 def test_pruning_keeps_every_byte(quantised, tmp_path):
-    _, arch, _ = applied(quantised, tmp_path / "out", lambda *_: PrunedLayer(KEPT))
+    _, arch, _ = applied(quantised, tmp_path / "out", lambda *_: CutLayer(KEPT))
     source, found = (load_file(f / "model.safetensors") for f in (quantised, tmp_path / "out"))
     kept = KEPT.tolist()
     for name, tensor in found.items():
@@ -432,7 +431,7 @@ def test_slimming_keeps_whole_blocks(quantised, aligned, tmp_path):
         width, half = view.width, view.width // 2
         order = torch.arange(half) + (half if aligned else 1)
         shared = torch.arange(half) if arch.shared_count else None
-        return SlimmedLayer(torch.arange(8), order.repeat(8, 1), width, shared_S=shared)
+        return CutLayer(torch.arange(8), order.repeat(8, 1), width, shared_S=shared)
 
     model, arch, layers = applied(quantised, tmp_path / "out", slim)
     source, out = (resolve(str(f)).checkpoint for f in (quantised, tmp_path / "out"))
@@ -457,7 +456,7 @@ def test_new_weights_go_into_the_format(quantised, tmp_path):
     def refitted(arch, view):
         down_E = view.experts.down_proj.detach().float()[KEPT] * 1.1
         down[len(down)] = down_E
-        return PrunedLayer(KEPT, down_E=down_E)
+        return CutLayer(KEPT, down_E=down_E)
 
     model, arch, _ = applied(quantised, tmp_path / "out", refitted)
     again = Source("out", tmp_path / "out").load()
@@ -475,7 +474,7 @@ def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
 
     def slim(arch, view):
         order = torch.arange(24).repeat(8, 1)
-        return SlimmedLayer(torch.arange(8), order, 32, shared_S=torch.arange(24))
+        return CutLayer(torch.arange(8), order, 32, shared_S=torch.arange(24))
 
     applied(fp8, tmp_path / "out", slim)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -500,7 +499,7 @@ def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, comma
 
 def test_groups_that_do_not_divide_stay_plain(int4, tmp_path):
     """As above, of compressed-tensors: it ignores the experts by a pattern of their names."""
-    slim = lambda *_: SlimmedLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32)  # noqa: E731
+    slim = lambda *_: CutLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32)  # noqa: E731
     model, arch, _ = applied(int4, tmp_path / "out", slim)
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     plain = r"re:model\.layers\.2\.mlp\.experts\..*"
@@ -535,7 +534,7 @@ def weights_of(folder):
 
 
 def test_with_a_dtype_the_result_is_plain(quantised, tmp_path):
-    make = lambda *_: PrunedLayer(KEPT)  # noqa: E731
+    make = lambda *_: CutLayer(KEPT)  # noqa: E731
     applied(quantised, tmp_path / "out", make, dtype=torch.bfloat16)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not config.keys() & {"quantization_config", "expert_dtype"}
@@ -684,7 +683,7 @@ def test_an_expert_in_no_format_stays_so_under_another_number(
 
     def made(arch, view):
         down_E = view.experts.down_proj.detach().float()[FEW] * 1.1 if refit else None
-        return PrunedLayer(FEW, down_E=down_E)
+        return CutLayer(FEW, down_E=down_E)
 
     applied(base, tmp_path / "out", made)
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -710,7 +709,7 @@ def test_an_expert_in_the_format_stays_so_in_the_place_of_one_in_none(tmp_path):
     kept = torch.tensor([0, 1, 2, 3, 4, 7])
 
     def made(arch, view):
-        return PrunedLayer(kept, down_E=view.experts.down_proj.detach().float()[kept] * 1.1)
+        return CutLayer(kept, down_E=view.experts.down_proj.detach().float()[kept] * 1.1)
 
     applied(base, tmp_path / "out", made)
     out = resolve(str(tmp_path / "out")).checkpoint

@@ -41,7 +41,7 @@ def pruned(**parts):
     layers = [
         LayerRecord(
             i,
-            "pruned",
+            "cut",
             "6 of 8 experts stay",
             width=64,
             experts=6,
@@ -67,7 +67,7 @@ def skipping():
     layers = [
         LayerRecord(
             i,
-            "skipping",
+            "cut",
             f"experts are left out by beta {beta}",
             experts=8,
             top_k=2,

@@ -334,7 +334,7 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     steps = (PruneConfig(keep=5), SkipConfig(quantile=0.5))
     record = run_recipe(recipe(moe_folder, tmp_path / "out", steps=steps, evaluation=None))
     assert [step.verb for step in record.steps] == ["prune", "skip"]
-    assert [layer.kind for layer in record.layers] == ["skipping", "dense", "skipping"]
+    assert [layer.kind for layer in record.layers] == ["cut", "dense", "cut"]
     first = record.layers[0]
     assert len(first.shape["kept"]) == 5
     assert 0 < first.shape["beta"] < 1

@@ -39,7 +39,7 @@ from moesaic.io.outputs import (
 )
 from moesaic.io.source import resolve
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
@@ -504,7 +504,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
     """24 MB of padding became 400 GB of copies; a number below 0 a model that nothing loads."""
     plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer")).plan
     assert plan is not None
-    layers = {i: PrunedLayer(torch.tensor(kept)) for i in plan.layers}
+    layers = {i: CutLayer(torch.tensor(kept)) for i in plan.layers}
     (tmp_path / "plan").mkdir()
     replace(plan, layers=layers).save(tmp_path / "plan")
     with pytest.raises(MoesaicError, match="The plan of layer 0 does not fit the model"):

@@ -19,10 +19,10 @@ from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.observation.expert_stats import gram_room, observed
+from moesaic.observation.stats import GRAM, gram_room, observed
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import of_stacked
-from moesaic.plans.pruned import PrunedLayer
 from moesaic.surgery import apply_layer, layer_uses
 from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.factors import factors
@@ -41,7 +41,7 @@ def model() -> Any:
 
 def test_rows_of_shared_experts_stay(model):
     before = copy.deepcopy(model.model.layers[1].mlp.state_dict())
-    apply_layer(model.model.layers, 1, moe_arch(model.config), PrunedLayer(torch.tensor([1, 4, 6])))
+    apply_layer(model.model.layers, 1, moe_arch(model.config), CutLayer(torch.tensor([1, 4, 6])))
     after = model.model.layers[1].mlp.state_dict()
     rows = torch.tensor([1, 4, 6, 8, 9])
     assert torch.equal(after["gate.weight"], before["gate.weight"][rows])
@@ -67,8 +67,8 @@ def test_gram_matrices_of_shared_experts_keep_to_their_memory_too(model):
     stream = LayerStream(model, arch, TEXT, [1], view=arch.mixture)
     for site in stream:
         room = gram_room(TEXT.count // 2, site.view.count + 2)
-        stats = observed(site, TEXT, range(len(site)), room, {"gram"})
-        assert stats.gram_SP.nbytes == room
+        stats = observed(site, GRAM, TEXT, range(len(site)), room)
+        assert stats["gram_SP"].nbytes == room
 
 
 def test_decided_from_statistics_as_from_the_model(model, tmp_path):

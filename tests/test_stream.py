@@ -18,9 +18,8 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
 from moesaic.observation import stream as streaming
-from moesaic.observation.backward import _head_gradients
 from moesaic.observation.stream import LayerStream, SpilledList
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 
 
 def dense_stream(model, tokens, layers=None, **options):
@@ -132,16 +131,6 @@ def check_logits_from_disk(model, tokens, tmp_path):
         torch.testing.assert_close(found, model(tokens.input_ids).logits)
 
 
-def test_the_way_back_begins_with_one_batch_at_a_time(tokens):
-    stream = dense_stream(tiny_model("llama"), tokens, tokens_per_batch=24)
-    states, _ = stream.record()
-    taken = []
-    gradients = _head_gradients(stream, (taken.append(state) or state for state in states))
-    next(gradients)
-    assert len(taken) == 1 < len(states)
-    assert len([*gradients]) == len(states) - 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spill_keeps_values_and_lives_on_disk(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -199,7 +188,7 @@ ASKING = {"output_router_logits": True, "output_hidden_states": True}
 def test_slimmed_layers_with_fewer_experts_have_no_loss_of_their_loads(tokens):
     """Which is of one number of experts."""
     model = tiny_moe("mixtral", output_router_logits=True)
-    few = SlimmedLayer(torch.arange(6), torch.arange(8).repeat(6, 1), 16)
+    few = CutLayer(torch.arange(6), torch.arange(8).repeat(6, 1), 16)
     assert converted(model, {1: few})(tokens.input_ids, labels=tokens.input_ids).loss.isfinite()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, weights
+from builders import equal, loaded, logits, statistics, weights
 from contract import neighbours
 from released import deepseek_v4
 from safetensors.torch import save_file
@@ -23,10 +23,8 @@ from moesaic.data.text import Tokens
 from moesaic.exports.gguf_limits import lacking
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import TopKConfig
-from moesaic.observation.expert_stats import observe_experts
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
 
 KEEP = 6
@@ -52,7 +50,7 @@ def test_experts_that_go_are_replaced_by_the_next_ones(model):
     before = copy.deepcopy(tables(model))
     arch = moe_arch(model.config)
     for i in before:
-        apply_layer(arch.layers(model), i, arch, PrunedLayer(torch.tensor(kept)))
+        apply_layer(arch.layers(model), i, arch, CutLayer(torch.tensor(kept)))
     for i, table_VK in tables(model).items():
         for old, new in zip(before[i].tolist(), table_VK.tolist(), strict=True):
             others = ((old[0] + n) % 8 for n in range(1, 9))
@@ -73,7 +71,7 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
     before = copy.deepcopy(tables(model))
     arch = moe_arch(model.config)
     for i, table_VK in before.items():
-        apply_layer(arch.layers(model), i, arch, FewerLayer(1, 2))
+        apply_layer(arch.layers(model), i, arch, CutLayer(top_k=1))
         assert torch.equal(tables(model)[i], table_VK[:, :1])
         assert tables(model)[i].is_contiguous()
 
@@ -97,13 +95,13 @@ def test_tokens_keep_their_experts_where_there_is_padding(model):
     """Windows of other lengths, padded: what is observed is that of the real tokens."""
     arch = moe_arch(model.config)
     padded, short = (
-        observe_experts(site)
+        statistics(site)
         for tokens in padded_and_short()
         for site in LayerStream(model, arch, tokens, [0], view=arch.mixture)
     )
-    assert torch.equal(padded.calls_E, short.calls_E)
-    assert torch.equal(padded.logits_TX[:, 8:], short.logits_TX[:, 8:])
-    torch.testing.assert_close(padded.logits_TX, short.logits_TX)
+    assert torch.equal(padded["calls_E"], short["calls_E"])
+    assert torch.equal(padded["logits_TX"][:, 8:], short["logits_TX"][:, 8:])
+    torch.testing.assert_close(padded["logits_TX"], short["logits_TX"])
 
 
 def test_residual_streams_are_those_of_real_tokens(model):

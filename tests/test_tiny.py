@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.data.text_source import DOMAINS
+from moesaic.data.sources import DOMAINS
 from moesaic.io.names import SHIPPED
 from moesaic.io.source import resolve
 from moesaic.metrics.routing_counts import jsd

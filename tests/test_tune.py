@@ -17,10 +17,10 @@ from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.modules.phase import set_mode
 from moesaic.plan import Plan
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.objectives import Schedule, collate, distillation_loss
-from moesaic.train.text import training_examples
+from moesaic.train.text import training_text
 from moesaic.train.tune.factors import factors, outside
 
 pytestmark = pytest.mark.filterwarnings(
@@ -138,7 +138,7 @@ def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path:
     arch, config = base_arch(tuned.model.config), tuned.model.config
     assert torch.equal(factors(arch, config, plan)[i], g[i])
     one = torch.arange(1)
-    slim = SlimmedLayer(one, one[None], 2, shared_S=one)
+    slim = CutLayer(one, one[None], 2, shared_S=one)
     later = replace(plan, layers={2: slim}, earlier=(*plan.earlier, replace(plan, earlier=())))
     assert factors(arch, config, later) == {}
 
@@ -281,7 +281,7 @@ def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
         {"question": "Why?", "answer": "Because of it, I should say."},
         {"text": "plain text " * 200},
     ]
-    examples = training_examples(data, tokenizer, 512)
+    examples = training_text(data, tokenizer, 512, answers=True)
     answers = ("three", " Because of it, I should say.")
     for text, example in zip(answers, examples[:2], strict=True):
         answer = tokenizer(text)["input_ids"]

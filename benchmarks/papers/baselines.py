@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
+from moesaic.exports.importance import tapped
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.score import score
+from moesaic.observation.stats import Tally, square_sums
 from moesaic.observation.stream import LayerStream
-from moesaic.observation.tap import Event, Squares, tapped
 
 
 def opened(model: str, text: str, device: str = "cpu") -> tuple[Source, Any, Tokens]:
@@ -74,10 +75,16 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
     for turn in stream.turns():
         view = arch.mixture(turn.block.layer)
         into, down = (f"{arch.inside}{arch.experts}.{name}" for name in view.matrices)
-        squares: Squares[str] = Squares()
+        tally = Tally()
 
-        def note(event: Event, squares: Squares[str] = squares, count: int = view.count) -> None:
-            squares.add(event.path, event.x_NI, event.expert, count)
+        def note(
+            path: str,
+            x_NI: Tensor,
+            expert: int | None,
+            tally: Tally = tally,
+            count: int = view.count,
+        ) -> None:
+            tally.add(path, square_sums(x_NI), expert, count)
 
         with tapped(turn.block.layer, arch, (into, down), note):
             for _ in turn.block.outputs(turn.states):
@@ -85,7 +92,7 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
         for i in range(view.count):
             *ups, last = view.weights_of(i)
             for weight_OI, path in [*((up, into) for up in ups), (last, down)]:
-                norm_I = squares.sums[path][i].sqrt().float()
+                norm_I = tally.added[path][i].sqrt().float()
                 norm_I = norm_I if norm_I.any() else torch.ones_like(norm_I)
                 weight_OI.mul_(two_of_four(weight_OI, norm_I))
     return kept(source, live, out, layers=len(wanted))

@@ -20,7 +20,7 @@ PAGE = HERE.parents[1] / "docs" / "papers.md"
 PAPERS = ("naee", "cdmoe", "more", "tomoe", "dsmoe")
 sys.path.insert(0, str(HERE.parent))
 
-from slim_table import rewritten  # noqa: E402
+from tables import rewritten  # noqa: E402
 
 
 def found(value: Any, path: str) -> dict[str, float]:

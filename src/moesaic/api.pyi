@@ -137,7 +137,7 @@ def fit(
     progress: bool | Track = True,
 ) -> Result: ...
 def observe(
-    model: Model | str | Path,
+    model: Named,
     out: str | Path,
     *,
     gram_mb: int = 256,

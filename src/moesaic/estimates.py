@@ -106,8 +106,7 @@ def _held(job: Job[Arch], outline: Outline) -> int:
         return every + OF_TRAINING * outline.trained
     weight = job.shape.get_input_embeddings().weight
     item = (job.working_type or weight.dtype).itemsize
-    states = job.planned_tokens * weight.shape[1] * item
-    states *= len(layers) if outline.backward else 2  # what enters a layer, and what leaves it
+    states = 2 * job.planned_tokens * weight.shape[1] * item  # into a layer, and out of it
     return max(every - sum(layers), 2 * max(layers) + outline.statistics) + min(SPILL, states)
 
 

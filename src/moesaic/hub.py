@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -301,7 +301,7 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         return
     if routing:
         if routing.count(routing[0]) == len(routing):
-            changes = _sized(arch, routing[0])
+            changes = _sized(arch, routing[0], base.widths[min(base.routed)])
         elif all(what.keys() == {"top_k"} for what in routing):
             changes = _each(config, arch, {i: what["top_k"] for i, what in natives.items() if what})
         else:
@@ -322,16 +322,31 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         yield from ({**mix, name: width} for name in arch.dense_sizes(config))
 
 
-def _sized(arch: Arch, native: JSON) -> JSON | None:
-    """Return the config attributes for a number of routed experts and a width, or for a top-k."""
-    if "top_k" in native:
-        assert isinstance(arch, MoEArch)
-        return arch.with_top_k(native["top_k"])
-    sizes = arch.with_experts(native["experts"])
-    if "width" in native:
-        sizes |= arch.with_width(native["width"])
-    shared = arch.with_shared(native["shared"], native["width"]) if "shared" in native else {}
-    return None if shared is None else {**sizes, **shared}
+def _sized(arch: Arch, native: JSON, width: int) -> JSON | None:
+    """Return the config attributes for new sizes of mixture layers.
+
+    Args:
+        arch: the architecture.
+        native: the sizes, as :meth:`moesaic.plans.base.LayerPlan.native` returns them.
+        width: neurons of an expert before.
+
+    Returns:
+        None if there is no attribute for one of the sizes.
+    """
+    assert isinstance(arch, MoEArch)
+    setters: dict[str, Callable[[int], JSON | None]] = {
+        "experts": arch.with_experts,
+        "width": arch.with_width,
+        "shared": lambda shared: arch.with_shared(shared, native.get("width", width)),
+        "top_k": arch.with_top_k,
+    }
+    sizes: JSON = {}
+    for name, value in native.items():
+        attributes = setters[name](value)
+        if attributes is None:
+            return None
+        sizes |= attributes
+    return sizes
 
 
 def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
@@ -375,9 +390,9 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     config_class, models = CLASSES[arch.model_type]
     config.__class__ = config_class
     config.model_type = PREFIX + arch.model_type  # the instance has one of its own
-    of_mixtures, counts = ("pruned", "slimmed"), header["base"]["experts"]
+    counts = dict(enumerate(header["base"]["experts"]))
     every = ((i, layer) for i, stack in stacks.items() for layer in stack)
-    if any(h["kind"] in of_mixtures and h["experts"] != counts[i] for i, h in every):
+    if any(h.get("experts", counts.get(i)) != counts.get(i) for i, h in every):
         # transformers' load balancing loss takes one number of experts for all layers
         config.output_router_logits = False
     config.moesaic = header

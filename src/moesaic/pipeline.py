@@ -252,7 +252,7 @@ def run_recipe(
             with log.stage("write"):
                 result.write(folder)
             sources = {"original": resolve(recipe.model), "result": Source("result", folder)}
-            measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in sources.items()}}
+            measured: JSON = {"files": {n: s.nbytes for n, s in sources.items()}}
             if measurement is not None:
                 gathered(str(folder))  # the others wait until it is complete
                 with log.stage("measure"):

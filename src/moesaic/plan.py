@@ -29,7 +29,7 @@ from moesaic.io.trust import check_file, check_links
 from moesaic.plans.base import LayerPlan, loaded
 from moesaic.types import JSON, Values
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

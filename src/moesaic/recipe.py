@@ -33,9 +33,9 @@ from moesaic.config import (
     parse_bytes,
     types_of,
 )
-from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.text_source import read_by, spelled
+from moesaic.data.reader import check_apart
+from moesaic.data.sources import read_by, spelled
 from moesaic.errors import MoesaicError, meant, shown
 from moesaic.io.headers import DIGITS, mapping_of
 from moesaic.io.names import check_name

@@ -24,8 +24,8 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig
+from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.data.text_source import read_by
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
@@ -457,9 +457,13 @@ class Result(Made):
         """Return sizes and layers, which a record without measurements does not show."""
         if record.measured:
             return []
-        size = model_size(self.shape)
+        size, job = model_size(self.shape), self.job
+        before = ""
+        if not job.args.inplace:
+            original = shape_of(job.original.config) if job.on_disk else job.original
+            before = f" (before: {model_size(original).total_parameters:,})"
         lines = [
-            f"{size.total_parameters:,} parameters, of which a token uses "
+            f"{size.total_parameters:,} parameters{before}, of which a token uses "
             f"{size.active_parameters:,}. Ask for .scores to measure it."
         ]
         lines += [f"layer {layer.index}: {layer.told}" for layer in record.layers]

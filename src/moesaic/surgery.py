@@ -122,12 +122,9 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
 
 
 def _kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:
-    """Return the layer kind of a decoder layer and its header; None if no plan converted it.
-
-    Kinds that only refine a layer are passed over.
-    """
-    kinds = [(KINDS[header["kind"]], header) for header in headers_of(config).get(index, [])]
-    return next((kind for kind in reversed(kinds) if not kind[0].refines), None)
+    """Return the layer kind of a decoder layer and its header; None if no plan converted it."""
+    *_, header = headers_of(config).get(index, [None])
+    return None if header is None else (KINDS[header["kind"]], header)
 
 
 def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
@@ -149,10 +146,9 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
                 raise ValueError(f"{len(widths)} widths of {len(layers)} layers")
     for i, layer in enumerate(layers):
         kind = _kind_of(model.config, i)
-        use = arch.use(layer) if kind is None else kind[0].use(layer, arch, kind[1], widths[i])
-        for header in headers_of(model.config).get(i, []):
-            use = KINDS[header["kind"]].refine(use, layer, arch, header)
-        uses.append(use)
+        uses.append(
+            arch.use(layer) if kind is None else kind[0].use(layer, arch, kind[1], widths[i])
+        )
     return uses
 
 

@@ -42,13 +42,9 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS, LayerPlan, same
 from moesaic.plans.condensed import NO_FFN
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.dropped import DroppedLayer
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.narrowed import NarrowedLayer
 from moesaic.plans.neurons import filled_up
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.skipping import SkippingLayer
-from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.record import WEIGHTS
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape, headers_of
@@ -85,19 +81,19 @@ def some_neurons(width: int, keep: int, seed: int) -> torch.Tensor:
     return torch.randperm(width, generator=generator)[:keep].sort().values
 
 
-def narrow_layer(i: int, **options: Any) -> NarrowedLayer:
-    return NarrowedLayer(some_neurons(64, 24, i), 64, **options)
+def narrow_layer(i: int, **options: Any) -> CutLayer:
+    return CutLayer(None, some_neurons(64, 24, i)[None], 64, **options)
 
 
-def uneven_layer() -> SlimmedLayer:
+def uneven_layer() -> CutLayer:
     widths = (3, 8, 1, 8, 5, 2, 7, 6)
     rows = [filled_up(some_neurons(16, w, i), 8) for i, w in enumerate(widths)]
-    return SlimmedLayer(torch.arange(8), torch.stack(rows), 16, uneven=True)
+    return CutLayer(torch.arange(8), torch.stack(rows), 16, uneven=True)
 
 
-def slim_layer(kept: Any, **options: Any) -> SlimmedLayer:
+def slim_layer(kept: Any, **options: Any) -> CutLayer:
     neurons = torch.stack([some_neurons(16, 8, i) for i in kept])
-    return SlimmedLayer(torch.tensor([*kept]), neurons, 16, **options)
+    return CutLayer(torch.tensor([*kept]), neurons, 16, **options)
 
 
 SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
@@ -116,26 +112,22 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "tossed": lambda: dense(lambda i: shared_weights(i, noise=True)),
         "attention": cut_attention,
     },
-    "pruned": {
-        "fewer experts": lambda: mixture(PrunedLayer(torch.tensor([0, 2, 3, 7]))),
-        "biased experts": lambda: mixture(PrunedLayer(torch.tensor([1, 5])), "gpt_oss"),
-        "padded": lambda: mixture(PrunedLayer(torch.tensor([1, 5, 6])).padded(6), "gpt_oss"),
-        "new down projections": lambda: mixture(
-            PrunedLayer(torch.tensor([0, 2]), down_E=torch.randn(2, 32, 16))
+    "cut": {
+        "fewer experts": lambda: mixture(CutLayer(torch.tensor([0, 2, 3, 7]))),
+        "biased experts": lambda: mixture(CutLayer(torch.tensor([1, 5])), "gpt_oss"),
+        "and padded": lambda: mixture(CutLayer(torch.tensor([1, 5, 6])).padded(6), "gpt_oss"),
+        "fewer, new down projections": lambda: mixture(
+            CutLayer(torch.tensor([0, 2]), down_E=torch.randn(2, 32, 16))
         ),
-    },
-    "narrowed": {
-        "fewer neurons": lambda: dense(lambda i: narrow_layer(i)),
+        "a dense layer": lambda: dense(lambda i: narrow_layer(i)),
         "and remembered": lambda: dense(lambda i: narrow_layer(i, counted=True)),
-        "fused": lambda: dense(lambda i: narrow_layer(i), "phi3"),
-        "not gated": lambda: dense(lambda i: narrow_layer(i), "phi"),
-        "new down projection": lambda: dense(
-            lambda i: narrow_layer(i, down_DW=torch.randn(32, 24))
+        "dense, fused": lambda: dense(lambda i: narrow_layer(i), "phi3"),
+        "dense, not gated": lambda: dense(lambda i: narrow_layer(i), "phi"),
+        "dense, new down projection": lambda: dense(
+            lambda i: narrow_layer(i, down_E=torch.randn(1, 32, 24))
         ),
-    },
-    "slimmed": {
         "narrower experts": lambda: mixture(slim_layer(range(8))),
-        "and fewer": lambda: mixture(slim_layer([1, 5])),
+        "fewer and narrower": lambda: mixture(slim_layer([1, 5])),
         "biases, by turns": lambda: mixture(slim_layer([1, 5, 6]), "gpt_oss"),
         "fused": lambda: mixture(slim_layer([0, 7]), "granitemoe"),
         "padded": lambda: mixture(slim_layer([1, 5, 6]).padded(6), "gpt_oss"),
@@ -159,14 +151,13 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
             ),
             "qwen2_moe",
         ),
-    },
-    "skipping": {
-        "top2": lambda: mixture(SkippingLayer(0.7, "top2")),
-        "tail": lambda: mixture(SkippingLayer(0.3, "tail"), "deepseek_v3"),
-    },
-    "fewer": {
-        "one": lambda: mixture(FewerLayer(1, 2)),
-        "of groups": lambda: mixture(FewerLayer(1, 2), "deepseek_v3"),
+        "top2": lambda: mixture(CutLayer(beta=0.7, rule="top2")),
+        "tail": lambda: mixture(CutLayer(beta=0.3, rule="tail"), "deepseek_v3"),
+        "one a token": lambda: mixture(CutLayer(top_k=1)),
+        "fewer, narrower, and skipping": lambda: mixture(
+            slim_layer([1, 5, 6], shared_S=torch.arange(8), beta=0.7, rule="top2"), "qwen2_moe"
+        ),
+        "of groups": lambda: mixture(CutLayer(top_k=1), "deepseek_v3"),
     },
     "condensed": {
         "shared path": lambda: mixture(condensed_layer([], 24), "granitemoeshared"),
@@ -182,9 +173,12 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
 CASES = [(kind, name) for kind, samples in SAMPLES.items() for name in samples]
 BY_DAY = {
     "carved": {"experts", "new down projections"}, "overlapping": {"shared weights", "attention"},
-    "pruned": {"padded", "new down projections"}, "narrowed": {"not gated", "new down projection"},
-    "slimmed": {"a shared path", "of different widths", "and of the shared path"},
-    "skipping": {"top2"}, "fewer": {"one"}, "condensed": {"a gate", "nothing"}, "dropped": {"gone"},
+    "cut": {
+        "and padded", "fewer, new down projections", "dense, not gated",
+        "dense, new down projection", "a shared path", "of different widths",
+        "and of the shared path", "top2", "one a token", "fewer, narrower, and skipping",
+    },
+    "condensed": {"a gate", "nothing"}, "dropped": {"gone"},
 }  # fmt: skip
 """One sample of each form of tensors; the others are tried by ``make test-all``."""
 
@@ -351,14 +345,14 @@ def test_use_is_counted_from_the_tensors(sample):
     size = model_size(model)
     for i, plan in layers.items():
         layer, use = arch.layers(model)[i], size.layers[i]
-        assert use.kind in (plan.kind, "moe") or plan.refines, "fewer experts are a mixture, too"
+        assert use.kind in (plan.kind, "moe"), "fewer experts are a mixture, too"
         modules = own_modules(layer, plan, arch)
         ffn = sum(
             p.numel()
             for name, module in layer.named_modules()
             for p in module.parameters(recurse=False)
             if any(f"{name}.".startswith(f"{path}.") for path in arch.replaced_paths)
-            and (name in modules or plan.refines or not plan.sources(arch))
+            and (name in modules or not plan.sources(arch))
             and p.dim() > 1
             and p.shape[0] > 1
             and not hasattr(module, "top_k")
@@ -417,7 +411,7 @@ def test_refit_says_so_or_is_refused(sample, tokens):
 
 # --- what cannot be ------------------------------------------------------------------------------
 
-HOSTILE = [("overlapping", "attention"), ("slimmed", "a shared path"), ("pruned", "padded")]
+HOSTILE = [("overlapping", "attention"), ("cut", "a shared path"), ("cut", "and padded")]
 HOSTILE += [
     pytest.param(kind, name, marks=pytest.mark.nightly)
     for kind, name in {kind: (kind, name) for kind, name in reversed(CASES)}.values()

@@ -38,11 +38,8 @@ from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.metrics.size import model_size
 from moesaic.plans.condensed import CondensedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.dropped import DroppedLayer, cache_leaders
-from moesaic.plans.fewer import FewerLayer
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.skipping import SkippingLayer
-from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.recipe import Recipe
 
 SOME = (
@@ -176,16 +173,16 @@ class Tried:
                     layer.register_forward_hook(_given_back)
                     continue
                 view = self.arch.mixture(layer) if i in self.layers else None
-                if isinstance(plan, PrunedLayer):
+                if isinstance(plan, CutLayer) and plan.kept_E is not None:
                     kept_E = torch.zeros(view.count, dtype=torch.bool)
                     kept_E[plan.experts] = True
                     stack.enter_context(view.restricted(kept_E))
                     _without_neurons(view, plan)
                 elif isinstance(plan, CondensedLayer):
                     _summed(self.arch, layer, view, plan)
-                elif isinstance(plan, SkippingLayer):
+                elif isinstance(plan, CutLayer) and plan.beta is not None:
                     _skipping(view, plan)
-                elif isinstance(plan, FewerLayer):
+                elif isinstance(plan, CutLayer):
                     set_top_k(view.router, self.arch.parts, plan.top_k)
             yield twin
 
@@ -203,8 +200,8 @@ def _given_back(_: Any, args: Any, out: Any) -> Any:
 
 
 @torch.no_grad()
-def _without_neurons(view: Any, plan: PrunedLayer) -> None:
-    if not isinstance(plan, SlimmedLayer):
+def _without_neurons(view: Any, plan: CutLayer) -> None:
+    if plan.neurons_EW is None:
         return
     for place, i in enumerate(plan.kept):
         gone = torch.ones(view.width, dtype=torch.bool)
@@ -245,7 +242,7 @@ def _summed(arch: MoEArch, layer: Any, view: Any, plan: CondensedLayer) -> None:
         getattr(layer, arch.beside).register_forward_hook(lambda _, args, out: 0 * out)
 
 
-def _skipping(view: Any, plan: SkippingLayer) -> None:
+def _skipping(view: Any, plan: CutLayer) -> None:
     """Of two experts the lighter one is left out below beta; the other takes over its weight."""
 
     def hook(_: Any, args: Any, out: Any) -> Any:

@@ -134,16 +134,18 @@ class MoEArch(Arch):
         view = self.mixture(layer)
         weights = sum(view.matrix(name).numel() for name in view.matrices)
         per_neuron = weights // (view.count * view.width)
-        width = view.shared_width + view.count * view.width
+        widths = view.widths
+        width, even = view.shared_width + sum(widths), len({*widths}) == 1
+        mean = view.width if even else sum(widths) / view.count
         return LayerUse(
             "moe",
             width,
-            view.shared_width + view.top_k * view.width,
+            view.shared_width + view.top_k * mean,
             self.attention_size(layer),
             per_neuron * width,
             experts=view.count,
             top_k=view.top_k,
-            expert_width=view.width,
+            expert_width=view.width if even else 0,
             router=sum(p.numel() for p in view.router.parameters()),
         )
 
@@ -156,7 +158,7 @@ class MoEArch(Arch):
         if not self.is_moe(layer):
             return None
         view = self.mixture(layer)
-        return RoutedModule(view.router, view.shared_width, (view.width,) * view.count)
+        return RoutedModule(view.router, view.shared_width, view.widths)
 
     def act_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return the activation function; of a mixture that of its shared path, else of its
@@ -402,8 +404,14 @@ class MoEFFN:
 
     @property
     def width(self) -> int:
-        """Neurons of one expert."""
+        """Neurons of one expert; of the widest if they differ."""
         return int(self.experts.down_proj.shape[1 if self.arch.transposed else 2])
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Neurons of each expert, which differ only in modules that have ``widths``."""
+        widths: tuple[int, ...] | None = getattr(self.experts, "widths", None)
+        return (self.width,) * self.count if widths is None else widths
 
     @property
     def gated(self) -> bool:

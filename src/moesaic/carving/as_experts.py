@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
 from moesaic.carving.targets import (
     TARGETS,
     Layer,
@@ -18,10 +19,10 @@ from moesaic.carving.targets import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, base_config
-from moesaic.exports.narrowed import read_ffn, source_widths
-from moesaic.io.checkpoint import Checkpoint, Writer
+from moesaic.io.checkpoint import Checkpoint, Writer, shape_of
 from moesaic.io.source import Source
 from moesaic.plans.base import Header
+from moesaic.surgery import base_shape
 from moesaic.types import JSON, Config, Values
 
 _SHARED_SETTINGS = (
@@ -49,7 +50,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
         MoesaicError: no architecture does; the message names what each lacks.
     """
     config = base_config(source.config, arch)
-    widths = source_widths(source)
+    widths = base_shape(shape_of(source.config), arch).widths
     candidates = [t for t in TARGETS if not target or t.model_type == target]
     if not candidates:
         raise MoesaicError(
@@ -132,7 +133,7 @@ def _write_carved(
         if not any(name.startswith(prefix) for prefix in blocks):
             writer.add(name, checkpoint.tensor(name))
     for prefix, index in blocks.items():
-        ffn, router_RD = read_ffn(checkpoint, prefix, arch.ffn)
+        ffn, router_RD = _read_ffn(checkpoint, prefix, arch.ffn)
         header, start = headers[index], arch.layer_prefix(index)
         layer = Layer(
             ffn,
@@ -144,3 +145,13 @@ def _write_carved(
         for name, tensor in target.tensors(start, layer, sizes):
             writer.add(name, tensor)
     writer.close()
+
+
+def _read_ffn(
+    checkpoint: Checkpoint, prefix: str, names: FFNNames
+) -> tuple[DenseFFN, Tensor | None]:
+    """Return a dense or carved FFN on disk as three matrices, and its router rows if any."""
+    state = checkpoint.under(prefix)
+    weights = {name: state[f"{name}.weight"] for name in names.projections}
+    biases = {name: state.get(f"{name}.bias") for name in names.projections}
+    return assembled(names, weights, biases, nn.Identity()), state.get("router.weight")

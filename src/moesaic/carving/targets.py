@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.exports.form import aligned, head_dim_of
-from moesaic.exports.narrowed import filled
 from moesaic.plans.base import Header
 from moesaic.types import JSON, Config
 
@@ -68,7 +68,7 @@ class Layer:
 
     def shared(self, sizes: Sizes) -> DenseFFN:
         """Return the backbone, padded to S neurons."""
-        return filled(self.ffn.neurons(0, self.backbone), sizes.shared)
+        return _filled(self.ffn.neurons(0, self.backbone), sizes.shared)
 
     def experts(self, sizes: Sizes) -> list[DenseFFN]:
         """Return the petals, padded to P neurons, and to E petals by repeating the first.
@@ -76,7 +76,7 @@ class Layer:
         Whichever of a petal and its repetition is chosen, the output is the same.
         """
         ends = accumulate(self.petals or (0,), initial=self.backbone)
-        real = [filled(self.ffn.neurons(*place), sizes.width) for place in pairwise(ends)]
+        real = [_filled(self.ffn.neurons(*place), sizes.width) for place in pairwise(ends)]
         real = [replace(e, down_DM=e.down_DM * sizes.top_k) for e in real]
         return real + real[:1] * (sizes.experts - len(real))
 
@@ -230,3 +230,24 @@ TARGETS: tuple[Target, ...] = (
     ),
 )
 """Targets in order of preference if equally many neurons are active."""
+
+
+def _filled(ffn: DenseFFN, width: int) -> DenseFFN:
+    """Return the same block, padded with zero neurons to ``width``."""
+    missing = width - ffn.width
+
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not missing:
+            return tensor
+        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))
+
+    up_MD = rows(ffn.up_MD)
+    assert up_MD is not None
+    return replace(
+        ffn,
+        up_MD=up_MD,
+        down_DM=F.pad(ffn.down_DM, (0, missing)),
+        gate_MD=rows(ffn.gate_MD),
+        up_bias_M=rows(ffn.up_bias_M),
+        gate_bias_M=rows(ffn.gate_bias_M),
+    )

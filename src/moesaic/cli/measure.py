@@ -68,12 +68,12 @@ def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluatio
     ours = resolve(model)
     name, model_type = Path(model).name, str(ours.config.model_type)
     if against is None:
-        scores, files, native = {name: figures}, {name: ours.checkpoint.nbytes()}, True
+        scores, files, native = {name: figures}, {name: ours.nbytes}, True
     else:
         theirs = resolve(against)
         baselines: JSON = figures.get("baselines", {})
         scores = {"original": figures["against"], "result": figures, **baselines}
-        files = {"original": theirs.checkpoint.nbytes(), "result": ours.checkpoint.nbytes()}
+        files = {"original": theirs.nbytes, "result": ours.nbytes}
         files |= {type: found["total_bytes"] for type, found in baselines.items()}
         name = f"{name} beside {Path(against).name}"
         native = model_type == str(theirs.config.model_type)

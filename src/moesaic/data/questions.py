@@ -6,12 +6,12 @@ Nothing here imports torch, so that a wrong request is answered at once.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moesaic.data.reader import Lines
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.types import JSON
 
@@ -135,21 +135,18 @@ def read_questions(file: Path) -> list[JSON]:
     """
     if not file.is_file():
         raise MoesaicError(f"tasks: no file at {file}.")
-    questions: list[JSON] = []
-    try:
-        lines = file.read_text("utf-8-sig").split("\n")  # JSON may hold other ends of lines
-    except UnicodeDecodeError as error:
-        raise MoesaicError(f"tasks: {file} is not UTF-8 text: {error}.") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                questions.append(_question(json.loads(line)))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise MoesaicError(
-                    f"tasks: {file}, line {number}: {error}. A line is {FIELDS}."
-                ) from None
-    if not questions:
+    lines = Lines(file)
+    if not lines:
         raise MoesaicError(f"tasks: {file} has no questions. A line is {FIELDS}.")
+    questions: list[JSON] = []
+    for i, number in enumerate(lines.numbers):
+        try:
+            questions.append(_question(lines[i]))
+        except (ValueError, TypeError) as error:
+            reason = str(error).removeprefix(f"line {number}: ")
+            raise MoesaicError(
+                f"tasks: {file}, line {number}: {reason}. A line is {FIELDS}."
+            ) from None
     return questions
 
 
@@ -188,11 +185,9 @@ def _right_one(answer: object, choices: Sequence[str]) -> int:
         ValueError: the answer is none of the choices.
     """
     letters = [chr(ord("A") + i) for i in range(len(choices))]
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
-        return answer
-    if isinstance(answer, str):
-        for labels in (list(choices), letters):
-            if labels.count(answer) == 1:
-                return labels.index(answer)
+    ways: list[list[Any]] = [[*range(len(choices))], [*choices], letters]
+    for labels in ways:
+        if type(answer) is type(labels[0]) and labels.count(answer) == 1:
+            return labels.index(answer)
     accepted = f"0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or a choice itself"
     raise ValueError(f"answer {answer!r} is none of {accepted}")

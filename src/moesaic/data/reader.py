@@ -1,52 +1,52 @@
-"""Reader of text: any source as rows, in order or shuffled, for one use.
+"""Rows of a source of text, in order or shuffled, for one use.
 
 Rows for training or calibration and rows for evaluation never overlap: they are different splits of
 a data set if it has them, otherwise some rows are held out for evaluation.
+
+``datasets`` reads Parquet, folders and the hub. The lines of a .jsonl are read by Python's json,
+since Arrow has one type for each column: its reader makes dates and numbers of texts, which changes
+the arguments of tool calls, and refuses columns that begin late in a file.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import mmap
 import random
-from abc import ABC, abstractmethod
 from array import array
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from importlib.resources import files
-from itertools import chain, islice
+from itertools import chain, islice, product, zip_longest
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesaic.data.rows import Row
-from moesaic.data.text_source import DOMAINS, SHIPPED, TextSource
-from moesaic.errors import MoesaicError, how_to_install
+from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, TextSource, Use, sources_of
+from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Values
 
 if TYPE_CHECKING:
     from datasets import DatasetInfo, IterableDataset
 
 T = TypeVar("T")
-Use = Literal["calibration", "evaluation"]
-"""Use of text; calibration and training are one use."""
-
 MEASURED = ("test", "validation", "valid", "val", "dev")
 """Splits for evaluation; the first that exists is used."""
-FILES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
+FILES = (".json", ".jsonl", ".parquet", ".safetensors", ".txt")
 HELD_OUT = 5_000
 """Most rows held out for evaluation of a data set without such a split; at most 5 % of it."""
 AT_HAND = 1 << 30
-"""Bytes up to which a data set is read whole instead of streamed."""
+"""Bytes up to which a data set or a Parquet file is read whole instead of streamed."""
 OPEN, BUFFER = 16, 10_000
 """Shards of a stream that are read at a time, and rows in the buffer that they are drawn from."""
 PIECE = 65_536
 """Characters of the pieces that a long document is cut into for training."""
-
-
+PATIENCE = 5.0
+"""Seconds that the hub has to answer."""
 INLINE = "given"
 """Source name of texts that are passed directly."""
 
@@ -62,32 +62,35 @@ class RowRange:
     """Row that the range ends before; None if the end is unknown."""
     held_out: bool = False
     """True if these rows are held out for evaluation, because the data set has no split for it."""
-
-    @property
-    def never_shared(self) -> bool:
-        """True for text that ships, of which each use has its own, or that has no name."""
-        return self.source in ("", SHIPPED, *DOMAINS, INLINE)
+    mix: str = ""
+    """Named mix that the source is a part of."""
 
     def meets(self, other: RowRange) -> bool:
-        """Return True if some row is in both ranges."""
-        if (self.source, self.split) != (other.source, other.split):
+        """Return True if some row is in both ranges.
+
+        No row of the text that ships is, which has parts of its own for each use, nor of texts
+        without a name.
+        """
+        if self.source in ("", SHIPPED, *DOMAINS, INLINE):
             return False
-        ends = (float("inf") if t.stop is None else t.stop for t in (self, other))
-        return max(self.start, other.start) < min(ends)
+        ends = (float("inf") if each.stop is None else each.stop for each in (self, other))
+        same = (self.source, self.split) == (other.source, other.split)
+        return same and max(self.start, other.start) < min(ends)
 
     def as_json(self) -> JSON:
         """Return the source, split and rows as JSON.
 
         Returns:
             ``source``; ``split`` if there are several; ``rows``, first and one past the last, if
-            they are not all; ``held_out`` if true.
+            they are not all; ``held_out`` if true; ``mix`` for a part of a named mix.
         """
-        values: JSON = {"source": self.source or "shipped"}
+        values: JSON = {"source": self.source or SHIPPED}
         if self.split:
             values["split"] = self.split
         if self.start or self.stop is not None:
             values["rows"] = [self.start, self.stop]
-        return {**values, "held_out": True} if self.held_out else values
+        more = {"held_out": self.held_out, "mix": self.mix}
+        return values | {name: value for name, value in more.items() if value}
 
     @classmethod
     def of(cls, values: Values) -> RowRange:
@@ -96,37 +99,20 @@ class RowRange:
         return cls(str(values.get("source", "")), str(values.get("split", "")), start, stop)
 
 
-class Rows(ABC):
-    """Base class of the rows of one source."""
-
-    taken: RowRange
-    at_hand: ClassVar[bool]
-    """True if all rows can be read at once."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Row]:
-        """Yield all rows in order."""
-
-    @abstractmethod
-    def shuffled(self, seed: str) -> Iterator[Row]:
-        """Yield all rows once in an order that is the same for the same seed."""
-
-
-class IndexedRows(Rows):
+class IndexedRows:
     """Rows that can be read in any order."""
 
     at_hand = True
 
-    def __init__(self, rows: Sequence[Row], taken: RowRange, where: str = "") -> None:
-        stop = len(rows) if taken.stop is None else taken.stop
-        self.taken, self._rows, self._where = taken, rows, where or taken.source
-        self._range = range(taken.start, stop)
+    def __init__(self, rows: Sequence[Row], taken: RowRange) -> None:
+        self.taken, self._rows = taken, rows
+        self._range = range(taken.start, len(rows) if taken.stop is None else taken.stop)
 
     def __iter__(self) -> Iterator[Row]:
         return self._read(self._range)
 
     def shuffled(self, seed: str) -> Iterator[Row]:
-        """Yield all rows once, in a uniformly random order; long documents in pieces."""
+        """Yield all rows once, in a uniformly random order; a single long document in pieces."""
         rng = random.Random(seed)
         rows = self._read(rng.sample(self._range, len(self._range)))
         if len(self._range) > 1:
@@ -135,12 +121,12 @@ class IndexedRows(Rows):
         return iter(rng.sample(cut, len(cut)))
 
     def _read(self, order: Iterable[int]) -> Iterator[Row]:
-        with _readable(self._where):
+        with _reading(self.taken.source):
             for i in order:
                 yield self._rows[i]
 
 
-class Streamed(Rows):
+class StreamedRows:
     """Rows of a data set that is too large to be read whole.
 
     Args:
@@ -155,45 +141,28 @@ class Streamed(Rows):
         self.taken, self._data, self._first = taken, data, first_shard
 
     def __iter__(self) -> Iterator[Row]:
-        return chain.from_iterable(self._shards())
+        with _reading(self.taken.source):
+            yield from chain.from_iterable(self._shards())
 
     def shuffled(self, seed: str) -> Iterator[Row]:
-        """Yield all rows once: some shards at a time, rows drawn from a buffer."""
+        """Yield all rows once: some shards in turn, rows drawn from a buffer."""
         rng = random.Random(seed)
-        shards = self._shards()
-        rng.shuffle(shards)
-        return drawn_from(interleaved(shards, rng), rng, BUFFER)
+        with _reading(self.taken.source):
+            shards = self._shards()
+            rng.shuffle(shards)
+            groups = (shards[i : i + OPEN] for i in range(0, len(shards), OPEN))
+            in_turn = chain.from_iterable(chain.from_iterable(zip_longest(*g)) for g in groups)
+            yield from drawn_from((row for row in in_turn if row is not None), rng, BUFFER)
 
-    def _shards(self) -> list[Iterator[Row]]:
+    def _shards(self) -> list[Iterable[Row]]:
         start, stop, data = self.taken.start, self.taken.stop, self._data
         count = data.num_shards if self._first else 1
         first, *others = [data.shard(count, i) for i in range(count)] if count > 1 else [data]
-        if start:
-            first = first.skip(start)
-        shards = [first, *others] if stop is None else [first.take(stop - start)]
-        return [*map(self._guarded, shards)]
-
-    def _guarded(self, data: Iterable[Row]) -> Iterator[Row]:
-        """Yield rows, with errors turned into ours."""
-        with _reached(self.taken.source):
-            yield from data
+        first = first.skip(start) if start else first
+        return [first, *others] if stop is None else [first.take(stop - start)]
 
 
-def interleaved(shards: Sequence[Iterable[Row]], rng: random.Random) -> Iterator[Row]:
-    """Yield rows of all shards, each from a shard drawn from a few that are open."""
-    waiting = iter(shards)
-    active = [iter(shard) for shard in islice(waiting, OPEN)]
-    while active:
-        place = rng.randrange(len(active))
-        for row in active[place]:
-            yield row
-            break
-        else:
-            following = next(waiting, None)
-            if following is None:
-                active.pop(place)
-            else:
-                active[place] = iter(following)
+Rows = IndexedRows | StreamedRows
 
 
 def drawn_from(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
@@ -234,14 +203,20 @@ def open_rows(source: TextSource, use: Use) -> Rows:
     Raises:
         MoesaicError: the source does not exist or cannot be read.
     """
-    path = Path(source.name)
     if source.shipped:
-        domain = source.domain
-        return _held(_shipped_rows(use, domain), replace(source, config=""), domain)
+        domain = source.config if source.name == SHIPPED else source.name
+        documents = _shipped_rows(use, domain)
+        taken = _taken(replace(source, config=""), domain, len(documents))
+        return IndexedRows(documents, taken)
     check_there(source)
-    if path.is_file():
-        return _held(_file_rows(path), source, str(path.resolve()), str(path))
-    return _data_set(source, use)
+    path = Path(source.name)
+    if not path.is_file():
+        return _data_set(source, use)
+    with _reading(source.name):
+        if path.suffix == ".parquet" and path.stat().st_size > AT_HAND:
+            return _streamed_parquet(path, source)
+        rows = _file_rows(path)
+        return IndexedRows(rows, _taken(source, str(path.resolve()), len(rows)))
 
 
 def check_there(source: TextSource) -> None:
@@ -257,7 +232,7 @@ def check_there(source: TextSource) -> None:
         if path.stat().st_size == 0:
             raise MoesaicError(f"{source.name} is empty.")
         if path.suffix not in (".parquet", ".safetensors"):
-            with _readable(source.name), path.open("rb") as file:
+            with _reading(source.name), path.open("rb") as file:
                 getincrementaldecoder("utf-8")().decode(file.read(4096))
         return
     stray = path.suffix and "/" not in source.name  # a data set has its owner before a slash
@@ -265,42 +240,59 @@ def check_there(source: TextSource) -> None:
         raise MoesaicError(f"No text file at {source.name}.")
 
 
-def check_rows(used: Iterable[TextSource], measured: Iterable[TextSource]) -> None:
-    """Refuse evaluation on rows that are used for calibration or training.
+def check_apart(used: Iterable[str], measured: str) -> None:
+    """Refuse missing text, and evaluation on rows that are used for calibration or training.
 
     Args:
-        used: sources of calibration and training.
-        measured: sources of evaluation.
+        used: names of those texts, as for :func:`moesaic.data.sources.text_sources`.
+        measured: the text to measure on.
 
     Raises:
         MoesaicError: some row is in both, or a source cannot be read.
     """
-    ours = [source for source in used if not source.shipped]
-    for theirs in measured:
-        for source in ours:
-            if _place(source) == _place(theirs) and _overlap(source, theirs):
-                raise MoesaicError(
-                    f"{theirs} is to be measured on, and rows of it are calibrated or trained on "
-                    f"too ({source}). Measure on another text or split, or on a slice, such as "
-                    f"{_example(theirs, '[:10%]')} here and {_example(source, '[10%:]')} there."
-                )
+    ours = [source for spec in used for source in sources_of(spec, "calibration")]
+    theirs = sources_of(measured, "evaluation")
+    for source in (*theirs, *ours):
+        check_there(source)
+    for a, b in product(ours, theirs):
+        if a.shipped or a.place != b.place:
+            continue
+        if a.tokenised or open_rows(a, "calibration").taken.meets(open_rows(b, "evaluation").taken):
+            here, there = (
+                replace(each, split=f"{each.split_name}{rows}")
+                for each, rows in ((b, "[:10%]"), (a, "[10%:]"))
+            )
+            raise MoesaicError(
+                f"{b} is to be measured on, and rows of it are calibrated or trained on too ({a}). "
+                f"Measure on another text or split, or on a slice, such as {here} here and {there} "
+                "there."
+            )
 
 
-def _example(source: TextSource, rows: str) -> str:
-    return str(replace(source, split=f"{source.split_name}{rows}"))
-
-
-def _place(source: TextSource) -> tuple[str, str, str]:
-    path = Path(source.name)
-    name = str(path.resolve()) if path.exists() else source.name
-    return name, source.config, source.data_dir
-
-
-def _overlap(source: TextSource, theirs: TextSource) -> bool:
-    if source.tokenised:
-        return True
-    taken = open_rows(source, "calibration").taken
-    return taken.meets(open_rows(theirs, "evaluation").taken)
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Refuse what a reader cannot read, with the name of the source."""
+    try:
+        yield
+    except MoesaicError:
+        raise
+    except Exception as error:
+        path, reason = Path(name), " ".join(str(error.__cause__ or error).split())[:200]
+        if path.is_file():
+            known = path.suffix in FILES or not path.suffix
+            raise MoesaicError(
+                f"{name} cannot be read as {path.suffix if known and path.suffix else 'text'}: "
+                f"{reason}" + ("" if known else f". Give {', '.join(FILES)}.")
+            ) from error
+        mix = next((mix for mix in MIXES.values() if name in mix.sources), None)
+        instead = (
+            f"text that ships, such as {mix.nearest}" if mix else f"a file: {', '.join(FILES)}"
+        )
+        raise MoesaicError(
+            f"{name!r} is neither a file nor a data set that can be read "
+            f"({type(error).__name__}: {reason:.120}). Pass {instead}. Without a network, "
+            "HF_HUB_OFFLINE=1 reads what is in the cache."
+        ) from error
 
 
 def _shipped_rows(split: Use, domain: str = "") -> list[JSON]:
@@ -314,131 +306,101 @@ def shipped_texts(split: Use, domain: str = "") -> list[str]:
     return [row["text"] for row in _shipped_rows(split, domain)]
 
 
-def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -> IndexedRows:
+def _taken(source: TextSource, name: str, count: int) -> RowRange:
     if source.config or source.data_dir or source.split_name not in ("", "train"):
         raise MoesaicError(
             f"{source}: a file has no config, data_dir or splits; name rows as "
             f"{source.name}:::[:90%]."
         )
-    start, stop = source.rows(len(rows)) if source.sliced else (0, None)
-    return IndexedRows(rows, RowRange(name, "", start, stop), where=where)
-
-
-# --- files ---------------------------------------------------------------------------------------
+    return RowRange(name, "", *(source.rows(count) if source.sliced else (0, None)))
 
 
 class Lines(Sequence[Row]):
-    """Rows of a .jsonl file, read when they are used."""
+    """Rows of a .jsonl file, read when they are used; ``numbers`` are those of their lines."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._starts = array("q")
+        self._starts, self.numbers, at = array("q"), array("q"), 0
         with path.open("rb") as lines:
-            at = 0
-            for line in lines:
+            self._bytes: mmap.mmap | bytes = b""
+            if path.stat().st_size:  # nothing cannot be mapped
+                self._bytes = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ)
+            for number, line in enumerate(lines, 1):
                 if line.strip():
                     self._starts.append(at)
+                    self.numbers.append(number)
                 at += len(line)
-
-    @cached_property
-    def _bytes(self) -> mmap.mmap:
-        with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        start = self._starts[index]
-        end = self._bytes.find(b"\n", start)
+        end = self._bytes.find(b"\n", self._starts[index])
         try:
-            return json.loads(self._bytes[start : None if end < 0 else end])
+            return json.loads(self._bytes[self._starts[index] : None if end < 0 else end])
         except (ValueError, RecursionError) as error:
-            line = self._bytes[:start].count(b"\n") + 1
             reason = getattr(error, "msg", error)  # without a line, which is always the first here
-            raise ValueError(f"line {line}: {reason}") from error
+            raise ValueError(f"line {self.numbers[index]}: {reason}") from None
 
 
 def _file_rows(path: Path) -> Sequence[Row]:
-    with _readable(str(path)):
-        if path.suffix == ".jsonl":
-            return Lines(path)
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text("utf-8-sig"))
-            return rows if isinstance(rows, list) else [rows]
-        if path.suffix == ".parquet":
-            datasets = _datasets()
-            try:
-                data: Sequence[Row] = datasets.Dataset.from_parquet(str(path))
-            except datasets.exceptions.DatasetsError as error:
-                raise ValueError(error.__cause__ or error) from error
-            return data
-        text = path.read_text("utf-8-sig")
-        if "\0" in text:
-            raise ValueError("it holds NUL bytes")
-        if not text.strip():
-            raise ValueError("there is nothing but blanks in it")
-        return [text]
+    if path.suffix == ".jsonl":
+        return Lines(path)
+    if path.suffix == ".parquet":  # in memory: no copy of it is written into a cache
+        import datasets
+        from pyarrow import parquet
+
+        rows: Sequence[Row] = datasets.Dataset(parquet.read_table(path))
+        return rows
+    text = path.read_text("utf-8-sig")
+    if path.suffix == ".json":
+        found = json.loads(text)
+        return found if isinstance(found, list) else [found]
+    if "\0" in text:
+        raise ValueError("it holds NUL bytes")
+    if not text.strip():
+        raise ValueError("there is nothing but blanks in it")
+    return [text]
 
 
-@contextmanager
-def _readable(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, RecursionError) as error:
-        kind = Path(where).suffix or "text"
-        if kind != "text" and kind not in FILES:
-            kinds = ", ".join(sorted(FILES))
-            raise MoesaicError(f"{where} is not text ({error}). Give {kinds}.") from error
-        raise MoesaicError(f"{where} cannot be read as {kind}: {error}") from error
+def _streamed_parquet(path: Path, source: TextSource) -> StreamedRows:
+    import datasets
+    from pyarrow import parquet
+
+    taken = _taken(source, str(path.resolve()), parquet.read_metadata(path).num_rows)
+    files = glob.escape(str(path))
+    data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    return StreamedRows(data, taken, first_shard=False)
 
 
 # --- data sets -----------------------------------------------------------------------------------
 
 
-def _datasets() -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MoesaicError(f"This source needs: {how_to_install('datasets')}") from error
-    return datasets
+@cache
+def _check_hub() -> None:
+    """Raise an error if the hub does not answer, which ``datasets`` would ask for a minute."""
+    from huggingface_hub import constants, get_session
 
-
-@contextmanager
-def _reached(name: str) -> Iterator[None]:
-    try:
-        yield
-    except MoesaicError:
-        raise
-    except Exception as error:
-        cause = error.__cause__
-        if isinstance(cause, UnicodeDecodeError):
-            raise MoesaicError(f"{name!r} holds text that is not UTF-8: {cause}") from error
-        raise MoesaicError(
-            f"{name!r} is neither a file nor a data set that can be reached "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''!s:.120}). "
-            "Pass a local .txt, .jsonl, .json or .parquet file."
-        ) from error
+    if not constants.HF_HUB_OFFLINE:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
 
 
 def _data_set(source: TextSource, use: Use) -> Rows:
     """Return rows of a data set of the hub, or of a folder in the hub's layout."""
-    datasets = _datasets()
+    import datasets
+
     where: JSON = {"data_dir": source.data_dir} if source.data_dir else {}
-    config = source.config or None
-    place, _, _ = _place(source)
-    with _reached(str(source)):
+    place, config = source.place[0], source.config or None
+    with _reading(str(replace(source, split=""))):
+        if not Path(place).is_dir():
+            _check_hub()
         splits = datasets.get_dataset_split_names(place, config, **where)
-        builder = datasets.load_dataset_builder(place, config, **where)
-    split, held_out = chosen_split(source, splits, use)
-    info = (builder.info.splits or {}).get(split)
-    count = info and info.num_examples
-    with _reached(str(source)):
-        at_hand = _size(source, builder.info) <= AT_HAND
+        split, held_out = chosen_split(source, splits, use)
+        info = datasets.load_dataset_builder(place, config, **where).info
+        at_hand = _size(source, info) <= AT_HAND
         data = datasets.load_dataset(place, config, split=split, streaming=not at_hand, **where)
-    if at_hand:
-        count = len(data)
-    taken = RowRange(str(replace(source, name=place, split="")), split)
+    known = (info.splits or {}).get(split)
+    count = len(data) if at_hand else known and known.num_examples
+    taken = RowRange(str(replace(source, name=place, split="")), split, mix=source.mix)
     apart = len(splits) > 1 and any(name in splits for name in MEASURED)
     if source.sliced:
         start, stop = source.rows(count)
@@ -449,9 +411,9 @@ def _data_set(source: TextSource, use: Use) -> Rows:
             taken = replace(taken, stop=spared, held_out=True)
         elif use == "calibration":
             taken = replace(taken, start=spared)
-    if not at_hand:
-        return Streamed(data, taken, first_shard=not source.sliced)
-    return IndexedRows(data, taken)
+    if at_hand:
+        return IndexedRows(data, taken)
+    return StreamedRows(data, taken, first_shard=not source.sliced)
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:
@@ -460,8 +422,7 @@ def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[s
     Raises:
         MoesaicError: there is no such split, or the choice is not clear.
     """
-    listed = ", ".join(splits)
-    named = source.split_name
+    listed, named = ", ".join(splits), source.split_name
     if named:
         if named not in splits:
             raise MoesaicError(f"{source}: there is no split {named!r}; known: {listed}.")
@@ -469,10 +430,9 @@ def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[s
     measured = [name for name in MEASURED if name in splits]
     if use == "evaluation" and measured and len(splits) > 1:
         return measured[0], False
-    split = _default(splits)
-    if split:
+    if split := _default(splits):
         return split, use == "evaluation" and not source.sliced
-    example = str(replace(source, split=splits[0]))
+    example = replace(source, split=splits[0])
     raise MoesaicError(
         f"{source} has no split named train, but {listed}: name one, such as {example}."
     )

@@ -18,13 +18,11 @@ Row = str | Values
 
 PLAIN = ("text", "content")
 """Columns that hold a whole text, whatever other columns there are."""
-
 ASIDE = (
     "id", "idx", "index", "uid", "unique_id", "url", "source", "metadata", "original_question",
     "category", "domain", "subject", "topic", "task", "type", "level", "difficulty", "language",
 )  # fmt: skip
 """Columns with information about a row, which are not read."""
-
 DOMAIN = "domain"
 """Column that holds the kind of text of a row; each kind is also measured by itself."""
 
@@ -105,50 +103,12 @@ def checked(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Schema:
-    """Columns of a known kind of rows."""
-
-    data_sets: str
-    """Data sets that have them."""
-    needs: tuple[str, ...]
-    may: tuple[str, ...]
-    """Optional columns, or columns that repeat others."""
-    read: Callable[[Values], PromptAnswer]
-    texts: tuple[str, ...] | None = None
-    """Columns of ``needs`` that must not be empty; None for all of them."""
-
-    def fits(self, row: Values) -> bool:
-        """Return True if a row has all needed columns, and no unknown ones."""
-        columns = {*self.needs, *self.may, *ASIDE, *PLAIN}
-        return row.keys() >= set(self.needs) and row.keys() <= columns
-
-    def pair(self, row: Values) -> PromptAnswer:
-        """Return the prompt and the answer of a row that fits.
-
-        Raises:
-            Unusable: a column does not hold text.
-        """
-        for name in self.needs if self.texts is None else self.texts:
-            if not isinstance(row[name], str) or not row[name].strip():
-                raise Unusable(f"A row has no text in its column {name}: {dict(row)!r:.120}")
-        try:
-            return self.read(row)
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise Unusable(
-                f"A row with the columns of {self.data_sets} does not hold text in them: "
-                f"{dict(row)!r:.120}"
-            ) from error
+def _alpaca(row: Values, instruction: str, answer: str) -> tuple[str, str]:
+    words = row[instruction].strip(), (row.get("input") or "").strip()
+    return (ALPACA_INPUT if words[1] else ALPACA).format(*words), row[answer]
 
 
-def _alpaca(instruction: str, context: str, answer: str) -> PromptAnswer:
-    instruction, context = instruction.strip(), context.strip()
-    if context:
-        return PromptAnswer(ALPACA_INPUT.format(instruction, context), answer)
-    return PromptAnswer(ALPACA.format(instruction), answer)
-
-
-def _choices(row: Values) -> PromptAnswer:
+def _choices(row: Values) -> tuple[str, str]:
     choices, right = row["choices"], row["answer"]
     listed = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
     if not listed or isinstance(right, bool):
@@ -159,56 +119,53 @@ def _choices(row: Values) -> PromptAnswer:
     if not 0 <= right < len(choices):
         raise Unusable(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
     lines = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))
-    return PromptAnswer(f"{row['question'].strip()}{lines}\nAnswer:", f" {letters[right]}")
+    return f"{row['question'].strip()}{lines}\nAnswer:", f" {letters[right]}"
 
 
-SCHEMAS = (
-    Schema(
-        "Alpaca, Code Alpaca, commonsense170k",
-        ("instruction", "output"),
+Form = tuple[tuple[str, ...], Callable[[Values], tuple[str, str]]]
+SCHEMAS: Mapping[tuple[str, ...], Form] = {
+    ("instruction", "output"): (
         ("input", "answer"),
-        lambda row: _alpaca(row["instruction"], row.get("input") or "", row["output"]),
+        lambda row: _alpaca(row, "instruction", "output"),
     ),
-    Schema(
-        "instructions with a response",
-        ("instruction", "response"),
+    ("instruction", "response"): (
         ("input",),
-        lambda row: _alpaca(row["instruction"], row.get("input") or "", row["response"]),
+        lambda row: _alpaca(row, "instruction", "response"),
     ),
-    Schema(
-        "MetaMathQA",
-        ("query", "response"),
+    ("query", "response"): ((), lambda row: _alpaca({**row, "input": ""}, "query", "response")),
+    ("question", "choices", "answer"): ((), _choices),
+    ("problem", "solution"): (("answer",), lambda row: (row["problem"], f" {row['solution']}")),
+    ("question", "answer"): (
         (),
-        lambda row: _alpaca(row["query"], "", row["response"]),
+        lambda row: (f"Question: {row['question']}\nAnswer:", f" {row['answer']}"),
     ),
-    Schema("MMLU", ("question", "choices", "answer"), (), _choices, texts=("question",)),
-    Schema(
-        "MATH",
-        ("problem", "solution"),
-        ("answer",),
-        lambda row: PromptAnswer(row["problem"], f" {row['solution']}"),
-    ),
-    Schema(
-        "GSM8K",
-        ("question", "answer"),
-        (),
-        lambda row: PromptAnswer(f"Question: {row['question']}\nAnswer:", f" {row['answer']}"),
-    ),
-    Schema(
-        "prompts with a completion",
-        ("prompt", "completion"),
-        (),
-        lambda row: PromptAnswer(row["prompt"], row["completion"]),
-    ),
-    Schema(
-        "prompts with a response",
-        ("prompt", "response"),
-        (),
-        lambda row: PromptAnswer(f"{row['prompt']}\n", row["response"]),
-    ),
-)
-"""Schemas in the order in which they are tried."""
+    ("prompt", "completion"): ((), lambda row: (row["prompt"], row["completion"])),
+    ("prompt", "response"): ((), lambda row: (f"{row['prompt']}\n", row["response"])),
+}
+"""Forms of rows by their columns, in the order in which they are tried: columns that may be there
+too, and the function from a row to its prompt and answer."""
 
+
+def _pair(
+    row: Values, needs: Sequence[str], read: Callable[[Values], tuple[str, str]]
+) -> PromptAnswer:
+    """Return the prompt and the answer of a row that has the columns of a form.
+
+    Raises:
+        Unusable: a column does not hold text.
+    """
+    for name in needs[:1] if read is _choices else needs:
+        if not isinstance(row[name], str) or not row[name].strip():
+            raise Unusable(f"A row has no text in its column {name}: {shown(dict(row), 120)}")
+    try:
+        return PromptAnswer(*read(row))
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise Unusable(
+            f"A row does not hold text in its columns {', '.join(needs)}: {shown(dict(row), 120)}"
+        ) from error
+
+
+# --- conversations -------------------------------------------------------------------------------
 
 TURNS = ("messages", "conversations")
 """Columns that hold a conversation, whatever other columns there are."""
@@ -254,11 +211,9 @@ def _tools(row: Row) -> list[Values] | None:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError:
         tools = ...
-    if not tools:
-        return None
-    if not isinstance(tools, list | tuple):
+    if tools and not isinstance(tools, list | tuple):
         raise Unusable(f"A conversation's tools are no list: {shown(row, 120)}")
-    return [*tools]
+    return [*tools] if tools else None
 
 
 def _words(content: object) -> str:
@@ -277,23 +232,14 @@ def _words(content: object) -> str:
     return "".join(texts)
 
 
-def _without_template(turns: Sequence[Values], tools: Sequence[Values] | None) -> str:
-    """Return a conversation as plain text; tools and their calls as JSON."""
-    texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
-    for turn in turns:
-        calls = turn.get("tool_calls")
-        texts += filter(None, (_words(turn.get(n)) for n in ("reasoning_content", "content")))
-        texts += [json.dumps(calls, ensure_ascii=False, default=str)] if calls else []
-    return "\n\n".join(texts)
-
-
 def _conversation(
     turns: Sequence[Values],
     tools: Sequence[Values] | None,
     tokenizer: Tokenizer | None,
     prompt: bool = False,
 ) -> str:
-    """Return a conversation as the model sees it: in the tokenizer's own template if it has one.
+    """Return a conversation as the model sees it: in the tokenizer's own template if it has one,
+    else as texts with blank lines between, tools and their calls as JSON.
 
     Args:
         turns: turns from :func:`_turns`, passed to the template unchanged.
@@ -305,19 +251,23 @@ def _conversation(
         Unusable: the template refuses it.
     """
     if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
-        return _without_template(turns, tools) + ("\n\n" if prompt else "")
+        texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
+        for turn in turns:
+            calls = turn.get("tool_calls")
+            texts += filter(None, (_words(turn.get(n)) for n in ("reasoning_content", "content")))
+            texts += [json.dumps(calls, ensure_ascii=False, default=str)] if calls else []
+        return "\n\n".join([*texts, ""] if prompt else texts)
     from jinja2 import TemplateError
 
     from moesaic.data.templates import rendered
 
-    refusal: Exception | None = None
+    refusals: list[Exception] = []
 
     def in_template(messages: Sequence[Values]) -> str | None:
-        nonlocal refusal
         try:
             return rendered(tokenizer, messages, tools=tools, add_generation_prompt=prompt)
         except TemplateError as error:
-            refusal = refusal or error
+            refusals.append(error)
             return None
 
     text = in_template(turns)
@@ -336,23 +286,11 @@ def _conversation(
         content = "\n\n".join([*system, _words(first.get("content"))])
         text = in_template([{**first, "content": content}, *others])
     if text is None:
-        reason = " ".join(str(refusal).split())
+        reason = " ".join(str(refusals[0]).split())
         raise Unusable(
             f"The chat template refuses a conversation ({reason:.120}): {shown(turns, 120)}"
         )
     return text
-
-
-def _answered(
-    turns: Sequence[Values], tools: Sequence[Values] | None, tokenizer: Tokenizer | None
-) -> PromptAnswer:
-    """Return the text before the last turn, and that turn."""
-    text = _conversation(turns, tools, tokenizer)
-    prompt = _conversation(turns[:-1], tools, tokenizer, prompt=True) if len(turns) > 1 else ""
-    # if prompt and text differ before the prompt's end, the prompt ends at the first difference
-    pairs = enumerate(zip(prompt, text, strict=False))
-    end = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
-    return PromptAnswer(text[:end], text[end:])
 
 
 def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
@@ -368,22 +306,27 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
     """
     if isinstance(row, str):
         return None
-    turns = _turns(row)
-    if turns:
-        return _answered(turns, _tools(row), tokenizer)
-    if isinstance(row, Mapping):
-        for schema in SCHEMAS:
-            if schema.fits(row):
-                return schema.pair(row)
-        if any(isinstance(row.get(name), str) for name in PLAIN):
-            return None
-        for name in (*PLAIN, *TURNS):
-            if name in row:
-                raise Unusable(f"A row has no text in its column {name}: {shown(dict(row), 120)}")
-    formats = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
-    columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+    if turns := _turns(row):
+        tools = _tools(row)
+        text = _conversation(turns, tools, tokenizer)
+        before = _conversation(turns[:-1], tools, tokenizer, prompt=True) if turns[1:] else ""
+        # where both differ before the prompt's end, it ends at the first difference
+        pairs = enumerate(zip(before, text, strict=False))
+        end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
+        return PromptAnswer(text[:end], text[end:])
+    columns = row if isinstance(row, Mapping) else {}
+    for needs, (may, read) in SCHEMAS.items():
+        if {*needs} <= columns.keys() <= {*needs, *may, *ASIDE, *PLAIN}:
+            return _pair(columns, needs, read)
+    if any(isinstance(columns.get(name), str) for name in PLAIN):
+        return None
+    for name in (*PLAIN, *TURNS):
+        if name in columns:
+            raise Unusable(f"A row has no text in its column {name}: {shown(dict(row), 120)}")
+    named = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+    formats = "; ".join((*PLAIN, *TURNS, *map(" + ".join, SCHEMAS)))
     raise MoesaicError(
-        f"Rows with the columns {columns} are not known; known: {formats}. "
+        f"Rows with the columns {named} are not known; known: {formats}. "
         "Rename the columns, or give the text of each row as text."
     )
 
@@ -393,14 +336,11 @@ def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
 
     Arguments and errors are those of :func:`asked`.
     """
-    if isinstance(row, str):
-        return checked(row)
-    if isinstance(row, Mapping):
-        plain = next((row[name] for name in PLAIN if isinstance(row.get(name), str)), None)
-        if plain is not None:
-            return checked(plain)
-    turns = _turns(row)
-    if turns:
+    columns = row if isinstance(row, Mapping) else {PLAIN[0]: row}
+    plain = next((columns[name] for name in PLAIN if isinstance(columns.get(name), str)), None)
+    if plain is not None:
+        return checked(plain)
+    if turns := _turns(row):
         return checked(_conversation(turns, _tools(row), tokenizer))
     pair = asked(row)
     assert pair is not None

@@ -12,10 +12,10 @@ import json
 import os
 import signal
 import warnings
-import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,97 +45,81 @@ def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> s
             than :data:`LONGEST`.
         TemplateError: the template refuses the conversation, or fails over it.
     """
-    if not hasattr(os, "fork"):
+    if "fork" not in get_all_start_methods():
+        kind, text = _answer(tokenizer, turns, options)
+    else:
         try:
-            return _applied(tokenizer, turns, options)
-        except Exception as error:
-            raise TemplateError(str(error)) from error
-    child = _CHILDREN.get(tokenizer)
-    if child is None or child.of != _state(tokenizer):
-        child = _CHILDREN[tokenizer] = _Child(tokenizer)
-    try:
-        kind, text = child.ask(turns, options)
-    except (EOFError, OSError):
-        del _CHILDREN[tokenizer]
-        kind, text = "bounds", f"takes more than {SECONDS:g} seconds, or more memory than there is"
+            kind, text = _asked(tokenizer, turns, options)
+        except (EOFError, OSError):
+            while _CHILD:
+                _CHILD.pop().kill()
+            kind, text = (
+                "failed",
+                f"takes more than {SECONDS:g} seconds, or more memory than it may",
+            )
     if kind == "refused":
         raise TemplateError(text)
-    if kind != "text":
+    if kind == "failed":
         raise MoesaicError(f"The chat template of this model {text}. Give text instead of turns.")
     return text
 
 
-def _applied(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> str:
-    return str(tokenizer.apply_chat_template([*turns], tokenize=False, **options))
+def _answer(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tuple[str, str]:
+    """Return the outcome of a conversation, ``text``, ``refused`` or ``failed``, and its text or
+    reason."""
+    try:
+        text = str(tokenizer.apply_chat_template([*turns], tokenize=False, **options))
+    except MemoryError:
+        return "failed", f"takes more than {MEMORY >> 20:,} MiB of memory"
+    except Exception as error:  # a template is a program: it may raise anything over a turn
+        return "refused", str(error)[:LONGEST] or type(error).__name__
+    if len(text) > LONGEST:
+        return "failed", f"writes more than {LONGEST:,} characters"
+    return "text", text
 
 
-def _state(tokenizer: Tokenizer) -> tuple[object, ...]:
-    """Return what a child depends on: its parent, the template, and the special tokens."""
-    return os.getpid(), tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+_CHILD: list[Any] = []
+"""Child process of the last tokenizer, with its pipe and what it was forked from."""
 
 
-class _Child:
-    """Child process that renders one tokenizer's template, until it fails."""
+def _asked(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tuple[str, str]:
+    """Return what :func:`_answer` returns in a child, which is kept for the next conversation.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.of = _state(tokenizer)
-        self._pipe, there = Pipe()
+    Raises:
+        EOFError: the child has ended, or takes too long.
+    """
+    made_of = os.getpid(), tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+    if not _CHILD or _CHILD[0].made_of != made_of:
+        for old in _CHILD:
+            old.pipe.close()
+        fork = get_context("fork")
+        pipe, there = fork.Pipe()
+        child: Any = fork.Process(target=_serve, args=(tokenizer, pipe, there), daemon=True)
         with warnings.catch_warnings():  # about threads, which templates do not use
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process = os.fork()
-        if not self.process:
-            try:
-                self._pipe.close()
-                _serve(tokenizer, there)
-            finally:
-                os._exit(0)
+            child.start()
         there.close()
-        weakref.finalize(self, _end, self.process, os.getpid())
-
-    def ask(self, turns: Sequence[Values], options: Values) -> tuple[str, str]:
-        """Return the outcome for a conversation, ``text``, ``refused`` or ``failed``, and its text
-        or reason.
-
-        Raises:
-            EOFError: the child has ended.
-        """
-        self._pipe.send_bytes(json.dumps(([*turns], options), default=str).encode())
-        if not self._pipe.poll(SECONDS):
-            raise EOFError
-        kind, text = json.loads(self._pipe.recv_bytes(8 * LONGEST))
-        return str(kind), str(text)
+        child.pipe, child.made_of = pipe, made_of
+        _CHILD[:] = [child]
+    _CHILD[0].pipe.send_bytes(json.dumps(([*turns], options), default=str).encode())
+    if not _CHILD[0].pipe.poll(SECONDS):
+        raise EOFError
+    kind, text = json.loads(_CHILD[0].pipe.recv_bytes(8 * LONGEST))
+    return kind, text
 
 
-def _end(process: int, owner: int) -> None:
-    if os.getpid() == owner:
-        with suppress(OSError):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-
-
-def _serve(tokenizer: Tokenizer, pipe: Connection) -> None:
+def _serve(tokenizer: Tokenizer, parents: Connection, pipe: Connection) -> None:
     """Render requested conversations, in the child."""
     import resource
 
+    parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(OSError, ValueError):  # without this information, only time is limited
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
-    while True:
-        try:
+    with suppress(EOFError, OSError):
+        while True:
             turns, options = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            return
-        try:
-            answer = "text", _applied(tokenizer, turns, options)
-            if len(answer[1]) > LONGEST:
-                answer = "failed", f"writes more than {LONGEST:,} characters"
-        except MemoryError:
-            answer = "failed", f"takes more than {MEMORY >> 20:,} MiB of memory"
-        except Exception as error:  # a template is a program: it may raise anything over a turn
-            answer = "refused", str(error)[:LONGEST] or type(error).__name__
-        pipe.send_bytes(json.dumps(answer).encode())
-
-
-_CHILDREN: MutableMapping[Tokenizer, _Child] = weakref.WeakKeyDictionary()
+            pipe.send_bytes(json.dumps(_answer(tokenizer, turns, options)).encode())

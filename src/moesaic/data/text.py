@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moesaic.data.mixes import sources_of
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
 from moesaic.data.rows import DOMAIN, Row, text_of, usable
-from moesaic.data.text_source import SHIPPED, TextSource, text_sources
+from moesaic.data.sources import SHIPPED, Use, sources_of, text_sources
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Config, Tokenizer
 
@@ -38,14 +37,10 @@ class Origin:
 
     taken: RowRange
     windows: int
-    mix: str = ""
-    """Named mix that the source is a part of."""
 
     def as_json(self) -> JSON:
-        """Return the keys of :meth:`moesaic.data.reader.RowRange.as_json`, ``windows``, and ``mix``
-        for a part of a named mix."""
-        mix = {"mix": self.mix} if self.mix else {}
-        return {**self.taken.as_json(), "windows": self.windows, **mix}
+        """Return the keys of :meth:`moesaic.data.reader.RowRange.as_json`, and ``windows``."""
+        return {**self.taken.as_json(), "windows": self.windows}
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,13 @@ class Tokens:
     if it adds none, and for given token ids."""
 
     def __post_init__(self) -> None:
-        ids = _whole_numbers(self.input_ids, "input_ids")
+        ids, mask = self.input_ids, self.attention_mask
+        for name, tensor in (("input_ids", ids), ("attention_mask", ids if mask is None else mask)):
+            if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+                kind = getattr(tensor, "dtype", type(tensor).__name__)
+                raise MoesaicError(
+                    f"{name} must be a tensor of whole numbers, such as int64; got {kind}."
+                )
         if ids.dtype == torch.bool:
             raise MoesaicError("input_ids are True and False: that is a mask.")
         if ids.dim() != 2:
@@ -82,9 +83,8 @@ class Tokens:
         if bool((ids < 0).any()):
             raise MoesaicError(f"input_ids must be at least 0; got {int(ids.min())}.")
         object.__setattr__(self, "input_ids", ids.to("cpu", torch.int64))
-        if self.attention_mask is None:
+        if mask is None:
             return
-        mask = _whole_numbers(self.attention_mask, "attention_mask")
         if mask.shape != ids.shape:
             raise MoesaicError(
                 f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}; "
@@ -203,18 +203,6 @@ def check_length(length: int, config: Config) -> None:
         raise MoesaicError(
             f"length {length} is beyond the model's {most:,} positions; pass length={most} or less."
         )
-
-
-def _whole_numbers(tensor: object, name: str) -> Tensor:
-    """Return the tensor, if it holds integers.
-
-    Raises:
-        MoesaicError: names the type that it is instead.
-    """
-    if isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-    raise MoesaicError(f"{name} must be a tensor of whole numbers, such as int64; got {kind}.")
 
 
 def process_share(
@@ -364,19 +352,33 @@ def without_overlap(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
     >>> without_overlap(windows, others, 2).input_ids.tolist()
     [[2, 9, 4, 6]]
     """
+
+    def pieces(row: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+        return (tuple(row[i : i + size]) for i in range(len(row) - size + 1))
+
     rows, taken = windows.unpadded(), others.unpadded()
-    by_size: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        by_size.setdefault(min(run, len(row)), []).append(i)
-    kept: list[int] = []
-    for size, places in by_size.items():
-        pieces = {piece for row in taken for piece in _pieces(row, size)}
-        kept += [i for i in places if pieces.isdisjoint(_pieces(rows[i], size))]
-    return windows.rows(torch.tensor(sorted(kept), dtype=torch.int64))
+    sizes = {min(run, len(row)) for row in rows}
+    known = {size: {piece for row in taken for piece in pieces(row, size)} for size in sizes}
+    apart = (
+        known[size].isdisjoint(pieces(row, size)) for row in rows for size in [min(run, len(row))]
+    )
+    return windows.rows(torch.tensor([*apart], dtype=torch.bool).nonzero().flatten())
 
 
-def _pieces(row: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    return (tuple(row[i : i + size]) for i in range(len(row) - size + 1))
+def _shared(
+    text: str | Sequence[Row], use: Use, total: int | None, usual: int | None = None
+) -> Iterator[tuple[Rows | Path, int | None]]:
+    """Yield the rows, or the file of token ids, of each source of a text, with its share of a
+    total; mixes share ``usual`` without one."""
+    if not isinstance(text, str):
+        yield IndexedRows(text, RowRange(INLINE)), total
+        return
+    sources = sources_of(text, use)
+    total = usual if total is None and len(sources) > 1 else total
+    weights = [source.weight for source in sources]
+    shares = [None] * len(sources) if total is None else split_evenly(total, weights)
+    for source, share in zip(sources, shares, strict=True):
+        yield Path(source.name) if source.tokenised else open_rows(source, use), share
 
 
 def evaluation_tokens(
@@ -389,7 +391,7 @@ def evaluation_tokens(
     """Return the first windows of a text, in order; for a mix, of each source in turn.
 
     Args:
-        source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
+        source: as for :func:`moesaic.data.sources.text_sources`, or rows.
         tokenizer: the model's tokenizer; not used for a file of token ids.
         length: tokens of a window; None for 512 (at most ``max_tokens``), or a token file's own.
         max_tokens: most tokens in all; 0 or None for the whole text. A mix shares it by its
@@ -402,53 +404,42 @@ def evaluation_tokens(
             or ``max_tokens`` is less than one window.
     """
     usual = LENGTH if config is None else min(LENGTH, positions(config) or LENGTH)
-    sources = sources_of(source, "evaluation") if isinstance(source, str) else ()
-    weights = [s.weight for s in sources] or [1.0]
-    shares = split_evenly(max_tokens, weights) if max_tokens else [None] * len(weights)
-    lengths = [length or min(usual, share or usual) for share in shares]
-    for share, window in zip(shares, lengths, strict=True):
+    found = []
+    for rows, share in _shared(source, "evaluation", max_tokens or None):
+        window = length or min(usual, share or usual)
         if share is not None and share < (least := max(window, 2)):
-            of_it = "" if len(shares) == 1 else f", of which a source gets {share},"
+            of_it = "" if share == max_tokens else f", of which a source gets {share},"
             raise MoesaicError(
                 f"max_tokens {max_tokens}{of_it} is less than one window of {least} tokens."
             )
-    if isinstance(source, str):
-        parts = [
-            _first_of_file(Path(s.name), length, share)
-            if s.tokenised
-            else _first(open_rows(s, "evaluation"), tokenizer, window, share)
-            for s, share, window in zip(sources, shares, lengths, strict=True)
-        ]
-        tokens = joined([_with_mix(part, s) for part, s in zip(parts, sources, strict=True)])
-    else:
-        rows = IndexedRows(source, RowRange(INLINE))
-        tokens = _first(rows, tokenizer, lengths[0], shares[0])
+        tokens = _first(rows, tokenizer, length if isinstance(rows, Path) else window, share)
+        if share is not None:
+            so_far = tokens.real.sum(1).cumsum(0)
+            tokens = tokens.rows(slice(int((so_far <= share).sum())))
+        found.append(tokens)
+    tokens = joined(found)
     if config is not None:
         tokens.check(config)
     return tokens
 
 
-def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
-    limit = None if max_tokens is None else max(POOL // 10, 32 * max_tokens)
+def _first(rows: Rows | Path, tokenizer: Tokenizer, length: int | None, most: int | None) -> Tokens:
+    """Return all windows of a file of token ids, or those of so much text that ``most`` tokens are
+    in it."""
+    if isinstance(rows, Path):
+        tokens = token_file(rows, length)
+        shorter = most is not None and int(tokens.real[0].sum()) > most
+        return token_file(rows, most) if shorter else tokens
+    assert length is not None
+    limit = None if most is None else max(POOL // 10, 32 * most)
     read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
-    ids = windows(texts, tokenizer, length)
-    if len(ids) == 0:
+    tokens = _windows(texts, rows, tokenizer, length)
+    if not tokens.count:
         raise MoesaicError(
             f"length {length}: the evaluation text is shorter than one window; lower it."
         )
-    domains, begun = _domains(read, texts, tokenizer, length), len(beginning(tokenizer))
-    tokens = Tokens(ids, None, (Origin(rows.taken, len(ids)),), *domains, begun)
-    return tokens if max_tokens is None else tokens.rows(slice(max_tokens // length))
-
-
-def _first_of_file(path: Path, length: int | None, max_tokens: int | None) -> Tokens:
-    tokens = token_file(path, length)
-    if max_tokens is None:
-        return tokens
-    if int(tokens.real[0].sum()) > max_tokens:
-        tokens = token_file(path, max_tokens)
-    so_far = tokens.real.sum(1).cumsum(0)
-    return tokens.rows(slice(int((so_far <= max_tokens).sum())))
+    parts, part_NL = _domains(read, texts, tokenizer, length)
+    return replace(tokens, parts=parts, part_NL=part_NL)
 
 
 def calibration_tokens(
@@ -464,7 +455,7 @@ def calibration_tokens(
     """Return windows drawn without replacement; for a mix, in proportion to its weights.
 
     Args:
-        source: as for :func:`moesaic.data.text_source.text_sources`, or rows.
+        source: as for :func:`moesaic.data.sources.text_sources`, or rows.
         tokenizer: the model's tokenizer; not used for a file of token ids.
         samples: number of windows; None for 100, or for all of a token file.
         length: tokens of a window, or most tokens of a document; None for ``window``, or for a
@@ -477,95 +468,59 @@ def calibration_tokens(
     Raises:
         MoesaicError: the text is empty or does not fill that many windows.
     """
-    draw = partial(_documents if documents else _windows, tokenizer=tokenizer, seed=seed)
-    if not isinstance(source, str):
-        rows = IndexedRows(source, RowRange(INLINE))
-        return draw(rows, length=length or window, samples=samples or SAMPLES)
-    sources = sources_of(source, "calibration")
-    shares: list[int | None] = [samples]
-    if len(sources) > 1:
-        shares = [*split_evenly(samples or SAMPLES, [s.weight for s in sources])]
-    parts = [
-        _with_mix(
-            _drawn_of_file(Path(s.name), length, share, seed)
-            if s.tokenised
-            else draw(
-                open_rows(s, "calibration"),
-                length=length or window,
-                samples=SAMPLES if share is None else share,
-            ),
-            s,
-        )
-        for s, share in zip(sources, shares, strict=True)
-        if share != 0
-    ]
-    return joined(parts)
+    found = []
+    for rows, share in _shared(source, "calibration", samples, SAMPLES):
+        if share == 0:
+            continue
+        if isinstance(rows, Path):
+            tokens = token_file(rows, length)
+        else:
+            share = SAMPLES if share is None else share
+            texts = _pool(rows, share * (length or window), seed, tokenizer)
+            if documents:
+                found.append(_documents(texts, rows, tokenizer, length or window, share, seed))
+                continue
+            tokens = _windows(texts, rows, tokenizer, length or window)
+        count, each = tokens.input_ids.shape
+        if share is not None and not (isinstance(rows, Path) and share == count):
+            has = f"fills {{}} windows of {each} tokens"
+            tokens = tokens.rows(_drawn(count, share, seed, has))
+        found.append(tokens)
+    return joined(found)
 
 
-def _with_mix(tokens: Tokens, source: TextSource) -> Tokens:
-    """Return the same windows, with the mix in their origins."""
-    origins = (replace(origin, mix=source.mix) for origin in tokens.origins)
-    return replace(tokens, origins=tuple(origins))
+def _windows(texts: Sequence[str], rows: Rows, tokenizer: Tokenizer, length: int) -> Tokens:
+    ids = windows(texts, tokenizer, length)
+    return Tokens(ids, None, (Origin(rows.taken, len(ids)),), begun=len(beginning(tokenizer)))
 
 
-def _windows(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
-    ids = windows(_pool(rows, samples * length, seed, tokenizer), tokenizer, length)
-    tokens = Tokens(ids, begun=len(beginning(tokenizer)))
-    return _drawn(tokens, rows.taken, samples, length, seed)
-
-
-def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
+def _documents(
+    pool: Sequence[str], rows: Rows, tokenizer: Tokenizer, length: int, samples: int, seed: int
+) -> Tokens:
     begin = beginning(tokenizer)
     start = "".join(tokenizer.convert_ids_to_tokens(begin))  # from a template; added again below
-    pool = _pool(rows, samples * length, seed, tokenizer)
     texts = [text.removeprefix(start) for text in pool if text.strip()]
-    order = torch.randperm(len(texts), generator=_seeded(seed))[:samples].tolist()
-    if not order:
-        raise MoesaicError("documents: the calibration text has none; give text that has some.")
-    if len(order) < samples:
-        raise MoesaicError(
-            f"samples {samples}: the calibration text has {len(order)} documents; give more text, "
-            f"or pass samples={len(order)}."
-        )
     encoded = [
         tokenizer(texts[i], truncation=True, max_length=length, verbose=False)["input_ids"]
-        for i in order
+        for i in _drawn(len(texts), samples, seed, "has {} documents")
     ]
     longest = max(map(len, encoded))
     filling = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids = torch.tensor([row + [filling] * (longest - len(row)) for row in encoded])
-    mask = torch.tensor([[i < len(row) for i in range(longest)] for row in encoded])
+    mask = torch.arange(longest) < torch.tensor([*map(len, encoded)])[:, None]
     origins = (Origin(rows.taken, samples),)
     return Tokens(ids, None if bool(mask.all()) else mask, origins, begun=len(begin))
 
 
-def _drawn_of_file(path: Path, length: int | None, samples: int | None, seed: int) -> Tokens:
-    tokens = token_file(path, length)
-    if samples is None or samples == len(tokens.input_ids):
-        return tokens
-    (origin,) = tokens.origins
-    return _drawn(tokens, origin.taken, samples, tokens.input_ids.shape[1], seed)
-
-
-def _drawn(tokens: Tokens, taken: RowRange, samples: int, length: int, seed: int) -> Tokens:
-    """Return some of the windows, in a random order."""
-    count = len(tokens.input_ids)
-    if not count:
-        raise MoesaicError(
-            f"length {length}: the calibration text is shorter than one window; lower it, or give "
-            "more text."
-        )
+def _drawn(count: int, samples: int, seed: int, has: str) -> Tensor:
+    """Return indices of some of the windows in a random order."""
     if count < samples:
+        remedy = f"pass samples={count}" if count else "lower length"
         raise MoesaicError(
-            f"samples {samples}: the calibration text fills {count} windows of {length} tokens; "
-            f"pass samples={count}, or give more text."
+            f"samples {samples}: the calibration text {has.format(count)}; {remedy}, or give more "
+            "text."
         )
-    chosen = torch.randperm(count, generator=_seeded(seed))[:samples]
-    return replace(tokens.rows(chosen), origins=(Origin(taken, samples),))
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
 
 
 def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]:
@@ -606,14 +561,14 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     mask = torch.cat([part.real for part in padded]) if masked else None
     origins = tuple(origin for part in parts for origin in part.origins)
     names = [", ".join(o.taken.source or SHIPPED for o in part.origins) for part in parts]
-    sources = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
+    kinds = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
     part_NL = torch.cat(
         [
-            torch.full_like(part.input_ids, sources.index(name))
+            torch.full_like(part.input_ids, kinds.index(name))
             for part, name in zip(padded, names, strict=True)
         ]
     )
-    return Tokens(ids, mask, origins, sources, part_NL, max(part.begun for part in parts))
+    return Tokens(ids, mask, origins, kinds, part_NL, max(part.begun for part in parts))
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
@@ -648,12 +603,11 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
         raise MoesaicError(f"No file at {path}.")
     try:
         tensors = load_file(path)
+        tokens = Tokens(tensors["input_ids"], tensors.get("attention_mask"))
     except (SafetensorError, OSError) as error:
         raise MoesaicError(f"{path} is not a safetensors file: {error}") from error
-    if "input_ids" not in tensors:
-        raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T).")
-    try:
-        tokens = Tokens(tensors["input_ids"], tensors.get("attention_mask"))
+    except KeyError:
+        raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T).") from None
     except MoesaicError as error:
         raise MoesaicError(f"{path}: {error}") from error
     ids, mask = tokens.input_ids, tokens.attention_mask

@@ -17,8 +17,7 @@ from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, run_script
-from moesaic.exports.narrowed import narrowed
-from moesaic.exports.reduced import reduced
+from moesaic.exports.reduced import narrowed, reduced
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder

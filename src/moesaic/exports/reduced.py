@@ -1,4 +1,4 @@
-"""Export of pruned and condensed mixtures in their own architecture."""
+"""Export of layers that are cut, condensed or dropped, in their own architecture."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
+from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, aligned, base_config
@@ -17,8 +18,7 @@ from moesaic.io.source import Source
 from moesaic.plan import Plan
 from moesaic.plans import neurons
 from moesaic.plans.base import KINDS, Header
-from moesaic.plans.pruned import PrunedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes, spread
 from moesaic.types import JSON, Config, Values
 
@@ -43,6 +43,36 @@ def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]
     mixture.drop()
     config = mixture.holding()
     return Export(config, mixture.write, mixture.costs)
+
+
+def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
+    """Return the export of narrower dense layers: one intermediate size, padded with zeros.
+
+    Args:
+        source: the reduced model, which is dense.
+        arch: its architecture.
+        headers: headers by layer.
+        target: the base's own architecture, or empty.
+
+    Raises:
+        MoesaicError: the target is another architecture.
+    """
+    if target not in ("", arch.model_type):
+        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    shape, config = base_shape(shape_of(source.config), arch), base_config(source.config, arch)
+    config.intermediate_size = width = max(shape.widths)
+    layers = {
+        i: CutLayer(None, neurons.filled_up(torch.arange(before), width)[None], before)
+        for i, before in enumerate(shape.widths)
+        if before < width
+    }
+    costs = [sum(shape.widths), len(shape.widths) * width]
+
+    def write(writer: Writer) -> None:
+        plan = Plan("export", shape, layers)
+        rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
+
+    return Export(config, write, {"active_neurons": costs, "stored_neurons": costs})
 
 
 class _Reduced:
@@ -73,7 +103,7 @@ class _Reduced:
         self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
         self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
         """Dense layers that are padded to the width of the widest."""
-        self.plans: dict[int, PrunedLayer] = {}
+        self.plans: dict[int, CutLayer] = {}
         self.costs: JSON = {}
 
     def _configure(self, changes: Values) -> None:
@@ -91,7 +121,7 @@ class _Reduced:
             if (view.width, view.shared_width) != (wide, room):
                 order_W = neurons.filled_up(torch.arange(view.width), wide)
                 order_S = neurons.filled_up(torch.arange(view.shared_width), room) if room else None
-                self.plans[i] = SlimmedLayer(
+                self.plans[i] = CutLayer(
                     torch.arange(view.count),
                     order_W.repeat(view.count, 1),
                     view.width,
@@ -117,7 +147,7 @@ class _Reduced:
                     "Prune to one legal count."
                 )
             for i, n in counts.items():
-                plan = self.plans.get(i, PrunedLayer(torch.arange(n)))
+                plan = self.plans.get(i, CutLayer(torch.arange(n)))
                 self.plans[i] = plan.padded(count, groups)
         self._configure({self.arch.count: count})
         self.costs["experts"] = [sum(counts.values()), count * len(counts)]

@@ -136,8 +136,7 @@ class Files:
             rounding = self._converted(result, whole)
         if weights is not None:
             rounding.rounder.known = weights
-        plain = types is None
-        tensors = rounding.uniform(out, file.type) if plain else rounding.mixed(out, types)
+        tensors = rounding.mixed(out, types) if types else rounding.uniform(out, file.type)
         return {"bytes": out.stat().st_size, "types": types_of(tensors)}
 
     @contextmanager

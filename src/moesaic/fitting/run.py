@@ -192,6 +192,8 @@ def carried_out(
         findings: more that led to it, for the record.
     """
     best = replace(search.recipe, steps=chosen.converted)
+    if search.files and best.evaluation:  # transformers' speed is not that of the file
+        best = replace(best, evaluation=replace(best.evaluation, rounds=0))
     refused = [{"form": form, "reason": reason} for form, reason in search.trials.refused.items()]
     findings = {
         "chosen": chosen.as_json(),

@@ -35,7 +35,7 @@ GGUF = re.compile(b"GGUF")
 """Patterns of the first bytes of statistics and GGUF files, which identify older outputs."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 SCRATCH = re.compile(
-    r"(request|machine)\.json|(layer-|stats).*\.safetensors|(step|tried)-.*\.json|best\.yaml|"
+    r"(request|machine|goal)\.json|(layer-|stats).*\.safetensors|(step|tried)-.*\.json|best\.yaml|"
     r".*\.stats|\..*\.(writing|lock)"
 )
 """Pattern of names at the top of a folder that keeps an unfinished run or search."""

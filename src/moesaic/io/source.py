@@ -65,6 +65,13 @@ class Source:
 
     name: str
     folder: Path
+    file: Path | None = None
+    """GGUF file that the folder was unpacked from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the weights as stored; of a GGUF file those of the file."""
+        return self.file.stat().st_size if self.file else self.checkpoint.nbytes()
 
     @property
     def config(self) -> Config:
@@ -354,12 +361,13 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
         return Source(name, path)
     name = without_slash(name)
     if name in PACKAGED:
-        return Source(name, folder_of(packaged_file(name)))
+        file = packaged_file(name)
+        return Source(name, folder_of(file), file)
     if name in SHIPPED:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
     if path.suffix == ".gguf":
         check_fetched(path)
-        return Source(name, folder_of(path))
+        return Source(name, folder_of(path), path)
     return Source(name, from_hub(name, revision, token))
 
 

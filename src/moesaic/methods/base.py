@@ -65,8 +65,6 @@ class Outline:
     """True if the result will have exactly this shape, False if only nearly."""
     statistics: int = 0
     """Bytes of the largest layer's statistics."""
-    backward: bool = False
-    """True if hidden states of all layers are kept for a backward pass."""
     trained: int = 0
     """Number of trainable parameters; if above 0, the whole model is in memory."""
 

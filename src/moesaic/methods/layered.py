@@ -1,9 +1,10 @@
 """Run and outline shared by all methods that decide layer by layer.
 
-A method defines the ``sizes`` a layer may have, the statistics that it ``needs`` or computes itself
-(``observe``), the plan of a layer at each size (``decide``), and how a budget is divided
-(``allocate``). Everything else is here: the model or a file of statistics, layers decided before,
-several processes, comparisons, the refit, and the outline, made by the same ``decide``.
+A method defines the ``sizes`` a layer may have, the names of the statistics that it ``needs``,
+those that it computes itself (``observe``), the plan of a layer at each size (``decide``), and how
+a budget is divided (``allocate``). Everything else is here: the model or a file of statistics,
+layers decided before, several processes, comparisons, the refit, and the outline, made by the same
+``decide``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,9 @@ from moesaic.arch.dense import FFN
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
 from moesaic.observation.branches import divergences
+from moesaic.observation.files import Observation, Observed
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.processes import each_layer
-from moesaic.observation.stats import (
-    LayerStats,
-    Observation,
-    Observed,
-    bytes_of,
-    shows_tokens,
-)
+from moesaic.observation.stats import Stats, Tally, bytes_of
 from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
@@ -50,12 +45,10 @@ class LayerCase(Generic[A]):
 
     index: int
     job: Job[A]
-    stats: LayerStats | None
-    """Statistics of the layer; None if only its shape is known, as in a dry run."""
+    stats: Stats | None
+    """Statistics of the layer by name; None if only its shape is known, as in a dry run."""
     site: LayerTokens[Any] | None = None
     """Layer and its tokens, if ``needs`` includes them."""
-    statistic: Any = None
-    """Result of the method's ``observe``."""
 
     @property
     def view(self) -> FFN:
@@ -82,15 +75,21 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     @property
     @abstractmethod
     def needs(self) -> Collection[str]:
-        """Statistics that :meth:`decide` reads, of :data:`moesaic.observation.stats.NEEDS`."""
+        """Names of the statistics that :meth:`decide` reads: of :mod:`moesaic.observation.stats`,
+        and those of :meth:`observe`; ``tokens`` for the layer with all its tokens."""
 
     @property
     def gram_bytes(self) -> int:
         """Memory for the Gram matrices of one layer's experts."""
         return 0
 
-    def observe(self, site: LayerTokens[Any]) -> Any:
-        """Compute the method's own statistic of a layer's tokens, shared by all comparisons."""
+    def observe(self, site: LayerTokens[Any], tally: Tally) -> None:
+        """Add the method's own statistics of a layer's tokens; comparisons share them.
+
+        Args:
+            site: the layer, and this process's tokens.
+            tally: statistics of the layer.
+        """
 
     @abstractmethod
     def decide(self, case: LayerCase[A], sizes: Sequence[S]) -> Decided[S]:
@@ -156,7 +155,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         sizes = {name: method.sizes(job) for name, method in methods.items()}
         needs = {name for method in methods.values() for name in method.needs}
         gram_bytes = max(method.gram_bytes for method in methods.values())
-        observation = Observation(job, needs, gram_bytes)
+        observation = Observation(job, needs, gram_bytes, self.observe)
         calibration, refit = observation.calibration, self._option("refit")
         text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
@@ -220,13 +219,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
             i, stats, site = observed
             results: dict[str, tuple[LayerPlan, JSON]] = {}
-            statistic = self.observe(site) if site is not None and i in missing else None
-            case = LayerCase(i, job, stats, site, statistic)
+            case = LayerCase(i, job, stats, site)
             for name in missing.get(i, ()):
                 method, options = methods[name], sizes[name][i]
                 for size, decision in method.decide(case, options).items():
                     results[method._key(name, size)] = decision
-                    if method._at_once(job, observation.needs, options):
+                    if method._at_once(observation, options):
                         assert site is not None
                         results[refit_name(name)] = decision[0].refit(site)
             if follow and site is not None:
@@ -240,14 +238,14 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
         indices = sorted(sizes[RESULT] if follow else missing)
         shared = observation.whole and not follow
-        for i, results in each_layer(job, indices, source, decided, self.words, shared=shared):
+        for i, results in job.each_layer(indices, source, decided, self.words, shared=shared):
             for name, (layer, analysis) in results.items():
                 finished.add(name, i, layer, analysis)
 
-    def _at_once(self, job: Job[A], needs: Collection[str], options: Sequence[S]) -> bool:
+    def _at_once(self, observation: Observation, options: Sequence[S]) -> bool:
         """Return True if a layer is refitted as it is decided, on the tokens then in memory."""
         alone = len(options) == 1 and self.final and not self._option("progressive")
-        return self._option("refit") and alone and shows_tokens(job, needs)
+        return self._option("refit") and alone and observation.shows_tokens
 
     def _key(self, name: str, size: S) -> str:
         """Return the name under which a layer's decision at a size is stored."""
@@ -267,11 +265,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         }
         chosen = self.allocate(losses)
         layers = self.finish(job, {i: decided[i][size][0] for i, size in chosen.items()})
+        views, tokens = [job.arch.view(job.layers[i]) for i in sizes], job.planned_tokens
+        held = (bytes_of(self.needs, view, tokens, self.gram_bytes) for view in views)
         return Outline(
             Plan(self.config.name, job.base, layers, asdict(self.config)),
             exact=all(len(options) == 1 for options in sizes.values()),
-            statistics=bytes_of(self.needs, job, list(sizes), self.gram_bytes),
-            backward="curvature" in self.needs,
+            statistics=max(held, default=0),
         )
 
 

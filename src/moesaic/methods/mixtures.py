@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
 
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.observation.job import Job
-from moesaic.plans.skipping import SkippingLayer
 from moesaic.surgery import headers_of
 from moesaic.types import Config
 
@@ -32,7 +34,7 @@ def unskipped(config: Config) -> MoEArch:
     Raises:
         MoesaicError: the model skips already, or is no known mixture of experts.
     """
-    if any(h["kind"] == SkippingLayer.kind for stack in headers_of(config).values() for h in stack):
+    if any("beta" in header for stack in headers_of(config).values() for header in stack):
         raise MoesaicError("This model skips already; start from the one it was made from.")
     return moe_arch(config)
 
@@ -47,6 +49,22 @@ def routed_layers(job: Job[MoEArch]) -> list[int]:
     if not layers:
         raise MoesaicError("No layer of this model routes.")
     return layers
+
+
+def routing_of(job: Job[MoEArch], layer: int, stats: Mapping[str, Tensor]) -> RoutingFunction:
+    """Return a layer's routing function, ready to decide on recorded logits.
+
+    Args:
+        job: the model.
+        layer: index of the layer, which may be closed.
+        stats: its statistics, with ``bias_E``.
+    """
+    routing = job.arch.mixture(job.layers[layer]).routing
+    start = f"{job.arch.layer_prefix(layer)}{job.arch.inside}"
+    routing.fill(lambda name, _: job.naming.read(start + name))
+    if routing.bias_E is not None and "bias_E" in stats:
+        routing.bias_E = stats["bias_E"]
+    return routing
 
 
 def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:

@@ -13,7 +13,6 @@ import torch
 
 from moesaic.arch.dense import FFN, Arch
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.processes import each_layer
 from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
@@ -70,7 +69,7 @@ def recover(
     if any(missing.values()):
         indices = layers if propagate else [i for i in layers if missing[i]]
         words, shared = "Refitting layers", not propagate
-        for i, results in each_layer(job, indices, source, refitted, words, shared=shared):
+        for i, results in job.each_layer(indices, source, refitted, words, shared=shared):
             for name, (layer, figures) in results.items():
                 finished.add(refit_name(name), i, layer, figures)
     recovered = {

@@ -100,7 +100,7 @@ def _measured(
                 source.folder, length, new_tokens, device, types[name]
             ),
             "active_parameters": active[name],
-            "file_bytes": source.checkpoint.nbytes(),
+            "file_bytes": source.nbytes,
         }
         for name, source in sources.items()
     }

@@ -11,9 +11,8 @@ import torch
 
 from moesaic.bars import tracked
 from moesaic.config import Evaluation, text_fields
-from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.reader import RowRange
+from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
@@ -358,7 +357,7 @@ def _check_rows(used: Iterable[RowRange], tokens: Tokens, name: str) -> None:
     """Refuse to measure on rows that something of this name was calibrated on."""
     ranges = [*used]
     for theirs in (origin.taken for origin in tokens.origins):
-        if not theirs.never_shared and any(theirs.meets(ours) for ours in ranges):
+        if any(theirs.meets(ours) for ours in ranges):
             raise MoesaicError(
                 f"{theirs.source} is to be measured on, and {name} was calibrated on rows of it. "
                 "Measure on another text, split or slice."

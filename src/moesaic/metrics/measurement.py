@@ -98,7 +98,7 @@ class Measurement:
                 "There is no room for a whole model in memory: continuations, speed, comparisons "
                 "and quantised baselines are left out."
             )
-        files = {n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")}
+        files = {n: self.sources[n].nbytes for n in ("original", "result")}
         routing = self._scores["result"].routing
         measured: JSON = {
             "evaluation": self._circumstances(),

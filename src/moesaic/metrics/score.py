@@ -32,6 +32,8 @@ from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is reported: JSON has no infinity."""
+ALIKE = 0.9
+"""Least share of the larger vocabulary that the smaller one has, for two models to be compared."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ def qualities(
     measured with every token as at decoding. Each model runs once.
 
     Args:
-        runs: one model, or a result and its original, which has the same vocabulary.
+        runs: one model, or a result and its original. If one was padded, or got more tokens,
+            predictions of those that both have are measured.
         tokens: the windows.
         track: shows progress.
         shared: several processes share the batches, and all of them call this.
@@ -245,14 +248,15 @@ def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
         have the same most probable token.
 
     Raises:
-        MoesaicError: vocabularies differ.
+        MoesaicError: vocabularies are of other sizes by far.
     """
     predicted = [out.shape[-1] for out in logits]
-    if len({*predicted}) > 1:
+    if min(predicted) < ALIKE * max(predicted):
         raise MoesaicError(
             f"against: the original predicts {predicted[1]:,} tokens, the model "
             f"{predicted[0]:,}; measure each by itself."
         )
+    logits = [out[..., : min(predicted)] for out in logits]
     scored_NL = labels_NL[:, 1:] != IGNORED
     # of one model two, of a result and its original five
     figures_CT = torch.ones(3 * len(logits) - 1, int(scored_NL.sum()), dtype=torch.float64)

@@ -30,6 +30,11 @@ class _UnevenExperts(nn.Module):
     down_rows: Tensor
     _apply_gate: Callable[[Tensor], Tensor]
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Neurons of each expert."""
+        return tuple(stop - start for start, stop in self.slices)
+
     def weights_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Return gates and ups of an expert (2 H, D), and its down projection transposed (H, D)."""
         start, stop = self.slices[number]
@@ -38,7 +43,7 @@ class _UnevenExperts(nn.Module):
     @property
     def gate_up_proj(self) -> Tensor:
         """Copy in the base's layout, padded with zeros (E, 2 W, D)."""
-        room = max(stop - start for start, stop in self.slices)
+        room = max(self.widths)
         filled = []
         for number, (start, stop) in enumerate(self.slices):
             missing = (0, 0, 0, room - (stop - start))

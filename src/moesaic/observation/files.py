@@ -1,26 +1,28 @@
-"""Statistics file of ``observe``: a model observed once, for any number of decisions."""
+"""Source of the statistics that methods decide by: the model, or a file that ``observe`` wrote."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
+from math import isqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.lookup import uncarved_arch
-from moesaic.arch.mixture import MoEFFN
 from moesaic.config import RunArgs, takes_options
-from moesaic.data.text_source import read_by
-from moesaic.distributed import gathered, process, wait_for_all
+from moesaic.data.sources import read_by
+from moesaic.data.text import Tokens
+from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import of_stored, stored_in
 from moesaic.io.headers import check_fields, header_of, parsed, reading
@@ -33,21 +35,120 @@ from moesaic.io.outputs import (
     whole_file,
 )
 from moesaic.io.restore import leaves_untouched
-from moesaic.observation.expert_stats import ExpertStats, observed
 from moesaic.observation.job import Job
-from moesaic.observation.neuron_stats import NeuronStats, observe_neurons
+from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
 from moesaic.observation.stream import LayerTokens
-from moesaic.plan import BaseShape, MadeFrom
-from moesaic.types import JSON, Model, Values
+from moesaic.plan import MadeFrom
+from moesaic.types import JSON, Named, Values
 
-FORMAT = 4
+FORMAT = 5
 """Version of statistics files; others are refused."""
+PAIRS = frozenset({"gram_EMM", "shared_gram_SS", "down_EDM", "shared_down_DS"})
+FILED = frozenset({*OF_WEIGHTS, *OF_TOKENS} - PAIRS)
+"""Statistics that a file holds of a mixture."""
+FILED_DENSE = frozenset({"calls_E", "energy_EM", "reach_EM", "size_EM"})
+"""Statistics that a file holds of a dense model."""
+NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
+"""Tokens that pass through the model if only weights are observed."""
+
+Observed = tuple[int, Stats, LayerTokens[FFN] | None]
+"""Index of a layer, its statistics, and its tokens if they are in memory."""
+
+
+class Observation:
+    """Source of a run's statistics: the model's activations, or a file.
+
+    Args:
+        job: the model, and the calibration tokens or the file of statistics.
+        needs: names of statistics (:mod:`moesaic.observation.stats`); also ``tokens`` for the
+            layer's tokens themselves, all of them in every process.
+        gram_bytes: memory for the Gram matrices of one layer's experts.
+        own: adds a method's own statistics of a layer's tokens.
+
+    Raises:
+        MoesaicError: the file is of another model, or lacks what is needed.
+    """
+
+    def __init__(
+        self,
+        job: Job[Arch],
+        needs: Collection[str],
+        gram_bytes: int = 0,
+        own: Callable[[LayerTokens[Any], Tally], None] | None = None,
+    ) -> None:
+        self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
+        path = job.args.calibration.stats
+        file = self._opened(path) if path else None
+        self._file = file if self.needs else None
+        job.observed = self._file.header if self._file is not None else {}
+        self.reads_text = self._file is None and not self.needs <= OF_WEIGHTS.keys()
+        self._own = own if self.reads_text else None
+
+    def _opened(self, path: str) -> StatsFile:
+        lacking = self.needs - FILED
+        if lacking:
+            words = {"pairs of neurons" if name in PAIRS else name for name in lacking}
+            raise MoesaicError(
+                f"stats hold no {' and no '.join(sorted(words))}: these options need the model, "
+                "and cannot decide from stats."
+            )
+        file = StatsFile(Path(path))
+        self.job.warn_of_text()
+        differences = MadeFrom({"base": file.header["base"]}).differs(
+            MadeFrom({"base": asdict(self.job.base)})
+        )
+        if differences:
+            raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
+        if "gram_SP" in self.needs and not file.header["gram"]:
+            raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
+        return file
+
+    @property
+    def whole(self) -> bool:
+        """True if every process sees all tokens of a layer, so that they can share layers."""
+        return self._file is None and "tokens" in self.needs
+
+    @property
+    def shows_tokens(self) -> bool:
+        """True if layers come with all tokens, so that a refit needs no other pass."""
+        return self.reads_text and (self.whole or process()[1] == 1)
+
+    @property
+    def file(self) -> str:
+        """Fingerprint of the file; empty without one."""
+        return "" if self._file is None else str(self._file.fingerprint)
+
+    @property
+    def calibration(self) -> str:
+        """Fingerprint of the text used for the decision; empty if there is none."""
+        if self._file is not None:
+            return str(self._file.header["calibration"])
+        return self.job.tokens.fingerprint if self.reads_text else ""
+
+    def layers(self, layers: Sequence[int], follow: bool = False) -> Iterator[Observed]:
+        """Yield layers in turn, observed on the tokens of all processes.
+
+        Args:
+            layers: rising indices.
+            follow: as for :class:`~moesaic.observation.stream.LayerStream`.
+        """
+        if self._file is not None or not self.needs:
+            for i in layers:
+                yield i, {} if self._file is None else self._file.layer(i, self.needs), None
+            return
+        every, numbers = (self.job.tokens if self.reads_text else NO_TEXT), None
+        share = every
+        if self.reads_text and not self.whole:
+            share, numbers = self.job.own_tokens
+        for site in self.job.stream(layers, self.job.arch.view, share, follow=follow):
+            stats = observed(site, self.needs, every, numbers, self.gram_bytes, self._own)
+            yield site.index, stats, site if self.reads_text else None
 
 
 @takes_options()
 @leaves_untouched
 def observe(
-    model: Model | str | Path,
+    model: Named,
     out: str | Path,
     *,
     gram_mb: int = 256,
@@ -61,7 +162,7 @@ def observe(
     read single neurons; for a dense model only the last.
 
     Args:
-        model: a loaded PreTrainedModel, or a name.
+        model: a name or folder, a loaded model, or what a verb returned.
         out: the file to write.
         gram_mb: MiB for the Gram matrices of one layer of experts; 0 leaves them out, and
             reconstruction with them.
@@ -86,7 +187,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     job = Job(args, partial(uncarved_arch, instead="observe the original"))
     layers = observed_layers(job)
     request: JSON = {
-        **job.request({"base": plain(job.base)}),
+        **job.request({}),
         "layers": layers,
         "calibration": job.tokens.fingerprint,
         "tokens": job.tokens.count,
@@ -105,28 +206,27 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         if process()[0] == 0:
             discard(folder)
     wait_for_all()  # or a process would look for finished layers in a folder that is being deleted
-    done = [i for i in layers if _layer_file(folder, i).exists()]
+    files = {i: folder / f"stats-{i:04d}.safetensors" for i in layers}
+    done = [i for i in layers if files[i].exists()]
     for i in done:
-        stored = MadeFrom(StatsFile(_layer_file(folder, i)).header)
-        differences = stored.differs(MadeFrom(request))
+        differences = MadeFrom(StatsFile(files[i]).header).differs(MadeFrom(request))
         if differences:
             raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
     if len(done) < len(layers):
+        names = FILED if any(job.base.experts) else FILED_DENSE
+        names = names if gram_mb else names - GRAM
         share, numbers = job.own_tokens
         stream = job.stream(layers, job.arch.view, share)
         for site in job.track(stream, "Observing layers", len(layers)):
             if site.index in done:
                 continue
-            if isinstance(site.view, MoEFFN):
-                routed = cast("LayerTokens[MoEFFN]", site)
-                stats = observed(routed, job.tokens, numbers, gram_mb << 20)
-            else:
-                neurons = NeuronStats.merged(gathered(observe_neurons(site)))
-                stats = replace(ExpertStats.none(1), neurons=neurons)
+            stats = observed(site, names, job.tokens, numbers, gram_mb << 20)
             if process()[0] == 0:
-                _save_layer(stats, folder, site.index, request)
+                tensors = {f"layers.{site.index}.{n}": t.contiguous() for n, t in stats.items()}
+                with whole_file(files[site.index]) as partly:
+                    save_file(tensors, partly, metadata=_metadata(request))
     if process()[0] == 0:
-        join({i: _layer_file(folder, i) for i in layers}, out, request)
+        join([*files.values()], out, request)
     wait_for_all()  # the file is complete, and all processes have read which layers were done
     if process()[0] == 0:
         discard(folder)
@@ -150,29 +250,6 @@ def observed_layers(job: Job[Arch]) -> list[int]:
 # --- the file ------------------------------------------------------------------------------------
 
 
-def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
-    """Return the statistics file of this model.
-
-    Raises:
-        MoesaicError: the file is of another model, or lacks what is needed.
-    """
-    file = StatsFile(Path(path))
-    job.warn_of_text()
-    base = plain(job.base)
-    stored = {"base": {"routing": base["routing"], **file.header["base"]}}
-    differences = MadeFrom(stored).differs(MadeFrom({"base": base}))
-    if differences:
-        raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
-    if needs_gram and not file.header["gram"]:
-        raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
-    return file
-
-
-def plain(base: BaseShape) -> JSON:
-    """Return a base's shape as JSON reads it back."""
-    return json.loads(json.dumps(asdict(base)))
-
-
 _HEADER: Values = {
     "base": dict,
     "dtype": str,
@@ -188,7 +265,7 @@ _MUST = ("base", "dtype", "layers", "gram", "calibration", "tokens")
 
 
 class StatsFile:
-    """Statistics of a whole model in one safetensors file, read one layer at a time.
+    """Statistics of a whole model in one safetensors file, ``layers.N.NAME``, read layer by layer.
 
     Raises:
         MoesaicError: the file does not exist, is no statistics file, or has another format version.
@@ -228,58 +305,65 @@ class StatsFile:
         """Rows of text that were observed, as in records; empty if unknown."""
         return list(self.header.get("sources", ()))
 
-    @property
-    def layers(self) -> list[int]:
-        """Indices of the observed decoder layers."""
-        return list(self.header["layers"])
-
-    def layer(self, index: int) -> ExpertStats:
-        """Return one layer's statistics.
+    def layer(self, index: int, names: Collection[str]) -> Stats:
+        """Return some statistics of one layer.
 
         Raises:
             MoesaicError: they are incomplete or damaged.
         """
-        what = f"{self.path}: layer {index}"
-        with reading(what, "Observe the model again."):
-            with safe_open(self.path, framework="pt") as opened:
-                start = f"{index}."
-                names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
-                tensors = {n: opened.get_tensor(start + n).clone() for n in names}
-            stats = ExpertStats.of_tensors(tensors)
-            stats.check()
+        what, start = f"{self.path}: layer {index}", f"layers.{index}."
+        with reading(what, "Observe the model again."), safe_open(self.path, "pt") as opened:
+            there = {n.removeprefix(start) for n in opened.keys() if n.startswith(start)}
+            if missing := sorted({*names} - there):
+                raise KeyError(missing[0])
+            stats = {n: opened.get_tensor(start + n).clone() for n in names}
+            sizes = {}
+            shapes = {n: opened.get_slice(start + n).get_shape() for n in there}
+            if "gram_SP" in there:
+                weighed = max(shapes["calls_E"][0], (isqrt(8 * shapes["gram_SP"][1] + 1) - 1) // 2)
+                sampled = int(opened.get_tensor(f"{start}sampled_T").sum())
+                sizes = {"S": sampled, "P": weighed * (weighed + 1) // 2}
+            _check_shapes(shapes, **sizes)
         return stats
 
 
-def _save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
-    """Write one layer's statistics to disk, atomically."""
-    with whole_file(_layer_file(folder, index)) as partial:
-        save_file(stats.tensors(), partial, metadata=_metadata(header))
+def _check_shapes(shapes: Mapping[str, Sequence[int]], **sizes: int) -> None:
+    """Refuse statistics of one layer whose axes differ in size.
+
+    Args:
+        shapes: shape of each statistic.
+        sizes: known sizes of axes.
+
+    Raises:
+        ValueError: names one.
+    """
+    for name, shape in sorted(shapes.items()):
+        if name.startswith("shared") or 0 in shape:
+            continue
+        axes = name.rpartition("_")[2]
+        expected = [sizes.setdefault(axis, n) for axis, n in zip(axes, shape, strict=True)]
+        if list(shape) != expected:
+            raise ValueError(f"{name} is of shape {list(shape)}, not {expected}")
 
 
 def _metadata(header: JSON) -> dict[str, str]:
     return {"moesaic": json.dumps({"format": FORMAT, **header})}
 
 
-def _layer_file(folder: Path, index: int) -> Path:
-    """Return the file of one layer's statistics until all layers are observed."""
-    return folder / f"stats-{index:04d}.safetensors"
-
-
-def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
+def join(parts: Sequence[Path], out: Path, header: JSON) -> None:
     """Join layers' files into one, byte by byte, without loading them."""
     index: JSON = {"__metadata__": _metadata(header)}
     start = 0
     spans: list[tuple[Path, int]] = []
-    for layer, path in parts.items():
+    for path in parts:
         part, data = header_of(path)
         for name, entry in part.items():
-            moved = [start + offset for offset in entry["data_offsets"]]
-            index[f"{layer}.{name}"] = {**entry, "data_offsets": moved}
+            index[name] = {**entry, "data_offsets": [start + n for n in entry["data_offsets"]]}
         spans.append((path, data))
         start += path.stat().st_size - data
     text = json.dumps(index).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(out) as partial, partial.open("wb") as joined:
+    with whole_file(out) as partly, partly.open("wb") as joined:
         joined.write(struct.pack("<Q", len(text)) + text)
         for path, skip in spans:
             with path.open("rb") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from moesaic.data.text import (
     process_share,
     without_overlap,
 )
-from moesaic.distributed import own_device, process
+from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.dtypes import working_type
@@ -45,6 +45,7 @@ from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
 logger = logging.getLogger(__name__)
 A_co = TypeVar("A_co", bound=Arch, covariant=True)
+T = TypeVar("T")
 V = TypeVar("V")
 HELD_BACK = 8
 """Number of calibration windows of which one is held out to compare decisions."""
@@ -324,6 +325,35 @@ class Job(Generic[A_co]):
             )
         return LayerStream(self.original, self.arch, tokens, layers, view=view, **options)
 
+    def each_layer(
+        self,
+        layers: Sequence[int],
+        source: Callable[[Sequence[int]], Iterable[V]],
+        work: Callable[[V], T],
+        words: str,
+        *,
+        shared: bool = True,
+    ) -> Iterator[T]:
+        """Work on layers, each in one of several processes, and yield all results in each process.
+
+        Args:
+            layers: indices of the layers.
+            source: opens some of them, one after the other; with all tokens if layers are shared.
+            work: function of an opened layer.
+            words: label of the progress bar.
+            shared: False if every process works on all layers, because each layer needs the
+                results of those before it, or because processes share the tokens.
+        """
+        number, world = process() if shared else (0, 1)
+        numbers = sorted(layers)[number::world]
+        items = iter(self.track(source(numbers) if numbers else (), words, len(numbers)))
+        for _ in range(-(-len(layers) // world)):
+            results = [work(item) for item in (next(items, None),) if item is not None]
+            for part in gathered(results) if shared else [results]:
+                yield from part
+        for _ in items:  # lets the source end
+            pass
+
     def live(self, inplace: bool | None = None) -> Model:
         """Return a model to train or to change: read from disk, the caller's own, or a copy of it.
 
@@ -354,21 +384,12 @@ class Job(Generic[A_co]):
         return Finished(self.args.resume_from, self.request(request))
 
 
-class Finished:
-    """Store of decided layers, on disk too if there is a folder for them."""
+class Finished(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
+    """Decided layers by name and index, on disk too if there is a folder for them."""
 
     def __init__(self, folder: Path | None, request: Values) -> None:
-        self.store: dict[tuple[str, int], tuple[LayerPlan, JSON]] = {}
-        self._file = None
-        if folder is not None:
-            self._file = Progress(folder, request)
-            self.store |= self._file.finished()
-
-    def __contains__(self, key: tuple[str, int]) -> bool:
-        return key in self.store
-
-    def __getitem__(self, key: tuple[str, int]) -> tuple[LayerPlan, JSON]:
-        return self.store[key]
+        self._file = None if folder is None else Progress(folder, request)
+        super().__init__({} if self._file is None else self._file.finished())
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
         """Store a decided layer.
@@ -379,6 +400,6 @@ class Finished:
             layer: the plan.
             analysis: measurements behind the decision, as plain JSON.
         """
-        self.store[name, index] = (layer, analysis)
+        self[name, index] = (layer, analysis)
         if self._file is not None and process()[0] == 0:
             self._file.add(name, index, layer, analysis)

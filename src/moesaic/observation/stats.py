@@ -1,174 +1,436 @@
-"""Statistics of each layer for decisions: from the model, or from a file of ``observe``.
+"""Statistics of a layer: named tensors, each with a rule by which those of two token sets merge.
 
-A method names what it needs (:data:`NEEDS`), and nothing else is computed.
+A method names what it ``needs``, and nothing else is computed; experts run once for all names. A
+dense FFN is one expert that every token runs. Sums and norms are float64.
+
+==========================  =====  =================================================================
+name                        rule   meaning
+==========================  =====  =================================================================
+calls_E                     add    |T_j|, number of tokens routed to each expert, int64
+gate_E                      add    sum of the combine weights g_j over T_j
+norm_E, square_E, gated_E   add    sums of |f_j|, |f_j|^2 and g_j |f_j| over T_j
+pair_EE                     add    sum of g_i g_j <f_i, f_j> over tokens
+energy_EM, gram_EMM         add    sums of (w h_j)^2 and (w h_j)(w h_k) over an expert's tokens
+batch_T                     join   calibration batch of each token, int64
+logits_TX                   join   inputs of the router's decision, float32
+sampled_T                   join   True for tokens whose Gram matrix is kept
+gram_SP                     join   <f_i, f_j> for i <= j, packed, of the sampled tokens, float32
+cross_SA, delta_S           join   with gram_SP if the stream follows: <f_j, delta> and |delta|^2,
+                                   delta being the output error from earlier layers
+bias_E                      keep   choice bias of the router, or its factors by expert; may be empty
+spread_E                    keep   mean |w| over root mean square of w, of each expert's weights
+reach_EM, size_EM           keep   norms of W_down[:, j], and of all of a neuron's weights
+down_EDM                    keep   down projections
+shared_energy_S, ...        ..     the same of the shared path's neurons (also ``reach``, ``size``,
+                                   ``gram_SS``, ``down_DS``); empty without one
+==========================  =====  =================================================================
+
+Methods add statistics of their own: :meth:`moesaic.methods.layered.LayerMethod.observe`.
+
+Shape suffixes: T tokens, N or a block B of them, S sampled ones (in names that begin with
+``shared``: neurons of the shared path), E experts, A those and the shared ones that the router
+weighs, D hidden size, M neurons of an expert, P = A (A + 1) / 2 packed pairs, X inputs of a
+router's decision (:mod:`moesaic.arch.routing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 
 import torch
+from torch import Tensor
 
-from moesaic.arch.dense import FFN, Arch
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.dense import FFN
+from moesaic.arch.mixture import MoEFFN
 from moesaic.data.text import Tokens
-from moesaic.distributed import gathered, process
+from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
-from moesaic.observation.expert_stats import PARTS, ExpertStats, gram_room, observed
-from moesaic.observation.files import StatsFile, from_file
-from moesaic.observation.job import Job
-from moesaic.observation.neuron_stats import (
-    NeuronStats,
-    Products,
-    observe_neurons,
-    watching,
-    weight_stats,
-)
 from moesaic.observation.stream import LayerTokens
 
-MODEL = {"products": "pairs of neurons", "tokens": "tokens"}
-"""Statistics that no file of ``observe`` holds, in words."""
-NEEDS = frozenset({"router", *PARTS, "sizes", "energy", "shared", *MODEL})
-"""Names of statistics. Of a mixture: ``router`` and
-:data:`~moesaic.observation.expert_stats.PARTS`. Of the neurons of any model: ``sizes`` of their
-weights, ``energy``, that of the ``shared`` path too, and ``products``; ``tokens`` for the layer's
-tokens themselves, all of them in every process."""
-OF_EXPERTS = frozenset({"router", *PARTS})
-OF_NEURONS = frozenset({"sizes", "energy", "shared"})
-OF_WEIGHTS = frozenset({"weights", "sizes"})
-"""Statistics that need no text."""
-NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
-"""Tokens that pass through the model if only weights are observed."""
+Stats = dict[str, Tensor]
+"""Statistics of one layer by name, on the CPU."""
+BLOCK_BYTES = 128 << 20
+"""Bytes of expert outputs in memory at once."""
+OUTPUTS = frozenset({"norm_E", "square_E", "gated_E"})
+NEURONS = ("energy_EM", "gram_EMM")
+SHARED = ("shared_energy_S", "shared_gram_SS")
+GRAM = frozenset({"sampled_T", "gram_SP"})
+OF_TOKENS = frozenset(
+    {"calls_E", "gate_E", "batch_T", "logits_TX", "pair_EE", *OUTPUTS, *NEURONS, *SHARED, *GRAM}
+)
+"""Statistics that need text."""
 
 
 @dataclass
-class LayerStats:
-    """Statistics of one layer; None for those that are not needed."""
+class Tally:
+    """Statistics of one layer in the making."""
 
-    experts: ExpertStats | None = None
-    neurons: NeuronStats | None = None
-    products: Products | None = None
+    added: Stats = field(default_factory=dict)
+    joined: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
+    """Parts by name, each with the index of its batch."""
+    kept: Stats = field(default_factory=dict)
 
-
-Observed = tuple[int, LayerStats, LayerTokens[FFN] | None]
-"""Index of a layer, its statistics, and its tokens if they are in memory."""
-
-
-class Observation:
-    """Source of a run's statistics: the model's activations, or a file.
-
-    Args:
-        job: the model, and the calibration tokens or the file of statistics.
-        needs: names of :data:`NEEDS`.
-        gram_bytes: memory for the Gram matrices of one layer's experts.
-
-    Raises:
-        MoesaicError: the file is of another model, or lacks what is needed.
-    """
-
-    def __init__(self, job: Job[Arch], needs: Collection[str], gram_bytes: int = 0) -> None:
-        self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
-        path = job.args.calibration.stats
-        file = self._opened(path) if path else None
-        self._file = file if self.needs else None
-        job.observed = self._file.header if self._file is not None else {}
-        self.reads_text = self._file is None and bool(self.needs - OF_WEIGHTS)
-
-    def _opened(self, path: str) -> StatsFile:
-        lacking = [words for name, words in MODEL.items() if name in self.needs]
-        if lacking:
-            raise MoesaicError(
-                f"stats hold no {' and no '.join(lacking)}: these options need the model, and "
-                "cannot decide from stats."
-            )
-        return from_file(self.job, path, needs_gram="gram" in self.needs)
-
-    @property
-    def whole(self) -> bool:
-        """True if every process sees all tokens of a layer, so that they can share layers."""
-        return self._file is None and "tokens" in self.needs
-
-    @property
-    def file(self) -> str:
-        """Fingerprint of the file; empty without one."""
-        return "" if self._file is None else str(self._file.fingerprint)
-
-    @property
-    def calibration(self) -> str:
-        """Fingerprint of the text used for the decision; empty if there is none."""
-        if self._file is not None:
-            return str(self._file.header["calibration"])
-        return self.job.tokens.fingerprint if self.reads_text else ""
-
-    def layers(self, layers: Sequence[int], follow: bool = False) -> Iterator[Observed]:
-        """Yield layers in turn, observed on the tokens of all processes.
+    def add(self, name: str, value: Tensor, row: int | None = None, rows: int = 1) -> None:
+        """Add to a sum over tokens, float64 or int64.
 
         Args:
-            layers: rising indices.
-            follow: as for :class:`~moesaic.observation.stream.LayerStream`.
+            name: the statistic.
+            value: sum over some tokens.
+            row: index of the expert that it is of; None if it is of all.
+            rows: number of experts.
         """
-        if self._file is not None:
-            for i in layers:
-                stats = self._file.layer(i)
-                yield i, LayerStats(stats, stats.neurons), None
-        elif self.needs & OF_EXPERTS:
-            yield from self._experts(layers, follow)
-        elif self.needs & {"shared", "products", "tokens"}:
-            yield from self._sites(layers)
-        elif self.needs:
-            yield from self._passing(layers)
+        value = value.cpu()
+        if name not in self.added:
+            shape = value.shape if row is None else (rows, *value.shape)
+            dtype = torch.float64 if value.is_floating_point() else torch.int64
+            self.added[name] = torch.zeros(shape, dtype=dtype)
+        total = self.added[name]
+        (total if row is None else total[row]).add_(value)
+
+    def join(self, name: str, value: Tensor, batch: int) -> None:
+        """Append one row for each token of a batch; batches are joined in the order of their
+        indices."""
+        self.joined.setdefault(name, []).append((batch, value.cpu()))
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Set a statistic that is the same for all tokens."""
+        self.kept[name] = value
+
+    def stats(self, every: bool = False) -> Stats:
+        """Return the statistics by name.
+
+        Args:
+            every: True to merge those of all processes, each of which has a share of the tokens.
+        """
+        total, *others = gathered(self) if every else [self]
+        for other in others:
+            for name, value in other.added.items():
+                total.add(name, value)
+            for name, parts in other.joined.items():
+                total.joined.setdefault(name, []).extend(parts)
+        rows = {
+            name: torch.cat([value for _, value in sorted(parts, key=itemgetter(0))])
+            for name, parts in total.joined.items()
+        }
+        return {**total.added, **rows, **total.kept}
+
+
+def square_sums(h_NM: Tensor) -> Tensor:
+    """Return sums of squares over tokens, (N, M) to (M,), float64."""
+    return h_NM.square().sum(0, dtype=torch.float64)
+
+
+def observed(
+    site: LayerTokens[FFN],
+    names: Collection[str],
+    tokens: Tokens,
+    numbers: Sequence[int] | None = None,
+    gram_bytes: int = 0,
+    own: Callable[[LayerTokens[FFN], Tally], None] | None = None,
+) -> Stats:
+    """Return a layer's statistics over the tokens of all processes, the same in each.
+
+    Args:
+        site: the layer, and this process's share of the tokens.
+        names: statistics to compute.
+        tokens: those of all processes.
+        numbers: indices of the batches in this process's share; None if the site has all tokens.
+        gram_bytes: memory for the layer's Gram matrices.
+        own: adds a method's own statistics.
+
+    Raises:
+        MoesaicError: not even one token's Gram matrix fits.
+        ValueError: nothing computes one of ``names``.
+    """
+    view, share = site.view, 0.0
+    if "gram_SP" in names and isinstance(view, MoEFFN):
+        share = sample_share(tokens.count, view.weighed, gram_bytes)
+    tally = tallied(site, names, numbers, share)
+    if own is not None:
+        own(site, tally)
+    stats = tally.stats(every=numbers is not None)
+    if "gram_SP" in names and "gram_SP" not in stats:
+        raise MoesaicError(
+            f"gram_mb {gram_bytes / 2**20:.3g} is too small for {view.count} experts and "
+            f"{tokens.count:,} tokens: no token's Gram matrix is kept. Raise gram_mb."
+        )
+    missing = {*names} - {*stats, "tokens"}
+    if missing:
+        raise ValueError(f"nothing computes {', '.join(sorted(missing))} of layer {site.index}")
+    return stats
+
+
+@torch.no_grad()
+def tallied(
+    site: LayerTokens[FFN],
+    names: Collection[str],
+    numbers: Sequence[int] | None = None,
+    gram_share: float = 1.0,
+) -> Tally:
+    """Return the statistics of a site's tokens, batch by batch.
+
+    Args:
+        site: the layer, and tokens.
+        names: statistics to compute; others are left out.
+        numbers: indices of the site's batches; None for 0, 1, 2 ...
+        gram_share: share of tokens whose Gram matrices are kept.
+    """
+    tally, asked = Tally(), {*names}
+    for name in sorted(asked & OF_WEIGHTS.keys()):
+        tally.keep(name, OF_WEIGHTS[name](site.view))
+    if not asked & OF_TOKENS:
+        return tally
+    numbers = range(len(site)) if numbers is None else numbers
+    for x_TD, target_TD, number in zip(site.inputs(), site.targets(), numbers, strict=True):
+        _Batch(site.view, x_TD, number, asked, tally).observe(target_TD, gram_share)
+    return tally
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def _bias(view: FFN) -> Tensor:
+    bias_E = view.routing.bias_E if isinstance(view, MoEFFN) else None
+    return torch.zeros(0) if bias_E is None else bias_E.float().cpu()
+
+
+def _spread(view: FFN) -> Tensor:
+    """Return mean |w| / rms(w) over gate, up and down of each expert (E,); 1 if all are equal."""
+    spread_E = torch.zeros(view.count, dtype=torch.float64)
+    for i in range(view.count):
+        weights = [w.float() for w in view.weights_of(i)]
+        count = sum(w.numel() for w in weights)
+        mean = sum(w.abs().sum(dtype=torch.float64).item() for w in weights) / count
+        square = sum(w.square().sum(dtype=torch.float64).item() for w in weights) / count
+        spread_E[i] = mean / max(square, 1e-300) ** 0.5
+    return spread_E
+
+
+def _norms(view: FFN, whole: bool) -> Tensor:
+    """Return the norm of each neuron's down column, or with ``whole`` of all its weights (E, M)."""
+    norm_EM = torch.empty(view.count, view.width, dtype=torch.float64)
+    for i in range(view.count):
+        *rows, down = view.weights_of(i)
+        # 32 rows at a time: as float64 they fit into a processor's cache
+        square_M = torch.stack([w.double().square().sum(0) for w in down.split(32)]).sum(0)
+        for weight in rows if whole else ():
+            square_M += torch.cat([w.double().square().sum(1) for w in weight.split(32)])
+        norm_EM[i] = square_M.sqrt().cpu()
+    return norm_EM
+
+
+def _downs(view: FFN) -> Tensor:
+    downs = (view.weights_of(i)[-1] for i in range(view.count))
+    return torch.stack([down.detach().double().cpu() for down in downs])
+
+
+def _of_shared(statistic: Callable[[FFN], Tensor]) -> Callable[[FFN], Tensor]:
+    """Return a function of a layer that computes a statistic of its shared path."""
+
+    def of(view: FFN) -> Tensor:
+        ffn = view.shared_ffn
+        return torch.zeros(0, dtype=torch.float64) if ffn is None else statistic(ffn)[0]
+
+    return of
+
+
+OF_WEIGHTS: Mapping[str, Callable[[FFN], Tensor]] = {
+    "bias_E": _bias,
+    "spread_E": _spread,
+    "reach_EM": partial(_norms, whole=False),
+    "size_EM": partial(_norms, whole=True),
+    "down_EDM": _downs,
+    "shared_reach_S": _of_shared(partial(_norms, whole=False)),
+    "shared_size_S": _of_shared(partial(_norms, whole=True)),
+    "shared_down_DS": _of_shared(_downs),
+}
+"""Statistics that need no text, each with its function of a layer's view."""
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Batch:
+    """One batch of tokens at one layer."""
+
+    view: FFN
+    x_TD: Tensor
+    number: int
+    names: set[str]
+    tally: Tally
+
+    def observe(self, target_TD: Tensor | None, gram_share: float) -> None:
+        """Add the batch's statistics to the tally."""
+        view, x_TD, tally, names = self.view, self.x_TD, self.tally, self.names
+        w_TE, sampled_T = torch.ones(len(x_TD), 1), torch.zeros(len(x_TD), dtype=torch.bool)
+        if isinstance(view, MoEFFN):
+            logits_TX = view.logits(x_TD).float()
+            w_TE = view.routing.weights(logits_TX)
+            if "logits_TX" in names:
+                tally.join("logits_TX", logits_TX, self.number)
+        if "batch_T" in names:
+            tally.join("batch_T", torch.full((len(x_TD),), self.number), self.number)
+        if "calls_E" in names:
+            tally.add("calls_E", (w_TE != 0).sum(0))
+        if "gate_E" in names:
+            tally.add("gate_E", w_TE.double().sum(0))
+        if "gram_SP" in names:
+            # as if all batches were of one size: no process needs to know those of the others
+            sampled_T = evenly(len(x_TD), gram_share, self.number * len(x_TD))
+            tally.join("sampled_T", sampled_T, self.number)
+        if isinstance(view, MoEFFN) and ("pair_EE" in names or sampled_T.any()):
+            self._together(view, w_TE, sampled_T.to(x_TD.device), target_TD)
         else:
-            yield from ((i, LayerStats(), None) for i in layers)
+            if isinstance(view, MoEFFN) and names & OUTPUTS:
+                self._alone(view, w_TE)
+            for i, _, wh_NM in view.weighted(x_TD) if names.intersection(NEURONS) else ():
+                self._add_neurons(wh_NM, NEURONS, i, view.count)
+        if names.intersection(SHARED):
+            h_TS = view.shared_weighted(x_TD)
+            self._add_neurons(torch.zeros(0, 0) if h_TS is None else h_TS, SHARED)
 
-    @property
-    def _tokens(self) -> tuple[Tokens, Tokens, Sequence[int] | None]:
-        """All tokens, those of this process, and the indices of its batches."""
-        if not self.reads_text:
-            return NO_TEXT, NO_TEXT, [0]
-        return self.job.tokens, *self.job.own_tokens
+    def _add_neurons(self, wh_NM: Tensor, names: tuple[str, str], *row: int) -> None:
+        """Add the squares and inner products of some neurons under two names."""
+        square, gram = names
+        if square in self.names:
+            self.tally.add(square, square_sums(wh_NM), *row)
+        if gram in self.names:
+            self.tally.add(gram, wh_NM.T @ wh_NM, *row)
 
-    def _experts(self, layers: Sequence[int], follow: bool) -> Iterator[Observed]:
-        arch, (every, share, numbers) = self.job.arch, self._tokens
-        assert isinstance(arch, MoEArch)
-        if "tokens" in self.needs:
-            share, numbers = every, None
-        for site in self.job.stream(layers, arch.mixture, share, follow=follow):
-            stats = observed(site, every, numbers, self.gram_bytes, self.needs)
-            yield site.index, LayerStats(stats, stats.neurons), site
+    def _add_sizes(self, square_NE: Tensor, w_NE: Tensor, row: int | None = None) -> None:
+        """Add sums over tokens of |f|, |f|^2 and g |f|, of all experts or of one (N,)."""
+        norm_NE = square_NE.sqrt()
+        values = {"norm_E": norm_NE, "square_E": square_NE, "gated_E": w_NE.double() * norm_NE}
+        for name in self.names & OUTPUTS:
+            self.tally.add(name, values[name].sum(0), row, self.view.count)
 
-    def _sites(self, layers: Sequence[int]) -> Iterator[Observed]:
-        """Yield layers with their tokens: all in every process if ``needs`` includes them."""
-        whole = "tokens" in self.needs
-        tokens = self.job.tokens if whole else self.job.own_tokens[0]
-        for site in self.job.stream(layers, self.job.arch.view, tokens):
-            i, stats = site.index, None
-            if self.needs & OF_NEURONS:
-                part = observe_neurons(site)
-                stats = part if whole else NeuronStats.merged(gathered(part))
-            products = Products.of(site, not whole) if "products" in self.needs else None
-            yield i, LayerStats(None, stats, products), site
+    def _alone(self, view: MoEFFN, w_TE: Tensor) -> None:
+        """Add the sizes of outputs, expert after expert; no output is kept."""
+        for i in (w_TE != 0).any(0).nonzero().flatten().tolist():
+            rows = w_TE[:, i].nonzero().flatten()
+            square_N = view.expert(i, self.x_TD[rows]).double().square().sum(1)
+            self._add_sizes(square_N, w_TE[rows, i], i)
 
-    def _passing(self, layers: Sequence[int]) -> Iterator[Observed]:
-        """Yield statistics collected during the forward pass itself, without the shared path's."""
-        arch, tokens = self.job.arch, self._tokens[1]
-        for turn in self.job.stream(layers, arch.view, tokens).turns():
-            i, layer = turn.block.index, turn.block.layer
-            stats = replace(weight_stats(arch.view(layer)), tokens=tokens.count)
-            with watching(layer, arch, stats, iter(turn.masks)):
-                turn.run()
-            merged = NeuronStats.merged(gathered(stats))
-            yield i, LayerStats(None, merged), None
+    def _together(
+        self, view: MoEFFN, w_TE: Tensor, sampled_T: Tensor, target_TD: Tensor | None
+    ) -> None:
+        """Add sums over outputs of several experts for the same token, block by block."""
+        names, tally, routed_TE = self.names, self.tally, w_TE != 0
+        ran_TE = sampled_T[:, None].expand_as(routed_TE)
+        if names & {"pair_EE", *OUTPUTS, *NEURONS}:
+            ran_TE = ran_TE | routed_TE
+
+        def show(tokens: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
+            """Add an expert's neurons; the weights of tokens not routed to it are zero."""
+            if names.intersection(NEURONS):
+                wh_NM = h_NM.float() * w_TE[tokens[rows], i, None]
+                self._add_neurons(wh_NM, NEURONS, i, view.count)
+
+        delta_TD = None
+        if target_TD is not None and sampled_T.any():
+            delta_TD = target_TD.double() - view.output(self.x_TD).double()
+        for at, f_NAD in self._outputs(view, ran_TE, show):
+            chosen, f_NED, w_NE = sampled_T[at], f_NAD[:, : view.count], w_TE[at].double()
+            if names & OUTPUTS:
+                self._add_sizes(f_NED.square().sum(2) * routed_TE[at], w_NE)
+            if "pair_EE" in names:
+                weighted_NED = f_NED * w_NE[:, :, None]
+                tally.add("pair_EE", torch.einsum("nid,njd->ij", weighted_NED, weighted_NED))
+            if chosen.any():
+                f_SAD = f_NAD[chosen]
+                gram_SAA = (f_SAD @ f_SAD.transpose(1, 2)).float()
+                tally.join("gram_SP", packed(gram_SAA), self.number)
+                if delta_TD is not None:
+                    delta_SD = delta_TD[at[chosen]]
+                    cross_SA = (f_SAD @ delta_SD.unsqueeze(-1)).squeeze(-1)
+                    tally.join("cross_SA", cross_SA, self.number)
+                    tally.join("delta_S", delta_SD.square().sum(-1), self.number)
+
+    def _outputs(
+        self,
+        view: MoEFFN,
+        ran_TE: Tensor,
+        show: Callable[[Tensor, int, Tensor, Tensor], None],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield experts' outputs, for as many tokens at a time as fit into memory.
+
+        Args:
+            view: the layer.
+            ran_TE: the experts to run for each token.
+            show: called with each expert's tokens, its index, their rows among these, and h.
+
+        Yields:
+            tokens (N,), and every expert's output for each (N, A, D), float64.
+        """
+        x_TD = self.x_TD
+        rows = max(1, BLOCK_BYTES // (view.weighed * x_TD.shape[1] * x_TD.element_size()))
+        for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
+            f_BED = view.outputs(x_TD[block], ran_TE[block], partial(show, block))
+            f_BAD = torch.cat([f_BED, view.shared_outputs(x_TD[block])], 1)
+            for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
+                yield block[part], f_BAD[part].double()
 
 
-def shows_tokens(job: Job[Arch], needs: Collection[str]) -> bool:
-    """Return True if layers come with all tokens, so that a refit needs no other pass."""
-    by_site = {*OF_EXPERTS, "shared", "products", "tokens"} & set(needs)
-    a_share = "tokens" not in needs and process()[1] > 1
-    return bool(by_site - OF_WEIGHTS) and not a_share and not job.args.calibration.stats
+# --- Gram matrices -------------------------------------------------------------------------------
 
 
-# --- memory --------------------------------------------------------------------------------------
+def packed(gram_SEE: Tensor) -> Tensor:
+    """Return the upper triangle of symmetric matrices, row after row (S, P).
+
+    >>> packed(torch.tensor([[[1.0, 2.0], [2.0, 3.0]]]))
+    tensor([[1., 2., 3.]])
+    """
+    i, j = torch.triu_indices(*gram_SEE.shape[1:])
+    return gram_SEE[:, i, j]
+
+
+def unpacked(gram_SP: Tensor, experts: int) -> Tensor:
+    """Return packed matrices as symmetric ones (S, E, E), float64."""
+    places_EE = packed_places(experts).to(gram_SP.device)
+    return gram_SP.index_select(1, places_EE.flatten()).view(-1, experts, experts).double()
+
+
+def packed_places(experts: int) -> Tensor:
+    """Return the index of each entry of a matrix when it is packed (E, E).
+
+    >>> packed_places(2).tolist()
+    [[0, 1], [1, 2]]
+    """
+    i, j = torch.triu_indices(experts, experts)
+    places_EE = torch.zeros(experts, experts, dtype=torch.int64)
+    places_EE[i, j] = torch.arange(len(i))
+    places_EE[j, i] = places_EE[i, j]
+    return places_EE
+
+
+def gram_room(tokens: int, experts: int) -> int:
+    """Return the bytes of the Gram matrices of a layer's tokens."""
+    return tokens * experts * (experts + 1) // 2 * 4
+
+
+def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:
+    """Return the share of tokens whose Gram matrices fit ``limit_bytes``."""
+    need = gram_room(tokens, experts)
+    return min(1.0, limit_bytes / need) if need else 1.0
+
+
+def evenly(count: int, share: float, before: int = 0) -> Tensor:
+    """Return which of ``count`` tokens are sampled, spread evenly: bool (count,).
+
+    Args:
+        count: tokens of a batch.
+        share: share of all tokens to sample; a batch may be too small for one.
+        before: tokens of the batches before it.
+
+    >>> evenly(6, 0.5).tolist()
+    [False, True, False, True, False, True]
+    """
+    steps = (torch.arange(before, before + count + 1, dtype=torch.float64) * share).floor()
+    return steps[1:] > steps[:-1]
 
 
 def neuron_pairs(experts: int, width: int) -> int:
@@ -176,23 +438,16 @@ def neuron_pairs(experts: int, width: int) -> int:
     return 8 * experts * width**2
 
 
-def bytes_of(
-    needs: Collection[str], job: Job[Arch], layers: Sequence[int], gram_bytes: int = 0
-) -> int:
-    """Return the bytes of the largest layer's statistics, from its shapes.
+def bytes_of(needs: Collection[str], view: FFN, tokens: int, gram_bytes: int = 0) -> int:
+    """Return the bytes of a layer's largest statistics, from its shapes.
 
     Args:
-        needs: names of :data:`NEEDS`.
-        job: the model and the requested tokens.
-        layers: indices of the layers.
-        gram_bytes: memory for the Gram matrices of one layer's experts.
+        needs: names of statistics.
+        view: the layer.
+        tokens: number of tokens.
+        gram_bytes: memory for the layer's Gram matrices.
     """
-    arch: Arch = job.arch
-    held = 0
-    for i in layers:
-        view = arch.view(job.layers[i])
-        if "products" in needs:
-            held = max(held, neuron_pairs(view.count, view.width))
-        if "gram" in needs and isinstance(view, MoEFFN):
-            held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.weighed)))
+    held = neuron_pairs(view.count, view.width) if "gram_EMM" in needs else 0
+    if "gram_SP" in needs and isinstance(view, MoEFFN):
+        held = max(held, min(gram_bytes, gram_room(tokens, view.weighed)))
     return held

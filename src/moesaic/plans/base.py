@@ -142,8 +142,6 @@ class LayerPlan(ABC):
     """
 
     kind: ClassVar[str]
-    refines: ClassVar[bool] = False
-    """True if the plan keeps the layer's kind and only adds to it; see :meth:`refine`."""
     held: ClassVar[Mapping[str, str]] = {}
     """Field names by the names of their tensors in the plan's files; a field may be None."""
 
@@ -242,11 +240,6 @@ class LayerPlan(ABC):
         return arch.use(layer)
 
     @classmethod
-    def refine(cls, use: LayerUse, layer: nn.Module, arch: Arch, header: Header) -> LayerUse:
-        """Return a refined layer's use, from its use without the refinement."""
-        return use
-
-    @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         """Return the module that chooses a token's experts, and their sizes; None without one."""
         return arch.routed(layer)
@@ -273,7 +266,7 @@ class LayerPlan(ABC):
     def exporter(cls, header: Header) -> Callable[..., Any] | None:
         """Return the function that writes dense layers of this kind as another architecture's.
 
-        It has the signature of :func:`moesaic.exports.narrowed.narrowed`. None: they are written as
+        It has the signature of :func:`moesaic.exports.reduced.narrowed`. None: they are written as
         narrower layers of the base's own class.
         """
         return None
@@ -294,22 +287,10 @@ class LayerPlan(ABC):
         """Return the config values with which the base's own class holds the layer; None if it
         cannot.
 
-        Keys: ``dense`` (width of a plain MLP); or ``experts`` (kept routed experts) and, if their
-            width
-        changed, ``width`` and ``shared`` (width of the shared path); or ``top_k``.
+        Keys: ``dense`` (width of a plain MLP); or, of what changed, ``experts`` (number of routed
+        experts), ``width`` of each, ``shared`` (width of the shared path) and ``top_k``.
         """
         return None
-
-
-@dataclass(frozen=True)
-class RoutingPlan(LayerPlan):
-    """Plan that keeps all of a layer's tensors and only changes how its router decides."""
-
-    def sources(self, arch: Arch) -> tuple[str, ...]:
-        return ()
-
-    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
 
 def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
@@ -342,11 +323,7 @@ KINDS: Registry[type[LayerPlan]] = Registry(
     {
         "carved": "moesaic.carving.carved_layer:CarvedLayer",
         "overlapping": "moesaic.carving.overlapping_layer:OverlappingLayer",
-        "narrowed": "moesaic.plans.narrowed:NarrowedLayer",
-        "pruned": "moesaic.plans.pruned:PrunedLayer",
-        "slimmed": "moesaic.plans.slimmed:SlimmedLayer",
-        "skipping": "moesaic.plans.skipping:SkippingLayer",
-        "fewer": "moesaic.plans.fewer:FewerLayer",
+        "cut": "moesaic.plans.cut:CutLayer",
         "condensed": "moesaic.plans.condensed:CondensedLayer",
         "dropped": "moesaic.plans.dropped:DroppedLayer",
     },

@@ -16,7 +16,7 @@ from moesaic.plans.condensed import empty_projection
 from moesaic.types import JSON, Config
 
 
-def attributes(layer: nn.Module) -> JSON:
+def _attributes(layer: nn.Module) -> JSON:
     """Return the strings and numbers that a layer, or its class, has as attributes."""
     noted = {**vars(type(layer)), **vars(layer)}
     return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
@@ -51,7 +51,7 @@ class DroppedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         hidden = arch.empty_output(layers[index]).shape[1]
-        noted = attributes(layers[index])
+        noted = _attributes(layers[index])
         layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
         vars(layers[index]).update(noted)  # some models read a layer's type
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, FFNNames
 from moesaic.arch.mixture import MoEArch
-from moesaic.io.naming import expert_number
 from moesaic.plans.base import PADDING, State
 
 
@@ -65,12 +64,12 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
     return filled_up(real_W[new_W.argsort(stable=True)], len(order_W))
 
 
-def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
+def _twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
     """Return the order of gates and ups in one tensor: all gates before all ups, or alternating (2
     W,).
 
     >>> order = torch.tensor([2, 0, PADDING])
-    >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
+    >>> _twice(order, 3).tolist(), _twice(order, 3, alternate=True).tolist()
     ([2, 0, -1, 5, 3, -1], [4, 5, 0, 1, -1, -1])
     """
     real = order_W != PADDING
@@ -105,7 +104,7 @@ def of_mlp(
             return tensor
         return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
     if names.fused and tensor.shape[0] != width:
-        order_W = twice(order_W, tensor.shape[0] // 2)
+        order_W = _twice(order_W, tensor.shape[0] // 2)
     return taken(tensor, 0, order_W)
 
 
@@ -164,32 +163,22 @@ def _neuron_axis(arch: MoEArch, leaf: str) -> int | None:
     return 1 if leaf in ("gate_up_proj_bias", "up_proj_bias") else None
 
 
-def of_experts(
-    arch: MoEArch, leaf: str, stored: str, tensor: Tensor, neurons_EW: Tensor, width: int
-) -> Tensor:
-    """Return a tensor of routed experts with some of their neurons.
+def of_expert(arch: MoEArch, leaf: str, tensor: Tensor, order_W: Tensor, width: int) -> Tensor:
+    """Return a tensor of one routed expert with some of its neurons.
 
     Args:
         arch: the architecture.
-        leaf: the tensor's name in memory, relative to the experts' module.
-        stored: its name as stored, which may be one expert's.
-        tensor: its values.
-        neurons_EW: int64: each expert's neurons.
-        width: neurons of each expert before.
+        leaf: name in memory of the tensor that holds all experts, relative to their module.
+        tensor: the expert's part of it, or of that the part that is stored by itself.
+        order_W: int64: the neuron at each new place, or PADDING.
+        width: neurons before.
     """
-    axis, number = _neuron_axis(arch, leaf), expert_number(stored)
+    axis = _neuron_axis(arch, leaf)
     if axis is None:
         return tensor
-    if number is not None:
-        return _of_one(arch, tensor, axis - 1, neurons_EW[number], width)
-    parts = zip(tensor, neurons_EW, strict=True)
-    return torch.stack([_of_one(arch, t, axis - 1, order_W, width) for t, order_W in parts])
-
-
-def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: int) -> Tensor:
-    if tensor.shape[axis] == 2 * width:
-        order_W = twice(order_W, width, arch.alternating)
-    return taken(tensor, axis, order_W)
+    if tensor.shape[axis - 1] == 2 * width:
+        order_W = _twice(order_W, width, arch.alternating)
+    return taken(tensor, axis - 1, order_W)
 
 
 def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:

@@ -129,7 +129,7 @@ class _Part:
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
-        self.gone = left_out(self.order_W, self.down_DM.shape[1])
+        self.gone = _left_out(self.order_W, self.down_DM.shape[1])
 
     def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept neurons' activations (T, W), and what the removed ones wrote (T, D)."""
@@ -316,10 +316,10 @@ def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Ten
     return torch.stack(new_DW).contiguous().cpu()
 
 
-def left_out(order_W: Tensor, width: int) -> Tensor:
+def _left_out(order_W: Tensor, width: int) -> Tensor:
     """Return the neurons of ``width`` that are not in an order.
 
-    >>> left_out(torch.tensor([0, 2]), 4).tolist()
+    >>> _left_out(torch.tensor([0, 2]), 4).tolist()
     [1, 3]
     """
     gone_M = torch.ones(width, dtype=torch.bool, device=order_W.device)

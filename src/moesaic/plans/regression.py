@@ -31,7 +31,7 @@ COLUMNS = 1024
 
 
 @dataclass
-class Sums:
+class _Sums:
     """Normal equations of one set of tokens."""
 
     gram_FF: Tensor
@@ -42,7 +42,7 @@ class Sums:
     """Sum of ||y||^2."""
 
     @classmethod
-    def zero(cls, features: int, outputs: int, device: torch.device | str) -> Sums:
+    def zero(cls, features: int, outputs: int, device: torch.device | str) -> _Sums:
         gram_FF = torch.zeros(features, features, dtype=torch.float64, device=device)
         return cls(gram_FF, gram_FF.new_zeros(features, outputs))
 
@@ -53,7 +53,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Fit:
+class _Fit:
     """Result of a regression."""
 
     weight_FO: Tensor
@@ -79,8 +79,8 @@ class Ridge:
     """
 
     def __init__(self, features: int, outputs: int, device: torch.device | str = "cpu") -> None:
-        self.fit = Sums.zero(features, outputs, device)
-        self.held = Sums.zero(features, outputs, device)
+        self.fit = _Sums.zero(features, outputs, device)
+        self.held = _Sums.zero(features, outputs, device)
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
         """Add a batch of tokens."""
@@ -88,7 +88,7 @@ class Ridge:
         self.fit.add(x_TF[:cut], y_TO[:cut])
         self.held.add(x_TF[cut:], y_TO[cut:])
 
-    def solve(self) -> Fit:
+    def solve(self) -> _Fit:
         """Solve for the weights from all tokens, with the strength that is best for held-out ones.
 
         In the basis of eigenvectors of X^T X, the weights of every strength are X^T Y with its rows
@@ -105,13 +105,13 @@ class Ridge:
             error = held.square + (scale_F @ (square_FF @ scale_F - 2 * linear_F)).item()
             if error < least:
                 best, least, trial_F = strength, error, scale_F
-        sums = Sums(fit.gram_FF + held.gram_FF, fit.cross_FO + held.cross_FO)
+        sums = _Sums(fit.gram_FF + held.gram_FF, fit.cross_FO + held.cross_FO)
         unexplained = least / max(held.square, 1e-300)
         trial_FO = turn_FF @ (trial_F[:, None] * cross_FO)
-        return Fit(_weight(sums, best), best, unexplained, trial_FO)
+        return _Fit(_weight(sums, best), best, unexplained, trial_FO)
 
 
-def _weight(sums: Sums, strength: float) -> Tensor:
+def _weight(sums: _Sums, strength: float) -> Tensor:
     """Return (X^T X + lambda)^-1 X^T Y by one Cholesky factorisation."""
     if strength == math.inf:
         return torch.zeros_like(sums.cross_FO)
@@ -120,7 +120,7 @@ def _weight(sums: Sums, strength: float) -> Tensor:
     return torch.cholesky_solve(sums.cross_FO, torch.linalg.cholesky(system_FF))
 
 
-def _penalty(sums: Sums, strength: float) -> Tensor:
+def _penalty(sums: _Sums, strength: float) -> Tensor:
     """Return lambda, plus a little for features that are always zero."""
     return (strength + 1e-10) * sums.gram_FF.diagonal().mean()
 

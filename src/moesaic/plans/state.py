@@ -48,7 +48,7 @@ class DiskState:
         dtype: Callable[[str], torch.dtype | None],
     ) -> None:
         self._naming, self._prefix, self._dtype = naming, prefix, dtype
-        self.stored_prefix = stored_prefix(prefix, names)
+        self.stored_prefix = _stored_prefix(prefix, names)
         """Start of the layer's names on disk."""
         self._names = {
             disk.removeprefix(self.stored_prefix): name.removeprefix(prefix)
@@ -71,10 +71,10 @@ class DiskState:
         return name in self._in_memory
 
 
-def stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
+def _stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
     """Return the start of a layer's names on disk, which may differ from that in memory.
 
-    >>> stored_prefix("model.layers.3.", {"backbone.layers.3.mixer.D": "model.layers.3.mixer.D"})
+    >>> _stored_prefix("model.layers.3.", {"backbone.layers.3.mixer.D": "model.layers.3.mixer.D"})
     'backbone.layers.3.'
     """
     number = f".{prefix.rstrip('.').rpartition('.')[2]}."

@@ -17,18 +17,10 @@ from typing import cast, overload
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from moesaic.data.mixes import sources_of
-from moesaic.data.reader import (
-    INLINE,
-    IndexedRows,
-    RowRange,
-    Rows,
-    drawn_from,
-    open_rows,
-)
+from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, drawn_from, open_rows
 from moesaic.data.rows import PromptAnswer, Row, Unusable, asked, text_of, usable
+from moesaic.data.sources import SHIPPED, sources_of
 from moesaic.data.text import IGNORED, Tokens, beginning, check_length, token_file, windows
-from moesaic.data.text_source import SHIPPED
 from moesaic.errors import MoesaicError
 from moesaic.types import Config, Tokenizer
 
@@ -45,8 +37,7 @@ class Texts(Sequence[Example]):
     """Texts to learn from, whose first tokens may be excluded from the loss."""
 
     def __init__(self) -> None:
-        self._ids, self._prompts = array("i"), array("i")
-        self._starts = array("q", [0])
+        self._texts: list[tuple[array[int], int]] = []
 
     def add(self, ids: Sequence[int], prompt: int = 0) -> None:
         """Add a text.
@@ -55,12 +46,10 @@ class Texts(Sequence[Example]):
             ids: its tokens.
             prompt: number of tokens at the start that are not predicted.
         """
-        self._ids.extend(ids)
-        self._prompts.append(prompt)
-        self._starts.append(len(self._ids))
+        self._texts.append((array("i", ids), prompt))
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._texts)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -71,10 +60,8 @@ class Texts(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        ids = self._ids[self._starts[at] : self._starts[at + 1]].tolist()
-        prompt = self._prompts[at]
-        return {"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]}
+        ids, prompt = self._texts[index]
+        return {"input_ids": [*ids], "labels": [IGNORED] * prompt + [*ids[prompt:]]}
 
 
 class PackedText(IterableDataset[Example]):
@@ -88,7 +75,7 @@ class PackedText(IterableDataset[Example]):
     training. A resumed run reads the same windows again.
 
     Args:
-        source: as for :func:`moesaic.data.text_source.text_sources`; the weights of a mix are
+        source: as for :func:`moesaic.data.sources.text_sources`; the weights of a mix are
             shares of the windows.
         tokenizer: the model's tokenizer.
         length: tokens of a window.
@@ -110,21 +97,18 @@ class PackedText(IterableDataset[Example]):
         answers: bool = False,
     ) -> None:
         sources = sources_of(source, "calibration")
-        self.weights: dict[str, float] = {}
+        self.weights = {str(part): part.weight for part in sources}
         self.tokenizer, self.length = tokenizer, length
         self.seed, self.buffer, self.answers = seed, buffer, answers
         self.begin = beginning(tokenizer)
         if length <= len(self.begin):
             raise MoesaicError(f"length {length} has no room for text behind BOS; raise it.")
-        self._rows: dict[str, Rows] = {}
-        for part in sources:  # fail now, not in the middle of training
-            if part.tokenised:
-                raise MoesaicError(f"{part}: a file of token ids cannot be part of a stream.")
-            name = str(part)  # a mix and the request may both name it
-            self.weights[name] = self.weights.get(name, 0.0) + part.weight
-            self._rows[name] = rows = open_rows(part, "calibration")
+        if tokenised := next((part for part in sources if part.tokenised), None):
+            raise MoesaicError(f"{tokenised}: a file of token ids cannot be part of a stream.")
+        self._rows = {str(part): open_rows(part, "calibration") for part in sources}
+        for name, rows in self._rows.items():  # fail now, not in the middle of training
             if next(self._usable(name, rows, say=False), None) is None:
-                raise MoesaicError(f"{part.name or 'The text that ships'} has no text in it.")
+                raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
 
     @property
     def fingerprint(self) -> str:
@@ -190,27 +174,27 @@ def _learned(
     """Return the text of a row, or an example whose prompt is not predicted.
 
     Raises:
-        Unusable: the row has no text, or its prompt leaves no room for the answer.
+        Unusable: the row has no text, or the cut leaves nothing of its answer.
     """
     pair = asked(row, tokenizer) if answers else None
     if pair is None:
         return text_of(row, tokenizer)
-    example = answered(pair, tokenizer, length, begin)
-    if example is None:
-        raise Unusable(f"length {length}: behind a prompt nothing of its answer is left; raise it.")
-    return example
+    return answered(pair, tokenizer, length, begin)
 
 
 def answered(
     pair: PromptAnswer, tokenizer: Tokenizer, length: int, begin: Sequence[int] = ()
-) -> Example | None:
-    """Return an example of which only the answer is learned; None if the cut leaves nothing of it.
+) -> Example:
+    """Return an example of which only the answer is learned.
 
     Args:
         pair: the texts.
         tokenizer: its end of text ends the answer.
         length: tokens at which the example is cut.
         begin: tokens that the tokenizer puts before any text.
+
+    Raises:
+        Unusable: the cut leaves nothing of the answer.
     """
     prompt, answer = (
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -222,7 +206,7 @@ def answered(
     ids = (prompt + answer + end)[:length]
     labels = ([IGNORED] * len(prompt) + answer + end)[:length]
     if all(label == IGNORED for label in labels[1:]):
-        return None
+        raise Unusable(f"length {length}: behind a prompt nothing of its answer is left; raise it.")
     return {"input_ids": ids, "labels": labels}
 
 
@@ -258,56 +242,43 @@ def training_text(
         MoesaicError: there is no such text, no tokenizer for it, a token outside the vocabulary, or
             a mix without ``steps``.
     """
-    if isinstance(text, str):
-        sources = sources_of(text, "calibration")
-        if len(sources) == 1 and sources[0].tokenised:
-            text = token_file(Path(sources[0].name))
+    sources = sources_of(text, "calibration") if isinstance(text, str) else ()
     if isinstance(text, Tensor):
         text = Tokens(text)
+    elif len(sources) == 1 and sources[0].tokenised:
+        text = token_file(Path(sources[0].name))
     if isinstance(text, Tokens):
         if config is not None:
             text.check(config)
         return text.examples()
+    if not sources and text and isinstance(text[0], Mapping) and "labels" in text[0]:
+        examples = list(cast("Sequence[Example]", text))
+        if config is not None:
+            check_length(max(len(example["input_ids"]) for example in examples), config)
+        return examples
+    if tokenizer is None:
+        raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
     if not isinstance(text, str):
-        if len(text) > 0 and isinstance(text[0], Mapping) and "labels" in text[0]:
-            examples = list(cast("Sequence[Example]", text))
-            if config is not None:
-                check_length(max(len(example["input_ids"]) for example in examples), config)
-            return examples
-        return training_examples(text, _needed(tokenizer), length, answers)
-    tokenizer = _needed(tokenizer)
+        return _whole(IndexedRows(text, RowRange(INLINE)), tokenizer, length, answers)
     if len(sources) > 1 and steps is None:
         raise MoesaicError(f"{text!r} is a mix, which has no end: say how many steps.")
-    if stream or len(sources) > 1:
+    rows = None if stream or len(sources) > 1 else open_rows(sources[0], "calibration")
+    if rows is None or (steps is not None and not rows.at_hand):
         return PackedText(text, tokenizer, length, seed, answers=answers)
-    rows = open_rows(sources[0], "calibration")
-    if steps is not None and not rows.at_hand:
-        return PackedText(text, tokenizer, length, seed, answers=answers)
-    return _whole(rows, rows.taken.source, tokenizer, length, answers)
+    return _whole(rows, tokenizer, length, answers)
 
 
-def training_examples(
-    rows: Sequence[Row], tokenizer: Tokenizer, length: int, answers: bool = True
-) -> Texts:
-    """Return rows to learn from, as input_ids and labels; IGNORED for tokens that are not
-    predicted.
-
-    With ``answers``, rows with a prompt and an answer are one example each, their prompt not
-    predicted; all other text becomes windows of ``length`` tokens.
+def _whole(rows: Rows, tokenizer: Tokenizer, length: int, answers: bool) -> Texts:
+    """Return rows to learn from: with ``answers`` those with a prompt are one example each, whose
+    prompt is not predicted; all other text becomes windows of ``length`` tokens.
 
     Raises:
         MoesaicError: there is not enough text for one example, or columns are not known.
     """
-    return _whole(IndexedRows(rows, RowRange(INLINE)), INLINE, tokenizer, length, answers)
-
-
-def _whole(
-    rows: Iterable[Row], name: str, tokenizer: Tokenizer, length: int, answers: bool
-) -> Texts:
     examples, texts = Texts(), []
     begin = beginning(tokenizer)
     read = partial(_learned, tokenizer, begin, length, answers)
-    for _, item in usable(rows, read, name or SHIPPED):
+    for _, item in usable(rows, read, rows.taken.source or SHIPPED):
         if isinstance(item, str):
             texts.append(item)
         else:
@@ -317,9 +288,3 @@ def _whole(
     if not examples:
         raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")
     return examples
-
-
-def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    if tokenizer is None:
-        raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
-    return tokenizer

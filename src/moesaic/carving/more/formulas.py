@@ -31,7 +31,6 @@ Deviations, and choices where the paper gives none:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -91,23 +90,6 @@ def importance(ffn: DenseFFN, x_square_D: Tensor, h_square_M: Tensor) -> Tensor:
     """Return s, Eq. 7: s_j = sum_i |W_up[j,i]| E[x_i^2] + sum_k |W_down[k,j]| E[h_j^2] (M,)."""
     up_MD, down_DM = ffn.up_MD.double().abs(), ffn.down_DM.double().abs()
     return up_MD @ x_square_D + down_DM.sum(0) * h_square_M
-
-
-@dataclass
-class MoREStats:
-    """Running sums over one layer's tokens."""
-
-    tokens: int
-    x_square_D: Tensor
-    """Sum of x_i^2, float64."""
-    h_square_M: Tensor
-    """Sum of h_j^2, float64."""
-    h_size_M: Tensor
-    """Sum of |h_j|, float64."""
-    coactivation_MM: Tensor
-    """Number of tokens that activate both channels, float32."""
-    covered: dict[float, Tensor]
-    """Channels that were ever among a token's largest (M,), bool, by share in COVERAGE."""
 
 
 # --- Petals: spectral clustering of the residual co-activation -----------------------------------

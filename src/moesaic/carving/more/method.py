@@ -24,7 +24,6 @@ from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import (
     COVERAGE,
-    MoREStats,
     activated,
     add_coactivation,
     fit_router,
@@ -39,12 +38,17 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
 from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.sentences import carved, number, some
-from moesaic.methods.slim.choice import narrowest
 from moesaic.observation.job import Job
+from moesaic.observation.stats import Tally
 from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON
+
+OWN = ("x_square_D", "h_square_M", "h_size_M", "coactivation_MM", "covered_CM")
+"""MoRE's own statistics over tokens: sums of x_i^2, h_j^2 and |h_j|, float64; number of tokens that
+activate both channels, float32; channels ever among a token's largest, by share in COVERAGE."""
 
 
 class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
@@ -52,7 +56,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
 
     ratio = "projections"
     words = "Carving layers"
-    needs = ("tokens",)
+    needs = ("tokens", "calls_E", *OWN)
 
     def sizes(self, job: Job[Arch]) -> dict[int, list[Split]]:
         return {i: [split] for i, split in self.choose(layer_sizes(job.shape, job.arch)).items()}
@@ -64,12 +68,10 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         self, case: LayerCase[Arch], sizes: Sequence[Split]
     ) -> dict[Split, tuple[LayerPlan, JSON]]:
         (split,) = sizes
-        if case.site is None:
+        if case.site is None or case.stats is None:
             hidden_size, width = case.view.weights_of(0)[-1].shape
             return {split: (self._outlined(width, hidden_size, split), {})}
-        return {
-            split: (self.carved(case.statistic, case.site, split), self.analyse(case.statistic))
-        }
+        return {split: (self.carved(case.stats, case.site, split), self.analyse(case.stats))}
 
     def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Split, float]]) -> JSON:
         if not self.config.share and not self.config.multiple:
@@ -148,41 +150,37 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
         return split_for_target(sizes, layers, active, experts, top_k, multiple)
 
-    def observe(self, site: LayerTokens[DenseFFN]) -> MoREStats:
-        """Sum over the site's tokens: Eqs. 4 to 7."""
+    def observe(self, site: LayerTokens[DenseFFN], tally: Tally) -> None:
+        """Sum over the site's tokens, which are all: Eqs. 4 to 7."""
         ffn = site.view
         width, device = ffn.width, ffn.up_MD.device
-        stats = MoREStats(
-            tokens=0,
-            x_square_D=torch.zeros(ffn.up_MD.shape[1], dtype=torch.float64, device=device),
-            h_square_M=torch.zeros(width, dtype=torch.float64, device=device),
-            h_size_M=torch.zeros(width, dtype=torch.float64, device=device),
-            coactivation_MM=torch.zeros(width, width, device=device),
-            covered={
-                share: torch.zeros(width, dtype=torch.bool, device=device)
-                for share in COVERAGE
-                if int(share * width)
-            },
-        )
+        x_square_D = torch.zeros(ffn.up_MD.shape[1], dtype=torch.float64, device=device)
+        h_square_M = torch.zeros(width, dtype=torch.float64, device=device)
+        h_size_M = torch.zeros_like(h_square_M)
+        coactivation_MM = torch.zeros(width, width, device=device)
+        shares = _shares(width)
+        covered_CM = torch.zeros(len(shares), width, dtype=torch.bool, device=device)
         for x_TD, h_TM in site.activations():
             ratio, most = self.config.activation_ratio, max(COVERAGE)
             channels_TK = activated(h_TM, ratio)
             largest_TK = channels_TK if ratio >= most else activated(h_TM, most)
-            stats.tokens += len(x_TD)
-            stats.x_square_D += x_TD.double().square().sum(0)
-            stats.h_square_M += h_TM.double().square().sum(0)
-            stats.h_size_M += h_TM.abs().sum(0, dtype=torch.float64)
-            add_coactivation(stats.coactivation_MM, channels_TK)
-            for share, covered_M in stats.covered.items():
+            x_square_D += x_TD.double().square().sum(0)
+            h_square_M += h_TM.double().square().sum(0)
+            h_size_M += h_TM.abs().sum(0, dtype=torch.float64)
+            add_coactivation(coactivation_MM, channels_TK)
+            for share, covered_M in zip(shares, covered_CM, strict=True):
                 covered_M[largest_TK[:, : int(share * width)].flatten()] = True
-        mirror(stats.coactivation_MM)
-        return stats
+        sums = (x_square_D, h_square_M, h_size_M, mirror(coactivation_MM), covered_CM)
+        for name, tensor in zip(OWN, sums, strict=True):
+            tally.keep(name, tensor)
 
-    def carved(self, stats: MoREStats, site: LayerTokens[DenseFFN], budget: Split) -> LayerPlan:
+    def carved(
+        self, stats: Mapping[str, Tensor], site: LayerTokens[DenseFFN], budget: Split
+    ) -> LayerPlan:
         """Return a plan: backbone by importance, petals by co-activation, router; or a narrower
         FFN."""
-        config, tokens = self.config, stats.tokens
-        score_M = importance(site.view, stats.x_square_D / tokens, stats.h_square_M / tokens)
+        config, tokens = self.config, int(stats["calls_E"])
+        score_M = importance(site.view, stats["x_square_D"] / tokens, stats["h_square_M"] / tokens)
         if config.variant in ("static", "backbone"):
             return self._narrowed(score_M, budget)
         ranked_M = score_M.argsort(descending=True, stable=True)
@@ -191,14 +189,15 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         backbone = ranked_M[: budget.backbone].sort().values
         residual = ranked_M[budget.backbone :].sort().values
         petals = petals_of(
-            stats.coactivation_MM, residual, budget.experts, config.balanced, config.seed
+            stats["coactivation_MM"], residual, budget.experts, config.balanced, config.seed
         )
         return self._carved(backbone, petals, budget.top_k, self._router(site, backbone, petals))
 
     def _narrowed(self, score_M: Tensor, budget: Split) -> LayerPlan:
         """Return a plan that keeps the highest scores, for variants that do not route."""
         width = budget.active_width if self.config.variant == "static" else budget.backbone
-        return narrowest(score_M, width, counted=True)
+        kept_W = score_M.argsort(descending=True, stable=True)[:width].sort().values.cpu()
+        return CutLayer(None, kept_W[None], len(score_M), counted=True)
 
     def _carved(
         self, backbone: Tensor, petals: Sequence[Tensor], top_k: int, router_RD: Tensor | None
@@ -234,23 +233,28 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         member_MR = memberships(backbone, petals, site.view.width)
         return prototypes(site, member_MR, config.alpha).cpu()
 
-    def analyse(self, stats: MoREStats) -> JSON:
+    def analyse(self, stats: Mapping[str, Tensor]) -> JSON:
         """Return channel coverage (Table 4) and the activation spectrum (Fig. 1), for the record.
 
         Returns:
             ``tokens``; ``never_activated``: by share in COVERAGE, the part of the channels that no
             token activated; ``activation_mass``: 21 points of the cumulative curve of sum |h|.
         """
-        mass_M = stats.h_size_M.sort(descending=True).values.cumsum(0)
+        mass_M = stats["h_size_M"].sort(descending=True).values.cumsum(0)
         quantiles = torch.linspace(0, len(mass_M) - 1, 21).long()
         return {
-            "tokens": stats.tokens,
+            "tokens": int(stats["calls_E"]),
             "never_activated": {
                 str(share): 1 - covered_M.double().mean().item()
-                for share, covered_M in stats.covered.items()
+                for share, covered_M in zip(_shares(len(mass_M)), stats["covered_CM"], strict=True)
             },
             "activation_mass": (mass_M[quantiles] / mass_M[-1]).tolist(),
         }
+
+
+def _shares(width: int) -> list[float]:
+    """Return the shares in COVERAGE that are at least one channel."""
+    return [share for share in COVERAGE if int(share * width)]
 
 
 def _without_backbone(

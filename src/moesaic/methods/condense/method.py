@@ -168,7 +168,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     ) -> Generator[tuple[int, dict[int, float]], None, None]:
         """Yield layers in the order of choice, those of an unfinished run first."""
         config = self.config
-        rounds = sorted((name, i) for name, i in finished.store if name.startswith("round"))
+        rounds = sorted((name, i) for name, i in finished if name.startswith("round"))
         done = [
             (i, {int(j): loss for j, loss in finished[name, i][1]["losses"].items()})
             for name, i in rounds

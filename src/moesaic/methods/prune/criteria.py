@@ -16,7 +16,7 @@ Another package adds a criterion by an entry point in the group ``moesaic.criter
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
     from moesaic.arch.routing import RoutingFunction
     from moesaic.methods.prune.subsets import Losses
-    from moesaic.observation.expert_stats import ExpertStats
 
 
 @dataclass(frozen=True)
 class ScoredLayer:
     """Input of a criterion: one layer, and everything that was observed of it."""
 
-    stats: ExpertStats
-    """Statistics of the layer."""
+    stats: Mapping[str, Tensor]
+    """Statistics of the layer by name (:mod:`moesaic.observation.stats`)."""
     routing: RoutingFunction
     """Routing function of the layer."""
     index: int
@@ -68,14 +67,14 @@ class Criterion:
     """True if ``losses`` returns squares; records hold their roots."""
     observes: bool = True
     """True if it reads tokens; without, there is no loss by which layers could be compared."""
-    needs: tuple[str, ...] = ("outputs",)
-    """Statistics that it reads besides the router's, of
-    :data:`moesaic.observation.expert_stats.PARTS`; others are not collected."""
+    needs: tuple[str, ...] = ()
+    """Statistics that it reads (:mod:`moesaic.observation.stats`). If it reads tokens, ``calls_E``,
+    ``batch_T`` and ``bias_E`` are always there."""
 
     @property
     def gram(self) -> bool:
         """True if it needs the inner products of all experts' outputs, by token."""
-        return "gram" in self.needs
+        return "gram_SP" in self.needs
 
 
 # --- scores --------------------------------------------------------------------------------------
@@ -122,7 +121,8 @@ def _pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _pairwise(layer: ScoredLayer) -> tuple[Losses, float]:
-    return _pairwise_losses(layer.stats.pair_EE), layer.stats.pair_EE.sum().item() ** 0.5
+    pair_EE = layer.stats["pair_EE"]
+    return _pairwise_losses(pair_EE), pair_EE.sum().item() ** 0.5
 
 
 def _reconstruction(layer: ScoredLayer) -> tuple[Losses, float]:
@@ -152,14 +152,14 @@ BUILT_IN = (
         "change of the routed output, Eq. 3",
         NAEE,
         losses=_reconstruction,
-        needs=("gram",),
+        needs=("logits_TX", "sampled_T", "gram_SP"),
     ),
     Criterion(
         "pairwise",
         "pairwise reconstruction",
         "change of the routed output, were no token rerouted",
         losses=_pairwise,
-        needs=("pairs",),
+        needs=("pair_EE",),
         squared=True,
     ),
     Criterion(
@@ -168,7 +168,6 @@ BUILT_IN = (
         "a seeded draw",
         NAEE,
         score=lambda layer: random_scores(layer.routing.count, layer.index, layer.seed),
-        needs=(),
         observes=False,
     ),
     Criterion(
@@ -176,15 +175,14 @@ BUILT_IN = (
         "frequency",
         "tokens routed to the expert: |T_j|",
         NAEE,
-        score=lambda layer: layer.stats.calls_E.double(),
-        needs=(),
+        score=lambda layer: layer.stats["calls_E"].double(),
     ),
     Criterion(
         "gate",
         "gate weight",
         "sum of its combine weights g_j",
-        score=lambda layer: layer.stats.gate_E,
-        needs=(),
+        score=lambda layer: layer.stats["gate_E"],
+        needs=("gate_E",),
     ),
     Criterion(
         "ean",
@@ -192,27 +190,31 @@ BUILT_IN = (
         "expert activation norm: sum of |f_j| over T_j",
         'Jaiswal et al., "Finding Fantastic Experts in MoEs: A Unified Study for Expert Dropping '
         'Strategies and Observations" (2025)',
-        score=lambda layer: layer.stats.norm_E,
+        score=lambda layer: layer.stats["norm_E"],
+        needs=("norm_E",),
     ),
     Criterion(
         "weighted-ean",
         "weighted EAN",
         "sum of g_j |f_j| over T_j, weighted_ean_sum in REAP's released code",
-        score=lambda layer: layer.stats.gated_E,
+        score=lambda layer: layer.stats["gated_E"],
+        needs=("gated_E",),
     ),
     Criterion(
         "man",
         "MAN",
         "mean of |f_j| over T_j",
         SCORING,
-        score=lambda layer: mean_over(layer.stats.norm_E, layer.stats.calls_E),
+        score=lambda layer: mean_over(layer.stats["norm_E"], layer.stats["calls_E"]),
+        needs=("norm_E",),
     ),
     Criterion(
         "msan",
         "MSAN",
         "mean of |f_j|^2 over T_j",
         SCORING,
-        score=lambda layer: mean_over(layer.stats.square_E, layer.stats.calls_E),
+        score=lambda layer: mean_over(layer.stats["square_E"], layer.stats["calls_E"]),
+        needs=("square_E",),
     ),
     Criterion(
         "reap",
@@ -220,15 +222,16 @@ BUILT_IN = (
         "router-weighted expert activation pruning: mean of g_j |f_j| over T_j",
         'Lasby et al., "REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression" '
         "(2025)",
-        score=lambda layer: mean_over(layer.stats.gated_E, layer.stats.calls_E),
+        score=lambda layer: mean_over(layer.stats["gated_E"], layer.stats["calls_E"]),
+        needs=("gated_E",),
     ),
     Criterion(
         "aimer",
         "AIMER",
         "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
         'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
-        score=lambda layer: -layer.stats.spread_E,
-        needs=("weights",),
+        score=lambda layer: -layer.stats["spread_E"],
+        needs=("spread_E",),
         observes=False,
     ),
 )

@@ -34,7 +34,7 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import LayerCase, LayerMethod
-from moesaic.methods.mixtures import least_experts, original, routed_layers, span
+from moesaic.methods.mixtures import least_experts, original, routed_layers, routing_of, span
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.prune.criteria import ScoredLayer
 from moesaic.methods.prune.subsets import (
@@ -48,11 +48,10 @@ from moesaic.methods.prune.subsets import (
     subsets,
 )
 from moesaic.methods.sentences import credited
-from moesaic.observation.expert_stats import ExpertStats, routing_of
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.pruned import PrunedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
 
@@ -70,7 +69,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     @property
     def needs(self) -> set[str]:
         chosen = self.config.chosen
-        return {*chosen.needs, *(["router"] if chosen.observes else [])}
+        return {*chosen.needs, *(("calls_E", "batch_T", "bias_E") if chosen.observes else ())}
 
     @property
     def gram_bytes(self) -> int:
@@ -117,8 +116,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def decide(
         self, case: LayerCase[MoEArch], sizes: Sequence[int]
     ) -> dict[int, tuple[LayerPlan, JSON]]:
-        groups = case.job.arch.group_count(case.job.shape.config)
-        stats = None if case.stats is None else case.stats.experts
+        groups, stats = case.job.arch.group_count(case.job.shape.config), case.stats
         if stats is None and self.needs:
             alike_E = torch.zeros(case.view.count)
             return {
@@ -128,11 +126,9 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
                 )
                 for r in sizes
             }
-        stats = stats or ExpertStats.none(case.view.count)
-        routing = routing_of(case.job, case.index, stats)
         layer = ScoredLayer(
-            stats,
-            routing,
+            stats or {},
+            routing_of(case.job, case.index, stats or {}),
             case.index,
             seed=self.config.seed,
             sum_batch_norms=self.config.sum_batch_norms,
@@ -142,7 +138,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     def choose(
         self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1
-    ) -> dict[int, tuple[PrunedLayer, JSON]]:
+    ) -> dict[int, tuple[CutLayer, JSON]]:
         """Choose the experts that a layer keeps, for each size.
 
         Args:
@@ -157,15 +153,21 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         criterion, stats = self.config.chosen, layer.stats
         if criterion.score is not None:
             score_E = criterion.score(layer)
+            if len(score_E) != layer.routing.count:
+                raise ValueError(
+                    f"criterion {criterion.name!r} gives {len(score_E)} scores for "
+                    f"{layer.routing.count} experts"
+                )
             return {r: self._scored(score_E, stats, r, groups) for r in sizes}
         assert criterion.losses is not None, f"{criterion.name} neither scores nor searches"
         losses, scale = criterion.losses(layer)
-        decided: dict[int, tuple[PrunedLayer, JSON]] = {}
-        path_E = torch.ones(stats.experts, dtype=torch.bool)
+        decided: dict[int, tuple[CutLayer, JSON]] = {}
+        path_E = torch.ones(layer.routing.count, dtype=torch.bool)
+        sampled_T = stats.get("sampled_T")
+        tokens = len(stats["batch_T"]) if sampled_T is None else int(sampled_T.sum())
         for r in sorted(sizes, reverse=True):
             path = greedy(losses, path_E, r, groups)
             path_E = path.kept_E
-            tokens = int(stats.sampled_T.sum()) or stats.tokens
             best, gap = self._search(losses, path, r, groups, tokens)
             loss = max(best.loss, 0) ** 0.5 if criterion.squared else best.loss
             analysis = {
@@ -174,7 +176,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
                 "search": best.search,
                 "sets": best.evaluated,
                 **gap,
-                "calls": stats.calls_E.tolist(),
+                "calls": stats["calls_E"].tolist(),
                 "tokens": tokens,
             }
             decided[r] = (_layer(best.kept_E), analysis)
@@ -199,20 +201,15 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
 
     def _scored(
-        self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
-    ) -> tuple[PrunedLayer, JSON]:
-        if len(score_E) != stats.experts:
-            raise ValueError(
-                f"criterion {self.config.score!r} gives {len(score_E)} scores for "
-                f"{stats.experts} experts; does its needs name what it reads?"
-            )
+        self, score_E: Tensor, stats: Mapping[str, Tensor], r: int, groups: int
+    ) -> tuple[CutLayer, JSON]:
         kept_E = best_scores(score_E, r, groups)
         if not self.config.chosen.observes:
             return _layer(kept_E), {"scores": score_E.tolist()}
         gone = score_E[~kept_E].sum().item()
         return _layer(kept_E), {
             "scores": score_E.tolist(),
-            "calls": stats.calls_E.tolist(),
+            "calls": stats["calls_E"].tolist(),
             "loss": gone,
             "relative_loss": gone / max(score_E.sum().item(), 1e-300),
         }
@@ -229,8 +226,8 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         """Pad all layers to the same number of experts if ``padding`` is on."""
         if not self.config.padding:
             return layers
-        pruned = cast("Mapping[int, PrunedLayer]", layers)
-        most = max(layer.kept_E.numel() for layer in pruned.values())
+        pruned = cast("Mapping[int, CutLayer]", layers)
+        most = max(len(layer.kept) for layer in pruned.values())
         groups = job.arch.group_count(job.shape.config)
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
 
@@ -239,7 +236,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     ) -> AbstractContextManager[nn.Module | None]:
         view = cast(MoEFFN, site.view)
         allowed_E = torch.zeros(view.count, dtype=torch.bool)
-        allowed_E[cast(PrunedLayer, layer).experts] = True
+        allowed_E[cast(CutLayer, layer).experts] = True
         return view.restricted(allowed_E)
 
     @property
@@ -268,5 +265,5 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return [*figures.kept(layers), *super().figures(layers, decision)]
 
 
-def _layer(kept_E: Tensor) -> PrunedLayer:
-    return PrunedLayer(kept_E.nonzero().flatten())
+def _layer(kept_E: Tensor) -> CutLayer:
+    return CutLayer(kept_E.nonzero().flatten())

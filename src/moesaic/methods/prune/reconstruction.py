@@ -22,16 +22,16 @@ so a set costs its routing and a small quadratic form: exact, and no layer is ru
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moesaic.arch.routing import RoutingFunction
-from moesaic.errors import MoesaicError
 from moesaic.methods.prune.rerouting import Rerouting, law_of
 from moesaic.methods.prune.subsets import Neighbours
-from moesaic.observation.expert_stats import ExpertStats, unpacked
+from moesaic.observation.stats import unpacked
 
 ELEMENTS = 1 << 22
 """Elements in one block of candidate sets times tokens times experts."""
@@ -59,36 +59,31 @@ class Reconstruction(Neighbours):
     the original model's output, F(x) + delta.
 
     Args:
-        stats: the layer's statistics.
+        stats: the layer's statistics: ``logits_TX``, ``batch_T``, ``sampled_T``, ``gram_SP``, and
+            the cross terms if there are any.
         routing: its routing function.
         sum_batch_norms: sum the norms of batches of :data:`RELEASED_BATCH` tokens, as the released
             code does.
         device: where to compute.
-
-    Raises:
-        MoesaicError: the statistics hold no Gram matrix.
     """
 
     def __init__(
         self,
-        stats: ExpertStats,
+        stats: Mapping[str, Tensor],
         routing: RoutingFunction,
         sum_batch_norms: bool = False,
         device: str | torch.device = "cpu",
     ) -> None:
-        if not stats.sampled_T.any():
-            raise MoesaicError(
-                "No token's Gram matrix was kept: reconstruction needs more gram_mb."
-            )
         self.stats, self.routing = stats, routing
         self.sum_batch_norms = sum_batch_norms
         self.device = torch.device(device)
-        self.logits_SX = stats.logits_TX[stats.sampled_T].to(self.device)
+        sampled_T = stats["sampled_T"]
+        self.logits_SX = stats["logits_TX"][sampled_T].to(self.device)
         self.w_SA = routing.every_weight(self.logits_SX).double()
-        batch_T = stats.batch_T
+        batch_T = stats["batch_T"]
         if sum_batch_norms:
-            batch_T = torch.arange(stats.tokens) // RELEASED_BATCH
-        batches, batch_S = batch_T[stats.sampled_T].unique(return_inverse=True)
+            batch_T = torch.arange(len(batch_T)) // RELEASED_BATCH
+        batches, batch_S = batch_T[sampled_T].unique(return_inverse=True)
         self.batch_S, self.batches = batch_S.to(self.device), len(batches)
 
     @cached_property
@@ -100,14 +95,14 @@ class Reconstruction(Neighbours):
         return Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
 
     def __call__(self, kept_CE: Tensor) -> Tensor:
-        stats, kept_CE = self.stats, kept_CE.to(self.device)
+        stats, kept_CE, weighed = self.stats, kept_CE.to(self.device), self.w_SA.shape[1]
         squared_CB = torch.zeros(
             len(kept_CE), self.batches, dtype=torch.float64, device=self.device
         )
-        rows = max(1, ELEMENTS // stats.weighed**2)
+        rows = max(1, ELEMENTS // weighed**2)
         for block in torch.arange(len(self.w_SA)).split(rows):
-            gram_SAA = unpacked(stats.gram_SP[block].to(self.device), stats.weighed)
-            sets = max(1, ELEMENTS // (len(block) * stats.weighed))
+            gram_SAA = unpacked(stats["gram_SP"][block].to(self.device), weighed)
+            sets = max(1, ELEMENTS // (len(block) * weighed))
             batch_S = self.batch_S[block.to(self.device)]
             logits_SX, w_S1A = (
                 x[block.to(self.device)] for x in (self.logits_SX, self.w_SA[:, None])
@@ -115,9 +110,9 @@ class Reconstruction(Neighbours):
             for at in torch.arange(len(kept_CE), device=self.device).split(sets):
                 diff_SCA = _weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
                 error_SC = squared_errors(diff_SCA, gram_SAA)
-                if len(stats.delta_S):
+                if "delta_S" in stats:
                     cross_SA, delta_S = (
-                        x[block].to(self.device) for x in (stats.cross_SA, stats.delta_S)
+                        stats[name][block].to(self.device) for name in ("cross_SA", "delta_S")
                     )
                     cross_SC = (diff_SCA @ cross_SA.unsqueeze(-1)).squeeze(-1)
                     error_SC = error_SC - 2 * cross_SC + delta_S[:, None]
@@ -150,12 +145,12 @@ def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -
     return w_NA.double().view(tokens, sets, -1)
 
 
-def output_norm(stats: ExpertStats, routing: RoutingFunction) -> float:
+def output_norm(stats: Mapping[str, Tensor], routing: RoutingFunction) -> float:
     """Return ||F(x)||_F over the sampled tokens, the denominator of relative losses."""
-    logits_SX = stats.logits_TX[stats.sampled_T]
+    logits_SX, weighed = stats["logits_TX"][stats["sampled_T"]], routing.count + routing.always
     total = 0.0
-    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.weighed**2)):
+    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // weighed**2)):
         w_SA = routing.every_weight(logits_SX[block]).double()
-        gram_SAA = unpacked(stats.gram_SP[block], stats.weighed)
+        gram_SAA = unpacked(stats["gram_SP"][block], weighed)
         total += squared_errors(w_SA.unsqueeze(1), gram_SAA).sum().item()
     return max(total, 0.0) ** 0.5

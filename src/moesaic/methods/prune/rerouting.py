@@ -16,6 +16,7 @@ their sets are scored one by one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.routing import RoutingFunction
-from moesaic.observation.expert_stats import ExpertStats, packed_places
+from moesaic.observation.stats import packed_places
 
 ROWS = 1 << 22
 """Elements in one block of tokens times experts."""
@@ -112,7 +113,7 @@ class Rerouting:
 
     def __init__(
         self,
-        stats: ExpertStats,
+        stats: Mapping[str, Tensor],
         routing: RoutingFunction,
         law: Law,
         batch_S: Tensor,
@@ -121,18 +122,18 @@ class Rerouting:
         self.routing = routing
         self.grows = law is Law.GROW
         self.device = torch.device(device)
-        self.count, self.weighed = stats.experts, stats.weighed
-        self.logits_SX = stats.logits_TX[stats.sampled_T].to(device)
+        self.count, self.weighed = routing.count, routing.count + routing.always
+        self.logits_SX = stats["logits_TX"][stats["sampled_T"]].to(device)
         self.every = torch.arange(len(self.logits_SX), device=self.device)
         self.batch_S = batch_S.to(device)
         self.batches = int(batch_S.max()) + 1
-        self.gram_N = stats.gram_SP.to(device).flatten()
-        self.pairs = stats.gram_SP.shape[1]
+        self.gram_N = stats["gram_SP"].to(device).flatten()
+        self.pairs = stats["gram_SP"].shape[1]
         self.place_AA = packed_places(self.weighed).to(device)
         self._start(stats)
         self._remembered: list[tuple[Tensor, _Rows]] = []
 
-    def _start(self, stats: ExpertStats) -> None:
+    def _start(self, stats: Mapping[str, Tensor]) -> None:
         """Compute what is the same for every set."""
         every = self.every
         self.inner_SA = torch.zeros(
@@ -142,7 +143,7 @@ class Rerouting:
         self.level_SE = torch.full(
             (len(every), self.count), -1, dtype=torch.int16, device=self.device
         )
-        cross = bool(len(stats.delta_S))
+        cross = "delta_S" in stats
         for at in every.split(max(1, ROWS // self.count)):
             w_NK, chosen_NK = self._choose(at, None)
             gram_NKA = self._gram(at, self.place_AA[chosen_NK])
@@ -150,9 +151,9 @@ class Rerouting:
             square_N = (w_NK * inner_NA.gather(1, chosen_NK)).sum(1)
             target_N = square_N
             if cross:
-                cross_NA = stats.cross_SA[at.cpu()].to(self.device)
+                cross_NA = stats["cross_SA"][at.cpu()].to(self.device)
                 target_N = square_N + 2 * (w_NK * cross_NA.gather(1, chosen_NK)).sum(1)
-                target_N = target_N + stats.delta_S[at.cpu()].to(self.device)
+                target_N = target_N + stats["delta_S"][at.cpu()].to(self.device)
                 inner_NA = inner_NA + cross_NA
             self.inner_SA[at], self.target_S[at] = inner_NA, target_N
             self.level_SE[at] = self._levels(at)

@@ -29,14 +29,13 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import LayerCase, LayerMethod
-from moesaic.methods.mixtures import routed_layers, unskipped
+from moesaic.methods.mixtures import routed_layers, routing_of, unskipped
 from moesaic.methods.sentences import percent
 from moesaic.methods.skip.config import SkipConfig
-from moesaic.modules import survivors
-from moesaic.observation.expert_stats import routing_of
+from moesaic.modules.skipping_router import survivors
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.skipping import SkippingLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
 
@@ -100,7 +99,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
 
     ratio = "active"
     words = "Calibrating layers"
-    needs = ("router",)
+    needs = ("logits_TX", "bias_E")
 
     def find(self, config: Config) -> MoEArch:
         return unskipped(config)
@@ -128,16 +127,13 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         self, case: LayerCase[MoEArch], sizes: Sequence[float | None]
     ) -> dict[float | None, tuple[LayerPlan, JSON]]:
         top_k = case.view.top_k
-        if case.stats is None or case.stats.experts is None:
-            return {beta: (SkippingLayer(0.5, self.rule(top_k)), {}) for beta in sizes}
-        stats = case.stats.experts
-        routing = routing_of(case.job, case.index, stats)
-        weights_TK = routing.weights(stats.logits_TX).topk(top_k, dim=-1).values.double()
+        if case.stats is None:
+            return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
+        routing = routing_of(case.job, case.index, case.stats)
+        weights_TK = routing.weights(case.stats["logits_TX"]).topk(top_k, dim=-1).values.double()
         return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
 
-    def calibrated(
-        self, weights_TK: Tensor, fixed: float | None = None
-    ) -> tuple[SkippingLayer, JSON]:
+    def calibrated(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
         """Return a layer's plan with its beta, and how much it skips of the calibration tokens.
 
         Args:
@@ -156,7 +152,8 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         else:
             beta = quantile(ratios(weights_TK, rule), config.quantile)
         calls = mean_calls(weights_TK, beta, rule)
-        return SkippingLayer(beta, rule), {"calls_per_token": calls, "skipped": 1 - calls / top_k}
+        analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
+        return CutLayer(beta=beta, rule=rule), analysis
 
     def rule(self, top_k: int) -> str:
         """Return the rule of a layer with this top-k: ``top2`` or ``tail``.

@@ -13,7 +13,7 @@ from moesaic.methods.mixtures import routed_layers, span, unskipped
 from moesaic.methods.skip.config import TopKConfig
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.fewer import FewerLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
 
@@ -52,17 +52,19 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
     ) -> dict[int, tuple[LayerPlan, JSON]]:
         before = case.view.top_k
         return {
-            k: (FewerLayer(k, before), {"calls_per_token": k, "skipped": 1 - k / before})
+            k: (
+                CutLayer(top_k=k),
+                {"calls_per_token": k, "skipped": 1 - k / before, "calls_before": before},
+            )
             for k in sizes
         }
 
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        routed, before = decision.analyses.keys(), decision.plan.layers if decision.plan else {}
-        was = span([layer.before for layer in before.values() if isinstance(layer, FewerLayer)])
+        was = span([analysis["calls_before"] for analysis in decision.analyses.values()])
         now = self.config.top_k
-        counts = [now if layer.index in routed else None for layer in layers]
+        counts = [now if layer.index in decision.analyses else None for layer in layers]
         return Summary(
             f"{now} of {was} experts a token",
             f"A token runs {now} experts instead of {was} in every layer that routes.",

@@ -6,7 +6,7 @@ neurons of the shared path, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,29 +14,30 @@ from torch import Tensor
 from moesaic.arch.dense import FFN
 from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.scores import Neurons
-from moesaic.observation.stats import LayerStats
 from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import PADDING
-from moesaic.plans.narrowed import NarrowedLayer
 from moesaic.plans.neurons import filled_up
 
+NAMES = {
+    "energy": ("energy_EM", "shared_energy_S"),
+    "reach": ("reach_EM", "shared_reach_S"),
+    "size": ("size_EM", "shared_size_S"),
+    "gram": ("gram_EMM", "shared_gram_SS"),
+    "down": ("down_EDM", "shared_down_DS"),
+}
+"""Statistics by field of :class:`~moesaic.methods.slim.scores.Neurons`: those of routed experts and
+of the shared path."""
 
-def neurons_of(stats: LayerStats, seed: int, shared: bool = False) -> Neurons:
-    """Return the neurons of routed experts (E, M), or of the shared path as one expert (1, S)."""
-    neurons, products = stats.neurons, stats.products
-    assert neurons is not None
 
-    def of(routed: Tensor, path: Tensor) -> Tensor:
-        return path[None] if shared else routed
+def neurons_of(stats: Mapping[str, Tensor], seed: int, shared: bool = False) -> Neurons:
+    """Return the neurons of routed experts (E, M), or of the shared path as one expert (1, S).
 
-    return Neurons(
-        of(neurons.energy_EM, neurons.shared_energy_S),
-        of(neurons.reach_EM, neurons.shared_reach_S),
-        of(neurons.size_EM, neurons.shared_size_S),
-        seed,
-        None if products is None else of(products.gram_EMM, products.shared_SS),
-        None if products is None else of(products.down_EDM, products.shared_DS),
-    )
+    Energies that were not observed are zero.
+    """
+    found = {name: stats[of[shared]] for name, of in NAMES.items() if of[shared] in stats}
+    if shared:
+        found = {name: tensor[None] for name, tensor in found.items()}
+    return Neurons(**{"energy": torch.zeros_like(found["size"]), **found}, seed=seed)
 
 
 def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
@@ -55,21 +56,6 @@ def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
 def highest(score_EM: Tensor, width: int, reach_EM: Tensor) -> Tensor:
     """Return the rising indices of each row's highest scores (E, W); equal ones by reach."""
     return ranked(score_EM, reach_EM)[:, :width].sort(dim=1).values
-
-
-def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLayer:
-    """Return the plan of a dense FFN that keeps the neurons of the highest scores.
-
-    Args:
-        score_M: scores of its neurons.
-        width: number of neurons to keep.
-        counted: see :class:`~moesaic.plans.narrowed.NarrowedLayer`.
-
-    >>> narrowest(torch.tensor([1.0, 3.0, 2.0]), 2).order_W.tolist()
-    [1, 2]
-    """
-    order_W = highest(score_M[None], width, torch.zeros_like(score_M)[None])[0].cpu()
-    return NarrowedLayer(order_W, len(score_M), counted=counted)
 
 
 def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:

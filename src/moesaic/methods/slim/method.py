@@ -36,12 +36,12 @@ from moesaic.methods.layered import RESULT, LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.choice import (
+    NAMES,
     Shape,
     candidates,
     choose,
     highest,
     losses,
-    narrowest,
     neurons_of,
     share_lost,
     uneven,
@@ -51,13 +51,11 @@ from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
-from moesaic.observation.neuron_stats import no_stats
-from moesaic.observation.stats import LayerStats, neuron_pairs
+from moesaic.observation.stats import neuron_pairs
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.narrowed import NarrowedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up, in_groups
-from moesaic.plans.slimmed import SlimmedLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
 from moesaic.types import JSON, Config, Values
@@ -136,14 +134,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def needs(self) -> set[str]:
         """Statistics of neurons; also the tokens if several sizes are compared on them."""
         config, score = self.config, self.config.chosen
-        needs = {
-            "sizes": True,
-            "energy": score.observes,
-            "shared": score.observes and config.shared is not None,
-            "products": score.gram,
-            "tokens": config.measures,
-        }
-        return {name for name, need in needs.items() if need}
+        read = {"reach", "size", *["energy"] * score.observes, *["gram", "down"] * score.gram}
+        paths = (False, True) if config.shared is not None else (False,)
+        needs = {NAMES[field][shared] for field in read for shared in paths}
+        return needs | {*["calls_E"] * score.observes, *["tokens"] * config.measures}
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -324,38 +318,41 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         self, case: LayerCase[Arch], sizes: Sequence[Size]
     ) -> dict[Size, tuple[LayerPlan, JSON]]:
         view, stats = case.view, case.stats
-        if stats is None or stats.neurons is None:
-            shared = getattr(view, "shared_width", 0)
-            stats = LayerStats(neurons=no_stats(view.count, view.width, shared))
+        if stats is None:  # a dry run
+            shape_EM = (view.count, view.width)
+            zeros = {"reach_EM": shape_EM, "size_EM": shape_EM, "calls_E": (view.count,)}
+            stats = {name: torch.zeros(shape) for name, shape in zeros.items()}
         arch, config = case.job.arch, case.job.shape.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         score = SCORES["random"] if case.stats is None else self.config.chosen
         seed = self.config.seed * 10_007 + case.index
         score_EM, shared = score.score(neurons_of(stats, seed)), None
         if any(size.room for size in sizes):
-            beside = neurons_of(stats, seed + 1, shared=True)
-            shared = score.score(beside), beside.reach
+            alike_1S = torch.zeros(1, getattr(view, "shared_width", 0))
+            shared = alike_1S, alike_1S  # all are kept, or this is a dry run
+            if "shared_size_S" in stats:
+                beside = neurons_of(stats, seed + 1, shared=True)
+                shared = score.score(beside), beside.reach
         form = None if self.config.uneven else case.job.format  # no format has uneven experts
-        decided: dict[Size, tuple[LayerPlan, JSON]] = {}
+        decided: dict[Size, tuple[CutLayer, JSON]] = {}
         for size in sizes:
             layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
             decided[size] = _in_groups(layer, form.columns if form else 0), analysis
         if self.config.measures and case.site is not None:
-            shapes = [_shape(layer) for layer, _ in decided.values()]
-            exact = losses(case.site, shapes)
+            exact = losses(case.site, [_shape(layer) for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
-        return decided
+        return {**decided}
 
     def choose(
         self,
         case: LayerCase[Arch],
-        stats: LayerStats,
+        stats: Mapping[str, Tensor],
         score_EM: Tensor,
         shared: tuple[Tensor, Tensor] | None,
         size: Size,
         groups: int,
-    ) -> tuple[LayerPlan, JSON]:
+    ) -> tuple[CutLayer, JSON]:
         """Choose the neurons that a layer keeps, for one size.
 
         Args:
@@ -370,24 +367,23 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
             if the score reads tokens.
         """
-        config, neurons = self.config, stats.neurons
-        assert neurons is not None
-        kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach_EM, groups)
+        config, reach_EM = self.config, stats["reach_EM"]
+        kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
         if config.uneven:
-            neurons_NW = uneven(score_EM, size.neurons, neurons.reach_EM, config.multiple or 1)
+            neurons_NW = uneven(score_EM, size.neurons, reach_EM, config.multiple or 1)
         analysis: JSON = {}
         if config.chosen.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
-            analysis = {"relative_loss": lost, "calls": neurons.calls_E.tolist()}
+            analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
         if size.dense:
-            return narrowest(score_EM[0], size.width), analysis
+            return CutLayer(None, neurons_NW, size.before), analysis
         order_S: Tensor | None = None
         if size.room and shared is not None:
             score_NS, reach_NS = (x.view(size.shared_count, -1) for x in shared)
             first_N1 = score_NS.shape[1] * torch.arange(size.shared_count)[:, None]
             order_NS = first_N1 + highest(score_NS, size.shared // size.shared_count, reach_NS)
             order_S = torch.cat([filled_up(o, size.room // size.shared_count) for o in order_NS])
-        return SlimmedLayer(
+        return CutLayer(
             kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
         ), analysis
 
@@ -452,7 +448,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def effective(self, plan: Plan | None) -> SlimConfig:
         config = super().effective(plan)
         if plan is None or any(
-            isinstance(layer, SlimmedLayer) and len(layer.experts) < plan.base.experts_of(i)
+            isinstance(layer, CutLayer) and len(layer.experts) < plan.base.experts_of(i)
             for i, layer in plan.layers.items()
         ):
             return config
@@ -512,29 +508,28 @@ def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
 def _as_output(layer: LayerRecord, plan: Plan) -> JSON:
     """Return a layer as ``--json`` prints it, with ``kept``: the kept experts."""
     decided = plan.layers.get(layer.index)
-    kept = {"kept": decided.experts.tolist()} if isinstance(decided, SlimmedLayer) else {}
+    kept: JSON = {}
+    if isinstance(decided, CutLayer) and not decided.dense:
+        kept = {"kept": decided.experts.tolist()}
     plain = asdict(layer)
     return {**plain, **plain.pop("shape"), **plain.pop("analysis"), **kept}
 
 
-def _in_groups(layer: LayerPlan, size: int) -> LayerPlan:
+def _in_groups(layer: CutLayer, size: int) -> CutLayer:
     """Reorder a decided layer's neurons so that most of their columns keep their scale.
 
     Args:
         layer: a plan with neurons in rising order.
         size: number of columns that share a scale.
     """
-    if isinstance(layer, NarrowedLayer):
-        return replace(layer, order_W=in_groups(layer.order_W, size))
-    assert isinstance(layer, SlimmedLayer)
+    assert layer.neurons_EW is not None
     orders = [in_groups(order_W, size) for order_W in layer.neurons_EW]
     shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, size)
     return replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
 
 
-def _shape(layer: LayerPlan) -> Shape:
+def _shape(layer: CutLayer) -> Shape:
     """Return the experts and neurons that a decided layer keeps."""
-    if isinstance(layer, NarrowedLayer):
-        return torch.zeros(1, dtype=torch.int64), layer.order_W[None]
-    assert isinstance(layer, SlimmedLayer)
-    return layer.kept_E, layer.neurons_EW
+    assert layer.neurons_EW is not None
+    one = torch.zeros(1, dtype=torch.int64)
+    return one if layer.kept_E is None else layer.kept_E, layer.neurons_EW

@@ -19,7 +19,7 @@ from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.mixture import MoEArch
 from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
-from moesaic.plans.slimmed import SlimmedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.types import Config, Model
 
 
@@ -44,7 +44,7 @@ def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
     fixed: dict[int, Tensor] = {}
     for step in reversed((*plan.earlier, plan) if plan else ()):
         for i, layer in step.layers.items():
-            if isinstance(layer, SlimmedLayer) and layer.shared_S is not None:
+            if isinstance(layer, CutLayer) and layer.shared_S is not None:
                 return fixed  # shared paths have another width since
             if not isinstance(layer, CondensedLayer) or not step.base.experts_of(i):
                 continue  # it was dense, and is only padded
