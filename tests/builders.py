@@ -482,7 +482,7 @@ def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
         files = [Path(folder) / str(i) for i in range(count)]
         running = [
             SERVER.Process(
-                target=_called,
+                target=called,
                 args=({**os.environ, **told, "RANK": str(i), "LOCAL_RANK": str(i)}, files[i]),
                 kwargs={"work": work, "arguments": arguments},
             )
@@ -500,9 +500,10 @@ def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
         assert not failed, files[failed[0]].read_text()
 
 
-def _called(
+def called(
     environment: dict[str, str], errors: Path, work: Callable[..., None], arguments: Sequence[Any]
 ) -> None:
+    """Call a function in this process with these variables; stderr is a file."""
     os.environ.update(environment)
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders import SMALL, tiny_tokenizer
+from builders import SMALL, pages, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -291,24 +291,26 @@ def package(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(package, tmp_path_factory):
+def done(package, llama_folder, moe_folder, tmp_path_factory):
     """What every command said, and the losses of what they made, by the folder's name."""
     folder = tmp_path_factory.mktemp("adding")
     seed = AutoModelForCausalLM.from_config(CONFIG_MAPPING["seed_oss"](**SMALL, head_dim=8))
     seed.save_pretrained(folder / "seed")
     tiny_tokenizer().save_pretrained(folder / "seed")
     brief = ["--max-tokens", "256", "-o", "rounds=0", "-o", "new_tokens=2", "--json"]
-    text = ["--samples", "8", "--length", "32"]
+    text = ["--samples", "8", "--length", "32", "--calibration", pages("calibration")]
+    text += ["--data", pages("evaluation")]
+    dense, mixture = str(llama_folder), str(moe_folder)
     once = ["--no-refit", *text]
     beforehand = ["--dry-run", "--json"]
     commands = [
-        ["carve", "tiny-dense", "halves", "--method", "halves", "--share", "0.75", *text, *brief],
-        ["prune", "tiny-moe", "quietest", "--keep", "6", "--score", "quietest", *once, *brief],
+        ["carve", dense, "halves", "--method", "halves", "--share", "0.75", *text, *brief],
+        ["prune", mixture, "quietest", "--keep", "6", "--score", "quietest", *once, *brief],
         ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *text, *brief],
-        ["dampen", "tiny-dense", "dampen", "--factor", "0.5", *brief],
-        ["apply", "tiny-dense", "dampen", "applied"],
+        ["dampen", dense, "dampen", "--factor", "0.5", *brief],
+        ["apply", dense, "dampen", "applied"],
         ["inspect", "dampen", "--json"],
-        ["carve", "tiny-dense", "none", "--method", "halves", "--share", "0.75", *beforehand],
+        ["carve", dense, "none", "--method", "halves", "--share", "0.75", *beforehand],
         ["--help"],
         ["carve", "--method", "halves", "--help"],
         ["dampen", "--help-all"],

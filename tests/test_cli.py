@@ -40,6 +40,7 @@ def test_carve_prints_one_json_object(command, llama_folder, tmp_path):
     code, out, _ = command(
         "carve", llama_folder, tmp_path / "out", *QUICK, "--json", "--max-tokens", 1024,
         "--data", text, "--compare", "static", "-o", "alpha=1.0", "-o", "rounds=0",
+        "-o", "new_tokens=2",
     )  # fmt: skip
     assert code == 0
     record = json.loads(out)
@@ -135,7 +136,8 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
     assert json.loads(printed)["layers"] == [0, 2]
     code, printed, _ = command(
         "prune", moe_folder, out, "--keep", 5, "--stats", stats, "--compare", "frequency",
-        "--data", pages("evaluation"), "--max-tokens", 600, "-o", "rounds=0", "--json",
+        "--data", pages("evaluation"), "--max-tokens", 600, "-o", "rounds=0", "-o",
+        "new_tokens=2", "--json",
     )  # fmt: skip
     assert code == 0
     record = json.loads(printed)
@@ -394,7 +396,7 @@ def test_a_folder_of_another_encoding_is_told_so(command, llama_folder, tmp_path
 
 
 def test_a_slash_behind_the_name_of_a_model_that_ships_is_none(command):
-    for words in (["inspect", "tiny-moe/"], ["eval", "tiny-moe/", "--max-tokens", 64]):
+    for words in (["inspect", "tiny-moe/"], ["generate", "tiny-moe/", "The", "--new-tokens", 1]):
         assert command(*words)[0] == 0
 
 
@@ -410,14 +412,14 @@ def test_a_tilde_is_the_users_folder(command, llama_folder, tmp_path, monkeypatc
     assert f"No model folder at {tmp_path}/nowhere" in err or "~/nowhere" in err
 
 
-@pytest.mark.parametrize("name", ["o[/b]", "a[bold]one", "[x]"])
+@pytest.mark.parametrize("name", ["o[/b]", "a[bold]one"])
 def test_brackets_in_a_name_are_a_name(command, llama_folder, tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)  # so that names are short
     out = Path(name)
     code, _, err = command("carve", llama_folder, out, *QUICK, "--no-eval")
     assert code == 0, err
     assert name in err
-    measured = ["eval", out, "--max-tokens", 64, "--length", 32]
+    measured = ["eval", out, "--max-tokens", 64, "--length", 32, "--data", pages("evaluation")]
     for line, shown in ((["inspect", out], name), (measured, out.name)):
         code, said, err = command(*line)
         assert code == 0, err
@@ -449,31 +451,6 @@ def test_help_and_wrong_requests_need_nothing_heavy(placed, tmp_path):
     wrong = [placed(row.values[0]) for row in rows(AT_ONCE)]
     code = ASKED.format(requests=[*helped, *wrong])
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
-def test_importing_moesaic_imports_nothing_heavy():
-    code = (
-        "import sys, moesaic\n"
-        "heavy = {'torch', 'transformers', 'sklearn', 'matplotlib', 'peft', 'torchao', 'scipy'}\n"
-        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
-        "moesaic.carve\n"
-        "heavy = {'sklearn', 'matplotlib', 'peft', 'transformers.trainer'}\n"
-        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("first", ["moesaic", "transformers"])
-def test_a_result_loads_after_import_in_any_order(carved_folder, first):
-    second = {"moesaic": "transformers", "transformers": "moesaic"}[first]
-    code = (
-        f"import {first}, {second}\n"
-        f"config = transformers.AutoConfig.from_pretrained({str(carved_folder)!r})\n"
-        "assert config.model_type == 'moesaic_llama'\n"
-        "model = transformers.AutoModelForCausalLM.from_pretrained(config.name_or_path)\n"
-        "assert type(model).__name__ == 'MoesaicLlamaForCausalLM'\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
@@ -526,7 +503,7 @@ def test_full_disk_is_said(command, llama_folder, tmp_path, monkeypatch):
     code, _, err = command("carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
     assert code == 2
     assert "disk is full" in err
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
 def test_a_fault_of_ours_exits_1_and_says_so(command, monkeypatch, tmp_path):
@@ -620,13 +597,6 @@ def test_options_are_few(command):
     assert len(app.commands) <= 16
 
 
-def test_python_m_moesaic_is_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "moesaic", "--version"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, __version__)
-
-
 @pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --sco", 4)])
 def test_shells_complete_commands_and_options(words, at):
     asked = {"_MOESAIC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
@@ -695,7 +665,19 @@ def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
 def test_a_verb_shows_what_rounding_alone_costs(command, moe_folder, tmp_path):
     words = ["--keep", "5", "--no-refit", "--samples", "6", "--length", "24", "--max-tokens", "256"]
     code, said, err = command(
-        "prune", moe_folder, tmp_path / "out", *words, "-o", "rounds=0", "--baseline", "q8_0"
+        "prune",
+        moe_folder,
+        tmp_path / "out",
+        *words,
+        *TEXT,
+        "--data",
+        pages("evaluation"),
+        "-o",
+        "rounds=0",
+        "-o",
+        "new_tokens=2",
+        "--baseline",
+        "q8_0",
     )
     assert code == 0, err
     assert "q8_0" in said

@@ -6,13 +6,15 @@ Nothing here runs a command: each is read by the real command line and stopped b
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields
 from importlib import import_module
 from itertools import product
@@ -23,6 +25,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from builders import launch
 
 import moesaic
 from moesaic.cli import app, conversions
@@ -446,36 +449,28 @@ def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
 
 # --- scripts -------------------------------------------------------------------------------------
 
-IMPORTS = """
-import json, runpy, sys, contextlib, io
-found = {}
-for path in sys.argv[1:]:
-    sys.path.insert(0, path.rpartition("/")[0])
-    try:
-        run = runpy.run_path(path, run_name="imported")
-        if "ArgumentParser" in open(path).read() and "main" in run:
-            sys.argv = [path, "--help"]
-            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-                run["main"]()
-            assert "usage" in out.getvalue(), "--help says nothing"
-    except BaseException as error:
-        found[path] = f"{type(error).__name__}: {error}"
-print(json.dumps(found))
-"""
+
+def imported(scripts: list[Path], folder: Path) -> None:
+    """Import scripts in this process and ask them for help."""
+    os.chdir(folder)
+    found = {}
+    for path in scripts:
+        sys.path.insert(0, str(path.parent))
+        try:
+            run = runpy.run_path(str(path), run_name="imported")
+            if "ArgumentParser" in path.read_text("utf-8") and "main" in run:
+                sys.argv = [str(path), "--help"]
+                with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
+                    run["main"]()
+                assert "usage" in out.getvalue(), "--help says nothing"
+        except BaseException as error:
+            found[path.name] = f"{type(error).__name__}: {error}"
+    assert not found, found
 
 
 def test_scripts_import_and_answer_help(tmp_path: Path) -> None:
     """One process for all; mypy checks the rest of them as it checks the package."""
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORTS, *map(str, SCRIPTS)],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == {}
+    launch(imported, [*SCRIPTS], tmp_path, count=1)
 
 
 def test_scripts_in_documents_exist_with_their_options() -> None:

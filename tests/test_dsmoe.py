@@ -279,17 +279,21 @@ def interrupting(items: Any, label: str, total: int | None = None) -> Any:
     return items
 
 
-def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(tmp_path: Path) -> None:
+def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(
+    llama_folder: Path, tmp_path: Path
+) -> None:
     few = {"length": 24, "steps": 3, "batch": 2}
     out = str(tmp_path / "out")
     diverging = Recipe(
-        "tiny-dense", out, (configured(DSMoEConfig, lr=1e30, **few),), evaluation=None
+        str(llama_folder), out, (configured(DSMoEConfig, lr=1e30, **few),), evaluation=None
     )
     with pytest.raises(MoesaicError, match=r"lr 1e\+30 is too high: the (loss|gradient) of step"):
         run_recipe(diverging)
     assert not [*tmp_path.iterdir()]
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(Recipe("tiny-dense", out, (configured(DSMoEConfig, **few),)), track=interrupting)
+        run_recipe(
+            Recipe(str(llama_folder), out, (configured(DSMoEConfig, **few),)), track=interrupting
+        )
     assert not [*tmp_path.iterdir()]
 
 

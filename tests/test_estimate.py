@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from builders import loaded, tiny_moe
+from builders import loaded, pages, tiny_moe
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -31,35 +31,35 @@ from moesaic.recipe import Recipe, step_config
 from moesaic.types import give_back
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
-    ("tiny-shared-moe", [("prune", {"keep": 9.5, "allocate": "layers", "score": "frequency"})]),
-    ("tiny-shared-moe", [("slim", {"keep": 0.5, "shared": 0.5, "refit": True})]),
-    ("tiny-shared-moe", [("slim", {"keep": 0.5, "allocate": "experts"})]),
-    ("tiny-dense", [("slim", {"keep": 0.5})]),
-    ("tiny-shared-moe", [("condense", {"count": 2, "shared_gate": "mean"})]),
+    ("moe_folder", [("prune", {"keep": 5.5, "allocate": "layers", "score": "frequency"})]),
+    ("moe_folder", [("slim", {"keep": 0.5, "shared": 0.5, "refit": True})]),
+    ("moe_folder", [("slim", {"keep": 0.5, "allocate": "experts"})]),
+    ("llama_folder", [("slim", {"keep": 0.5})]),
+    ("moe_folder", [("condense", {"count": 1, "shared_gate": "mean"})]),
     ("tiny-moe", [("condense", {"count": 1, "keep": "shared+routed"})]),
     ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
-    ("tiny-dense", [("carve", {"method": "more", "variant": "static", "refit": True})]),
+    ("llama_folder", [("carve", {"method": "more", "variant": "static", "refit": True})]),
     (
-        "tiny-dense",
+        "llama_folder",
         [("carve", {"method": "more", "layers": "all", "experts": 5, "router": "ridge"})],
     ),
-    (
-        "tiny-shared-moe",
-        [("prune", {"keep": 12, "score": "frequency"}), ("slim", {"keep": 0.5})],
-    ),
+    ("moe_folder", [("prune", {"keep": 6, "score": "frequency"}), ("slim", {"keep": 0.5})]),
 ]
 
 
 def recipe_of(model: str, out: str, *steps: tuple[str, dict[str, Any]], **options: Any) -> Recipe:
     configs = tuple(step_config(verb, given) for verb, given in steps)
-    calibration = Calibration(samples=2, length=32)
+    calibration = Calibration(pages("calibration"), samples=2, length=32)
     return Recipe(model, out, configs, calibration, **{"evaluation": None, **options})
 
 
 @pytest.mark.parametrize(("model", "steps"), CASES, ids=lambda x: str(x)[:60])
-def test_what_comes_out_is_what_was_told(model: str, steps: Any, tmp_path: Path) -> None:
+def test_what_comes_out_is_what_was_told(
+    model: str, steps: Any, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    name = str(request.getfixturevalue(model)) if model.endswith("_folder") else model
     out = tmp_path / "out"
-    recipe = recipe_of(model, str(out), *steps)
+    recipe = recipe_of(name, str(out), *steps)
     told = estimate(recipe)
     record = run_recipe(recipe)
     size = model_size(loaded(out))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import tiny_moe
+from builders import pages, tiny_moe
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -56,8 +56,9 @@ ORIGINAL = Built(resolve("tiny-moe").config, None)
 
 
 def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
-    calibration = Calibration(samples=samples, length=64)
-    return Recipe(model, str(out), (), calibration, Evaluation(max_tokens=1024, rounds=0))
+    calibration = Calibration(pages("calibration"), samples=samples, length=64)
+    evaluation = Evaluation(pages("evaluation"), max_tokens=512, rounds=0, new_tokens=2)
+    return Recipe(model, str(out), (), calibration, evaluation)
 
 
 def form_of(name: str, configs: Any, careful: Any = lambda config: config) -> Form:
@@ -89,12 +90,14 @@ def test_the_largest_that_fits_is_found(count: int) -> None:
         assert largest(range(count), lambda n, limit=limit: n <= limit) == wanted
 
 
-@pytest.mark.parametrize("model", ["tiny-shared-moe", "tiny-dense"])
+@pytest.mark.parametrize("model", ["moe_folder", "llama_folder"])
 @pytest.mark.parametrize("native", [False, True])
-def test_every_form_can_be_carried_out_and_grows(model: str, native: bool, tmp_path: Path) -> None:
+def test_every_form_can_be_carried_out_and_grows(
+    model: str, native: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Its smallest is smaller than the original; made with care it is as small."""
-    config = FitConfig(memory=1, native=native)
-    looking = Search(recipe_of(tmp_path / "out", model), config, tmp_path / "work")
+    folder, config = request.getfixturevalue(model), FitConfig(memory=1, native=native)
+    looking = Search(recipe_of(tmp_path / "out", str(folder)), config, tmp_path / "work")
     known = forms(looking.source, config)
     assert len({form.name for form in known}) == len(known)
     for form in known:

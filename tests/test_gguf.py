@@ -286,7 +286,7 @@ VERBS = {
             "{text}",
             "--no-eval",
         ],
-        "eval": ["--max-tokens", "64"],
+        "eval": ["--max-tokens", "64", "--data", "{text}"],
         "inspect": [],
         "generate": ["a word", "--new-tokens", "2"],
         "export": ["{out}"],

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from builders import TESTS
+from builders import SERVER, called
 
-import moesaic
-
-ENDS = {
-    "refuses": "raise MoesaicError('keep 9 is out of reach.')",
-    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
-}
-CODE = """
-import os, signal, sys
 from moesaic.cli.entry import explained
 from moesaic.distributed import join_processes, wait_for_all
 from moesaic.errors import MoesaicError
-with explained():
-    join_processes()
-    wait_for_all()
-    if os.environ['RANK'] == sys.argv[1]:
-        {end}
-    wait_for_all()
-"""
+
+
+def ending(how: str, which: int) -> None:
+    """In one of several processes, one of which ends early."""
+    with explained():
+        join_processes()
+        wait_for_all()
+        if os.environ["RANK"] == str(which):
+            if how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MoesaicError("keep 9 is out of reach.")
+        wait_for_all()
 
 
 @pytest.mark.parametrize(
@@ -40,27 +36,30 @@ with explained():
         pytest.param("is killed", 1, marks=pytest.mark.nightly),
     ],
 )
-def test_the_other_process_says_the_true_reason(end: str, which: int) -> None:
+def test_the_other_process_says_the_true_reason(end: str, which: int, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(TESTS), str(Path(moesaic.__file__).parents[1])])
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    files = [tmp_path / str(rank) for rank in range(2)]
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", CODE.replace("{end}", ENDS[end]), str(which)],
-            env={**os.environ, **told, "PYTHONPATH": path, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+        SERVER.Process(
+            target=called,
+            args=({**os.environ, **told, "RANK": str(rank)}, files[rank]),
+            kwargs={"work": ending, "arguments": (end, which)},
         )
         for rank in range(2)
     ]
-    errors = [" ".join(process.communicate(timeout=300)[1].split()) for process in running]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(300)
+    errors = [" ".join(file.read_text().split()) for file in files]
     other = 1 - which
     assert "fault of moesaic" not in errors[other]
     if end == "refuses":
-        assert [process.returncode for process in running] == [2, 2], errors
+        assert [process.exitcode for process in running] == [2, 2], errors
         assert all("keep 9 is out of reach." in error for error in errors)
     else:
-        assert running[other].returncode == 1
+        assert running[other].exitcode == 1
         assert "Another of the 2 processes ended" in errors[other]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import loaded, logits, tiny_moe, tiny_tokenizer
+from builders import launch, loaded, logits, pages, tiny_moe, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
@@ -25,7 +25,7 @@ from moesaic.recipe import load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
-FEW = {"samples": 8, "length": 64, "progress": False}
+FEW = {"samples": 8, "length": 64, "progress": False, "calibration": pages("calibration")}
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,8 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
 
 def test_saved_as_the_command_saves(slimmed, tmp_path, command, name):
     folder = slimmed.save_pretrained(tmp_path / "python")
-    command("slim", name, tmp_path / "command", "--samples", "8", "--length", "64", "--no-eval")
+    text = ["--samples", "8", "--length", "64", "--calibration", pages("calibration")]
+    command("slim", name, tmp_path / "command", *text, "--no-eval")
     names = [
         {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
         for out in (folder, tmp_path / "command")
@@ -202,9 +203,9 @@ def test_what_no_recipe_repeats_says_so(tmp_path, tokens):
     assert "text was given in Python" in recipe
 
 
-def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch, name):
+def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, name):
     quick = {"progress": False}
-    text = {"max_tokens": 512, **quick}
+    text = {"max_tokens": 256, "data": pages("evaluation"), **quick}
     score = moesaic.evaluate(slimmed, **text)
     assert score.perplexity == slimmed.evaluate(against=None, **text).perplexity
     assert slimmed.evaluate(**text).kl > 0
@@ -215,7 +216,6 @@ def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch, n
     assert stats.is_file()
     pruned = moesaic.prune(slimmed, keep=4, **FEW)
     assert pruned.model.config.num_experts == 4
-    monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
     speed = moesaic.bench(slimmed, name, length=8, new_tokens=2, rounds=1, **quick)
     assert {"model", "against", "ratio"} <= speed.keys()
     out = pruned.save_pretrained(tmp_path / "pruned")
@@ -228,7 +228,7 @@ def test_a_result_is_a_model_to_every_function(slimmed, tmp_path, monkeypatch, n
     assert torch.equal(*(model(torch.arange(9)[None]).logits for model in again))
 
 
-def test_a_loaded_model_is_one_too(tmp_path, monkeypatch):
+def test_a_loaded_model_is_one_too(tmp_path):
     model, tokenizer = tiny_moe("mixtral"), tiny_tokenizer()
     model.save_pretrained(tmp_path / "saved")
     before = copy.deepcopy(model.config)
@@ -237,7 +237,6 @@ def test_a_loaded_model_is_one_too(tmp_path, monkeypatch):
     assert moesaic.generate(model, "The", tokenizer=tokenizer, new_tokens=2)
     with pytest.raises(MoesaicError, match="tokenizer="):
         moesaic.generate(model, "The")
-    monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
     speed = moesaic.bench(
         model, tokenizer=tokenizer, length=8, new_tokens=2, rounds=1, progress=False
     )
@@ -298,6 +297,13 @@ def test_a_search_returns_a_result(tmp_path, name):
 # --- other processes -----------------------------------------------------------------------------
 
 
+def unpickled(file: Path) -> None:
+    """In another process, which has made no such classes."""
+    *models, tokens, wanted = pickle.loads(file.read_bytes())
+    for model, expected in zip(models, wanted, strict=True):
+        assert torch.equal(logits(model, tokens), expected)
+
+
 def test_pickled_for_another_process(tmp_path, tokens):
     """Of experts whose widths differ and of routers that skip, whose classes are made here."""
     model = tiny_moe("mixtral")
@@ -305,14 +311,7 @@ def test_pickled_for_another_process(tmp_path, tokens):
     skipping = moesaic.skip(model, calibration=tokens, progress=False).model
     wanted = [logits(each, tokens) for each in (uneven, skipping)]
     (tmp_path / "models").write_bytes(pickle.dumps((uneven, skipping, tokens, wanted)))
-    code = (
-        "import pickle, sys, torch\n"
-        "*models, tokens, wanted = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "for model, logits in zip(models, wanted):\n"
-        "    with torch.no_grad():\n"
-        "        assert torch.equal(model(tokens.input_ids).logits, logits)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "models")], check=True)
+    launch(unpickled, tmp_path / "models", count=1)
 
 
 def test_every_name_is_there():

@@ -58,7 +58,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else said
 
 
-BY_DAY = {"gpt-oss-20b", "Granite-4.0-H-Tiny", "LFM2-1.2B"}
+BY_DAY = {"gpt-oss-20b", "LFM2-1.2B"}
 NAMES = [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.nightly) for n in PUBLISHED]
 
 

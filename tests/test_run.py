@@ -90,13 +90,6 @@ def test_a_result_shows_itself(llama_folder):
     assert "carved with MoRE" in shown.file.getvalue()
 
 
-def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):
-    moesaic.carve(str(llama_folder), CONFIG, **QUICK).save(tmp_path / "out")
-    moesaic.apply(str(llama_folder), tmp_path / "out" / "moesaic/plan.json", tmp_path / "again")
-    assert equal(weights(tmp_path / "out"), weights(tmp_path / "again"))
-    assert Plan.load(tmp_path / "again").header() == Plan.load(tmp_path / "out").header()
-
-
 @pytest.mark.parametrize("config", [SkipConfig(quantile=0.5), TopKConfig(top_k=1)])
 def test_what_skips_is_another_model_than_what_does_not(moe_folder, tmp_path, config):
     """Though their weights are the same: for a plan, which has both steps, and for statistics."""
@@ -304,24 +297,6 @@ def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path,
     assert observed == [2, 3]
     assert equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_a_failure_while_writing_leaves_nothing(llama_folder, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
-    with pytest.raises(OSError, match="No space"):
-        run_recipe(recipe(llama_folder, tmp_path / "out", evaluation=None))
-    assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
-
-
-def test_existing_out_is_refused_before_any_work(llama_folder, tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").touch()
-    monkeypatch.setattr(pipeline, "convert", None)
-    with pytest.raises(MoesaicError, match="exists"):
-        run_recipe(recipe(llama_folder, tmp_path / "out"))
 
 
 def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):

@@ -13,6 +13,7 @@ from builders import (
     equal,
     loaded,
     logits,
+    pages,
     same_model,
     saved,
     tiny_model,
@@ -341,7 +342,7 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(moe_folder, monkeypatc
 
     monkeypatch.setattr("moesaic.methods.layered.divergences", found)
     options = {"keep": 0.5, "score": "energy"}
-    text = {"samples": 16, "length": 32}
+    text = {"samples": 16, "length": 32, "calibration": pages("calibration")}
     plain = moesaic.slim(moe_folder, SlimConfig(**options), **text)
     kept = moesaic.slim(moe_folder, SlimConfig(**options, allocate="layers"), **text)
     for i, layer in plain.plan.layers.items():

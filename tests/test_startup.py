@@ -1,4 +1,4 @@
-"""Imports, and when they happen: configs cost no torch. Help and wrong requests: test_cli.py.
+"""Imports, when they happen and what they do. Help and wrong requests: test_cli.py.
 
 Times are not asserted, imports are: torch alone costs a second of CPU time, transformers another.
 """
@@ -8,46 +8,49 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from moesaic.cli import entry
 
-HEAVY = ("torch", "transformers", "sklearn", "matplotlib", "peft", "torchao", "datasets")
+USED = """
+import sys
+
+def check(used, *names):
+    heavy = [m for m in ("sklearn", "matplotlib", "peft", *names) if m in sys.modules]
+    assert not heavy, (used, heavy)
+
+configs = "torch", "transformers", "torchao", "datasets", "scipy"
+import moesaic
+check("the package", *configs)
+moesaic.MoREConfig(active=0.8), moesaic.PruneConfig(keep=5), moesaic.load_recipe
+check("configs", *configs)
+from moesaic.methods import METHODS
+[*METHODS.values()]
+check("the registry", *configs)
+moesaic.carve
+check("a verb", "transformers.trainer")
+from moesaic.io.source import resolve
+resolve("tiny-dense").config
+check("a model's config", "transformers.trainer")
+"""
+LOADED = """
+import transformers
+config = transformers.AutoConfig.from_pretrained(FOLDER)
+assert config.model_type == "moesaic_llama"
+model = transformers.AutoModelForCausalLM.from_pretrained(config.name_or_path)
+assert type(model).__name__ == "MoesaicLlamaForCausalLM"
+"""
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = code.replace("FOLDER", repr(str(folder)))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import moesaic",
-        "import moesaic; moesaic.MoREConfig(active=0.8); moesaic.PruneConfig(keep=5)",
-        "import moesaic; moesaic.load_recipe",
-        "from moesaic.methods import METHODS; [*METHODS.values()]",
-    ],
-)
-def test_configs_cost_no_torch(code):
-    done = run(f"{code}; import sys; print([m for m in {HEAVY} if m in sys.modules])")
-    assert done.stderr == ""
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_library_in_use_imports_no_more_than_it_needs():
-    """Loading a model needs torch and transformers; not the trainer, scikit-learn, matplotlib."""
-    code = (
-        "import moesaic, sys\n"
-        "from moesaic.io.source import resolve\n"
-        "resolve('tiny-dense').config\n"
-        "heavy = ('sklearn', 'matplotlib', 'peft', 'transformers.trainer')\n"
-        "print([m for m in heavy if m in sys.modules])\n"
-    )
-    done = run(code)
-    assert done.stdout.strip() == "[]", done.stderr
+def test_no_more_is_imported_than_is_used(carved_folder):
+    """Configs need no torch, loading a model no trainer; transformers then loads a result."""
+    done = run(USED + LOADED, carved_folder)
+    assert done.returncode == 0, done.stderr
 
 
 STATE = """
@@ -72,8 +75,9 @@ before = state()
 """
 
 
-def test_importing_it_changes_nothing_around_it():
-    """But what transformers reads first, once, so that it knows our model types."""
+def test_importing_it_changes_nothing_around_it(carved_folder):
+    """But what transformers reads first, once, so that it knows our model types. It loads a result
+    if it was imported first, too."""
     code = (
         f"{STATE}\n"
         "import moesaic\n"
@@ -86,8 +90,10 @@ def test_importing_it_changes_nothing_around_it():
         "assert 'moesaic_llama' in transformers.CONFIG_MAPPING\n"
         "after = state()\n"
         "print([i for i, (a, b) in enumerate(zip(after, before)) if a != b])\n"
+        f"{LOADED}\n"
     )
-    done = run(code)
+    done = run(code, carved_folder)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", done.stderr
 
 
