@@ -234,8 +234,8 @@ prune MIXTURE OUT --keep inf | --keep must be a number; got inf
 prune MIXTURE OUT --keep nan | --keep must be a number; got nan
 prune MIXTURE OUT --keep 6 --seed -1 | --seed -1 must be at least 0
 prune MIXTURE OUT --keep 6 --stats nowhere | No statistics at nowhere
-prune MIXTURE OUT --keep 6 --data code=0 | not a mix
-prune MIXTURE OUT --keep 6 --calibration code=0 | not a mix
+prune MIXTURE OUT --keep 6 --data code=0 | weight of code must be above 0
+prune MIXTURE OUT --keep 6 --calibration code=0 | weight of code must be above 0
 prune MIXTURE OUT --keep 6 --no-eval --baseline q8_0 | --baseline is for measuring: not with
 slim MIXTURE OUT --keep 1 | --keep 1 removes nothing
 slim MIXTURE OUT --allocate unifrom | Did you mean 'uniform'?
@@ -284,8 +284,8 @@ carve MODEL OUT --samples 100000 | --samples
 carve DONE OUT --method more | already carved
 eval some/model | could not be fetched
 eval MODEL --data a.jsonl,prose | a mix is written as a.jsonl=1,prose=1
-eval MODEL --data prose=nan,code=1 | is not a mix such as
-eval MODEL --data '{"name": "prose", "weight": Infinity}' | weight of a source
+eval MODEL --data prose=nan,code=1 | weight of prose must be above 0
+eval MODEL --data '{"name": "prose", "weight": Infinity}' | weight of prose must be above 0
 generate tiny-moe hi --chat | --chat: this model has no chat template
 export MIXTURE OUT --target x | a mixture stays what it is
 prune MIXTURE OUT --keep 1 | needs at least 2
@@ -386,13 +386,13 @@ def test_a_folder_without_text_is_refused_in_words(command, llama_folder, tmp_pa
     code, _, err = command("carve", llama_folder, "out", "--calibration", ".")
     assert code == 2
     assert "dataset_name" not in err
-    assert "can be reached" in err
+    assert "is a folder in which no text can be read" in err
 
 
 def test_a_folder_of_another_encoding_is_told_so(command, llama_folder, tmp_path):
     (tmp_path / "a.txt").write_bytes("Un café. ".encode("latin-1") * 90)
     code, _, err = command("eval", llama_folder, "--data", tmp_path)
-    assert (code, "holds text that is not UTF-8" in err) == (2, True), err
+    assert (code, "is a folder in which no text can be read: 'utf-8'" in err) == (2, True), err
 
 
 def test_a_slash_behind_the_name_of_a_model_that_ships_is_none(command):

@@ -290,9 +290,12 @@ def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path,
     layer.write_bytes(sound)
     observed = []
     looks = MoRE.observe
-    monkeypatch.setattr(
-        MoRE, "observe", lambda s, site: observed.append(site.index) or looks(s, site)
-    )
+
+    def noted(self, site, tally):
+        observed.append(site.index)
+        looks(self, site, tally)
+
+    monkeypatch.setattr(MoRE, "observe", noted)
     run_recipe(broken, resume=True)
     assert observed == [2, 3]
     assert equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))

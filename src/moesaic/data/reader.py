@@ -284,6 +284,10 @@ def _reading(name: str) -> Iterator[None]:
                 f"{name} cannot be read as {path.suffix if known and path.suffix else 'text'}: "
                 f"{reason}" + ("" if known else f". Give {', '.join(FILES)}.")
             ) from error
+        if path.is_dir():
+            raise MoesaicError(
+                f"{name} is a folder in which no text can be read: {reason}"
+            ) from error
         mix = next((mix for mix in MIXES.values() if name in mix.sources), None)
         instead = (
             f"text that ships, such as {mix.nearest}" if mix else f"a file: {', '.join(FILES)}"
