@@ -518,16 +518,15 @@ class LayerStream(Generic[V_co]):
             yield finish
 
     def heads(
-        self, states: Iterable[Tensor], logits: bool = False, gradients: bool = False
+        self, states: Iterable[Tensor], logits: bool = False
     ) -> Iterator[tuple[Tensor, Tokens]]:
         """Yield the result of :meth:`headed` for all batches, with their tokens.
 
         Args:
             states: the last layer's hidden states (B, L, D), one entry per batch.
             logits: as for :meth:`headed`.
-            gradients: as for :meth:`headed`.
         """
-        with self.headed(logits, gradients) as finish:
+        with self.headed(logits) as finish:
             for batch, last in zip(self._batches, states, strict=True):
                 yield finish(batch, last), batch
 
