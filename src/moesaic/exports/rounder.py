@@ -40,7 +40,7 @@ from moesaic.types import Model, Track, silent
 
 Types = Mapping[str, str]
 """Types of tensors by group."""
-DRAWS = 8
+DRAWS = 16
 """Draws of labels by which the KL of rounding is estimated."""
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
