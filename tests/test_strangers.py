@@ -8,6 +8,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,23 @@ def test_a_chat_template_is_rendered_as_transformers_does(
         rendered(tokenizer, TURNS)
     with pytest.raises(MoesaicError, match="refuses a conversation .roles"):
         calibration_tokens([{"messages": TURNS}], tokenizer, 1, 4)
+
+
+def test_a_daemon_renders_chat_templates_too(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of a pool are daemons, which multiprocessing lets have no child."""
+    from moesaic.data.templates import rendered
+
+    monkeypatch.setattr(tokenizer, "chat_template", SOUND)
+    expected = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    fork = get_context("fork")
+    pipe, there = fork.Pipe()
+    worker = fork.Process(target=lambda: there.send(rendered(tokenizer, TURNS)), daemon=True)
+    worker.start()
+    there.close()
+    assert pipe.recv() == expected
+    worker.join()
 
 
 # --- records -------------------------------------------------------------------------------------

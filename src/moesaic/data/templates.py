@@ -14,8 +14,8 @@ import signal
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,13 @@ def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> s
             than :data:`LONGEST`.
         TemplateError: the template refuses the conversation, or fails over it.
     """
-    if "fork" not in get_all_start_methods():
+    if not hasattr(os, "fork"):
         kind, text = _answer(tokenizer, turns, options)
     else:
         try:
             kind, text = _asked(tokenizer, turns, options)
         except (EOFError, OSError):
-            while _CHILD:
-                _CHILD.pop().kill()
+            _end()
             kind, text = (
                 "failed",
                 f"takes more than {SECONDS:g} seconds, or more memory than it may",
@@ -78,8 +77,29 @@ def _answer(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> t
     return "text", text
 
 
-_CHILD: list[Any] = []
-"""Child process of the last tokenizer, with its pipe and what it was forked from."""
+@dataclass
+class _Child:
+    """Child process that renders one tokenizer's conversations."""
+
+    process: int
+    pipe: Connection
+    made_of: tuple[object, ...]
+    """Its parent, the tokenizer's class, template and special tokens."""
+
+
+_CHILD: list[_Child] = []
+"""Child of the last tokenizer."""
+
+
+def _end() -> None:
+    """End the child, unless it is another process's."""
+    while _CHILD:
+        child = _CHILD.pop()
+        child.pipe.close()
+        if child.made_of[0] == os.getpid():
+            with suppress(OSError):
+                os.kill(child.process, signal.SIGKILL)
+                os.waitpid(child.process, 0)
 
 
 def _asked(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tuple[str, str]:
@@ -88,19 +108,21 @@ def _asked(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tu
     Raises:
         EOFError: the child has ended, or takes too long.
     """
-    made_of = os.getpid(), tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+    words = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+    made_of = (os.getpid(), type(tokenizer), *words)
     if not _CHILD or _CHILD[0].made_of != made_of:
-        for old in _CHILD:
-            old.pipe.close()
-        fork = get_context("fork")
-        pipe, there = fork.Pipe()
-        child: Any = fork.Process(target=_serve, args=(tokenizer, pipe, there), daemon=True)
+        _end()
+        pipe, there = Pipe()
         with warnings.catch_warnings():  # about threads, which templates do not use
             warnings.simplefilter("ignore", DeprecationWarning)
-            child.start()
+            process = os.fork()  # multiprocessing lets no daemon have a child
+        if not process:
+            try:
+                _serve(tokenizer, pipe, there)
+            finally:
+                os._exit(0)
         there.close()
-        child.pipe, child.made_of = pipe, made_of
-        _CHILD[:] = [child]
+        _CHILD.append(_Child(process, pipe, made_of))
     _CHILD[0].pipe.send_bytes(json.dumps(([*turns], options), default=str).encode())
     if not _CHILD[0].pipe.poll(SECONDS):
         raise EOFError
@@ -114,7 +136,8 @@ def _serve(tokenizer: Tokenizer, parents: Connection, pipe: Connection) -> None:
 
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for ending in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(ending, signal.SIG_DFL)
     with suppress(OSError, ValueError):  # without this information, only time is limited
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -122,4 +145,6 @@ def _serve(tokenizer: Tokenizer, parents: Connection, pipe: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
             turns, options = json.loads(pipe.recv_bytes())
+            signal.alarm(int(SECONDS) + 1)  # ends it, if its parent has ended meanwhile
             pipe.send_bytes(json.dumps(_answer(tokenizer, turns, options)).encode())
+            signal.alarm(0)
