@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from builders import equal, loaded, saved, weights
 from contract import TOKENS, beside, held, logits
 from safetensors.torch import save_file
@@ -287,9 +288,10 @@ def test_every_architecture_is_as_said(model_type):
 
 def test_the_list_is_complete():
     found = tried()
-    listed = [*found["moe"], *found["dense"], *found["unsupported"]]
-    assert sorted({*TYPES} & {*listed}) == sorted(TYPES)  # an older transformers lacks others
-    assert len({*listed}) == len(listed)
+    listed = [*found["moe"], *found["dense"], *({*found["unsupported"]} & {*TYPES})]
+    if transformers.__version__ != found["transformers"]:  # an older one lacks some
+        listed = [model_type for model_type in listed if model_type in TYPES]
+    assert sorted(listed) == sorted(TYPES)
     assert len(found["moe"]) >= 50
     assert len(found["dense"]) >= 40
     assert len(found["beside"]) >= 25
