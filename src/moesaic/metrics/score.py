@@ -32,7 +32,7 @@ from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is reported: JSON has no infinity."""
-ALIKE = 0.9
+LEAST_COMMON = 0.9
 """Least share of the larger vocabulary that the smaller one has, for two models to be compared."""
 
 
@@ -251,7 +251,7 @@ def _figures(logits: Sequence[Tensor], labels_NL: Tensor) -> Tensor:
         MoesaicError: vocabularies are of other sizes by far.
     """
     predicted = [out.shape[-1] for out in logits]
-    if min(predicted) < ALIKE * max(predicted):
+    if min(predicted) < LEAST_COMMON * max(predicted):
         raise MoesaicError(
             f"against: the original predicts {predicted[1]:,} tokens, the model "
             f"{predicted[0]:,}; measure each by itself."
