@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import ClassVar, cast
 
 import torch
@@ -289,12 +290,18 @@ class CutLayer(LayerPlan):
         axis = None if self.kept_E is None else arch.expert_axis(leaf, tensor, count)
         if axis is None:
             return tensor
+        if self.neurons_EW is not None and inside != leaf:  # one by one: all may fill the memory
+            parts = (
+                self._of_one(arch, leaf, tensor[max(0, old)], n) for n, old in enumerate(self.kept)
+            )
+            first = next(parts)
+            made = first.new_empty(len(self.kept), *first.shape)
+            for place, part in zip(made, chain([first], parts), strict=True):
+                place.copy_(part)
+            return made
         lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
         always = arch.parts.always if leaf == arch.parts.weight else 0
-        chosen = self._taken(tensor, axis, always, lowest)
-        if self.neurons_EW is None or inside == leaf:
-            return chosen
-        return torch.stack([self._of_one(arch, leaf, part, n) for n, part in enumerate(chosen)])
+        return self._taken(tensor, axis, always, lowest)
 
     def _of_shared(self, arch: MoEArch, leaf: str, tensor: Tensor, state: State) -> Tensor:
         """Return the kept neurons' part of a tensor of the shared path."""
