@@ -69,6 +69,15 @@ def shown(value: object, most: int = 60) -> str:
         return f"a {type(value).__name__}"
 
 
+def spoken(shape: Iterable[int]) -> str:
+    """Return a shape in words.
+
+    >>> spoken((2, 3)), spoken(())
+    ('2 x 3', 'one number')
+    """
+    return " x ".join(map(str, shape)) or "one number"
+
+
 def meant(word: object, names: Iterable[str]) -> str:
     """Return a suggestion for an unknown word, to end a message with; often empty.
 

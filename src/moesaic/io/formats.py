@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, spoken
 from moesaic.types import JSON
 
 Parts = Mapping[str, Tensor]
@@ -83,6 +83,8 @@ class Format(ABC):
     """Ends of the names of a weight's stored tensors: of codes, of scales (:func:`stored_name`)."""
     plainly: ClassVar[str] = "modules_to_not_convert"
     """Config key that lists the modules that are not quantised."""
+    loose: ClassVar[bool] = False
+    """True if the scale of a whole row or column is also that of some of its values."""
 
     def __init__(self, config: JSON) -> None:
         self.config = config
@@ -133,11 +135,16 @@ class Format(ABC):
         """
         self.shape({end: tuple(part.shape) for end, part in parts.items()})
 
-    @abstractmethod
     def values(self, parts: Parts) -> Tensor:
         """Return the dequantised values, float32."""
+        self.shape({end: tuple(part.shape) for end, part in parts.items()})
+        codes, scales, zeros = self._split(parts)
+        block = self._block(codes.shape, scales.shape)
+        values = self._numbers(codes)
+        if zeros is not None:
+            _blockwise(values, zeros.float(), block, Tensor.sub_)
+        return _blockwise(values, _scales(scales), block)
 
-    @abstractmethod
     def parts(self, values: Tensor, like: Parts) -> Parts:
         """Quantise values to this format, the scale of each block chosen by its largest value.
 
@@ -148,6 +155,71 @@ class Format(ABC):
         Raises:
             ValueError: blocks do not divide the shape.
         """
+        rows, columns = self._block_like(values.shape, like)
+        if values.shape[-2] % rows or values.shape[-1] % columns:
+            raise ValueError(f"blocks of {rows} x {columns} do not divide {spoken(values.shape)}")
+        blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+        codes, scales, zeros = self._rounded(blocks, like)
+        return self._stored(codes.reshape(values.shape), scales, zeros, like)
+
+    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        """Return the parts of ``values.index_select(axis, order)``; None if it cuts through blocks.
+
+        Args:
+            parts: the weight's stored tensors.
+            axis: of the values, counted from the end: -1, -2 or -3.
+            order: int64.
+        """
+        codes, scales, zeros = self._split(parts)
+        grids = [g if g.dim() > 1 else g.view(-1, 1) for g in (scales, zeros) if g is not None]
+        whole = (self.loose or scales.dim() < 2) and axis > -3 and grids[0].shape[axis] == 1
+        if not whole and grids[0].dim() >= -axis:
+            size = 1 if axis < -2 else self._block(codes.shape, scales.shape)[axis]
+            blocks = _whole_blocks(order, size)
+            if blocks is None:
+                return None
+            scales, *others = (_like(_rows(grid, axis, blocks), scales) for grid in grids)
+            zeros = others[0] if others else None
+        return self._stored(self._cut(codes, axis, order), scales, zeros, parts)
+
+    # each format's own
+
+    @abstractmethod
+    def _split(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a weight's codes (..., O, I), scales, and zero points if there are any."""
+
+    @abstractmethod
+    def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
+        """Return the stored tensors of what :meth:`_split` returns, of the types of others."""
+
+    @abstractmethod
+    def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
+        """Return the numbers of rows and columns that share a scale.
+
+        Args:
+            shape: of the codes.
+            scales: the scales' shape.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+
+    def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
+        """Return the block of values of a shape, stored like others."""
+        return self._block(shape)
+
+    @abstractmethod
+    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the codes of blocks (..., G, rows, H, columns), their scales and zero points
+        (..., G, H)."""
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        """Return codes as float32."""
+        return _by_pieces(e4m3, codes) if codes.dtype == FP8 else codes.float()
+
+    def _cut(self, codes: Tensor, axis: int, order: Tensor) -> Tensor:
+        """Return the codes of some indices of an axis; of the last one they are whole blocks."""
+        return _rows(codes, axis, order)
 
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         """Return the ``quantization_config`` of a result in which some modules are not quantised.
@@ -163,16 +235,6 @@ class Format(ABC):
         if more:
             said[self.plainly] = sorted({*(said.get(self.plainly) or ()), *more})
         return said
-
-    @abstractmethod
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        """Return the parts of ``values.index_select(axis, order)``; None if it cuts through blocks.
-
-        Args:
-            parts: the weight's stored tensors.
-            axis: of the values, counted from the end: -1, -2 or -3.
-            order: int64.
-        """
 
 
 class BlockScaled(Format):
@@ -221,11 +283,10 @@ class BlockScaled(Format):
 
     def check_settings(self) -> None:
         super().check_settings()
-        if min(self.block((1, 1))) < 1:
+        if min(self._block((1, 1))) < 1:
             raise ValueError(f"weight_block_size is {self.config['weight_block_size']}")
 
-    def block(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Numbers of rows and columns of a block."""
+    def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
         rows, columns = self.config.get("weight_block_size") or shape[-2:]
         return int(rows), int(columns)
 
@@ -233,47 +294,33 @@ class BlockScaled(Format):
         whole, scales = shapes.values()
         if len(whole) < 2:
             raise ValueError("it is no matrix")
-        rows, columns = self.block(whole)
+        rows, columns = self._block(whole)
         grid = (*whole[:-2], -(-whole[-2] // rows), -(-whole[-1] // columns))
         if prod(scales) != prod(grid) or (len(scales) > 1 and scales != grid):
             raise ValueError(
-                f"blocks of {rows} x {columns} need scales of {_spoken(grid)}, and they are of "
-                f"{_spoken(scales)}"
+                f"blocks of {rows} x {columns} need scales of {spoken(grid)}, and they are of "
+                f"{spoken(scales)}"
             )
         return whole
 
-    def values(self, parts: Parts) -> Tensor:
+    def _split(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         codes, scales = parts.values()
-        self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        return _blockwise(_numbers(codes), _scales(scales), self.block(codes.shape))
+        return codes, scales, None
 
-    def parts(self, values: Tensor, like: Parts) -> Parts:
-        rows, columns = self.block(values.shape)
-        if values.shape[-2] % rows or values.shape[-1] % columns:
-            raise ValueError(f"blocks of {rows} x {columns} do not divide {_spoken(values.shape)}")
+    def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
         (code_end, _), (scale_end, like_scales) = like.items()
-        blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
-        most = blocks.abs().amax((-3, -1))
-        scales = torch.where(most > 0, most / torch.finfo(FP8).max, torch.ones_like(most))
         kind = like_scales.dtype
-        if kind in (torch.uint8, torch.float8_e8m0fnu) or self.config.get("scale_fmt") == "ue8m0":
-            scales = scales.log2().ceil().exp2()
-        codes = blocks / scales.unsqueeze(-1).unsqueeze(-3)
-        most_fp8 = torch.finfo(FP8).max
-        codes = codes.clamp(-most_fp8, most_fp8).to(FP8).view(values.shape)
-        stored = (scales.log2() + EXPONENTS).to(kind) if kind == torch.uint8 else scales.to(kind)
-        return {code_end: codes, scale_end: stored.view(_like(stored, like_scales))}
+        if kind == torch.uint8 and scales.dtype != kind:  # powers of two
+            scales = torch.frexp(scales).exponent - 1 + EXPONENTS
+        return {code_end: codes, scale_end: _like(scales.to(kind), like_scales)}
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        (code_end, codes), (scale_end, scales) = parts.items()
-        if axis < -2:
-            scales = _rows(scales, axis, order)
-        elif scales.dim() >= 2:
-            blocks = _whole_blocks(order, self.block(codes.shape)[axis])
-            if blocks is None:
-                return None
-            scales = _rows(scales, axis, blocks)
-        return {code_end: _rows(codes, axis, order), scale_end: scales}
+    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        _, like_scales = like.values()
+        scales = _positive(blocks.abs().amax((-3, -1)) / torch.finfo(FP8).max, torch.float32)
+        exponents = (torch.uint8, torch.float8_e8m0fnu)
+        if like_scales.dtype in exponents or self.config.get("scale_fmt") == "ue8m0":
+            scales = scales.log2().ceil().exp2()
+        return _float8(blocks, scales), scales, None
 
 
 GROUP = 32
@@ -283,37 +330,38 @@ GROUP = 32
 class Halved(BlockScaled):
     """MXFP4 matrices (O, I): two codes a byte (O, I/2), a scale for 32 of a row (O, I/32)."""
 
-    def block(self, shape: Sequence[int]) -> tuple[int, int]:
+    def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
         return 1, GROUP
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         (code_end, codes), (scale_end, scales) = shapes.items()
         return super().shape({code_end: (*codes[:-1], 2 * codes[-1]), scale_end: scales})
 
-    def values(self, parts: Parts) -> Tensor:
-        codes, scales = parts.values()
-        values = _two_a_byte(codes.view(torch.uint8))
-        return _blockwise(values, _scales(scales), (1, GROUP))
+    def _numbers(self, codes: Tensor) -> Tensor:
+        return _two_a_byte(codes.view(torch.uint8))
 
-    def parts(self, values: Tensor, like: Parts) -> Parts:
-        (code_end, _), (scale_end, like_scales) = like.items()
-        codes, powers = _e2m1(values)
-        kind = like_scales.dtype
-        scales = (powers + EXPONENTS).to(torch.uint8) if kind == torch.uint8 else powers.exp2()
-        return {code_end: codes.flatten(-2).view(torch.int8), scale_end: scales.to(kind)}
+    def _cut(self, codes: Tensor, axis: int, order: Tensor) -> Tensor:
+        return _rows(codes, axis, order if axis < -1 else order[::2] // 2)
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        if axis != -1:
-            return {end: _rows(part, axis, order) for end, part in parts.items()}
-        blocks = _whole_blocks(order, GROUP)
-        if blocks is None:
-            return None
-        (code_end, codes), (scale_end, scales) = parts.items()
-        grouped = _rows(codes.unflatten(-1, (-1, GROUP // 2)), -2, blocks)
-        return {code_end: grouped.flatten(-2), scale_end: _rows(scales, -1, blocks)}
+    def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
+        if codes.dtype == torch.int64:  # just rounded
+            codes = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).view(torch.int8)
+        return super()._stored(codes, scales, zeros, like)
+
+    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        most = blocks.abs().amax((-3, -1))
+        powers = torch.floor(torch.log2(most.clamp(min=torch.finfo(torch.float32).tiny)))
+        powers = (powers - 2).clamp(-EXPONENTS, EXPONENTS)  # the largest E2M1 is 1.5 times 2^2
+        magnitudes = torch.ldexp(blocks.abs(), -_wide(powers.int())).contiguous()
+        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(FP4)], device=blocks.device)
+        codes = torch.bucketize(magnitudes, middles)
+        # halfway between two, the one with an even code
+        low = torch.bucketize(magnitudes, middles, right=True)
+        codes = torch.where((codes != low) & (codes % 2 == 1), low, codes)
+        return codes + 8 * (blocks < 0), torch.ldexp(torch.ones_like(powers), powers.int()), None
 
 
-class Microscaled(Format):
+class Microscaled(Halved):
     """MXFP4 experts: values (E, I, O); codes (E, O, G, 16), two a byte, scales (E, O, G)."""
 
     method = "mxfp4"
@@ -333,27 +381,29 @@ class Microscaled(Format):
         codes, scales = (shapes[end] for end in self.ends)
         if len(codes) != 4 or codes[-1] != GROUP // 2 or codes[:-1] != scales:
             raise ValueError(
-                f"blocks of {_spoken(codes)} do not fit scales of {_spoken(scales)}: 16 bytes each"
+                f"blocks of {spoken(codes)} do not fit scales of {spoken(scales)}: 16 bytes each"
             )
         return codes[0], codes[2] * GROUP, codes[1]
 
     def values(self, parts: Parts) -> Tensor:
-        codes, scales = (parts[end] for end in self.ends)
-        self.shape({end: tuple(t.shape) for end, t in parts.items()})
-        values = _two_a_byte(codes).mul_(_scales(scales).unsqueeze(-1))
-        return values.flatten(-2).transpose(1, 2).contiguous()
+        return super().values(parts).transpose(1, 2).contiguous()
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
-        codes, powers = _e2m1(values.transpose(1, 2))
-        return {self.ends[0]: codes, self.ends[1]: (powers + EXPONENTS).to(torch.uint8)}
+        scales = torch.empty(1, 1, 1, dtype=torch.uint8)
+        return super().parts(
+            values.transpose(1, 2), dict(zip(self.ends, (scales,) * 2, strict=True))
+        )
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        if axis == -2:
-            blocks = _whole_blocks(order, GROUP)
-            if blocks is None:
-                return None
-            return {end: _rows(part, 2, blocks) for end, part in parts.items()}
-        return {end: _rows(part, 0 if axis == -3 else 1, order) for end, part in parts.items()}
+        return super().chosen(parts, axis if axis < -2 else -3 - axis, order)
+
+    def _split(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        return parts[self.ends[0]].flatten(-2), parts[self.ends[1]], None
+
+    def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
+        parts = super()._stored(codes, scales, zeros, like)
+        codes = parts[self.ends[0]].view(torch.uint8)
+        return {**parts, self.ends[0]: codes.unflatten(-1, (-1, GROUP // 2))}
 
 
 def _two_a_byte(codes: Tensor) -> Tensor:
@@ -365,34 +415,6 @@ def _two_a_byte(codes: Tensor) -> Tensor:
     table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)
     return _by_pieces(lambda piece: pairs.index_select(0, piece.int()), codes, 2)
-
-
-def _e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise values to MXFP4 codes.
-
-    Args:
-        values: (..., I), 32 neighbours share a scale.
-
-    Returns:
-        the codes, two a byte (..., I / 32, 16), and the scales' powers of two (..., I / 32).
-
-    Raises:
-        ValueError: blocks do not divide the values.
-    """
-    if values.shape[-1] % GROUP:
-        raise ValueError(f"blocks of {GROUP} do not divide {_spoken(values.shape)}")
-    blocks = values.float().unflatten(-1, (-1, GROUP))
-    most = blocks.abs().amax(-1)
-    powers = torch.floor(torch.log2(most.clamp(min=torch.finfo(torch.float32).tiny)))
-    powers = (powers - 2).clamp(-EXPONENTS, EXPONENTS)  # the largest E2M1 is 1.5 times 2^2
-    magnitudes = torch.ldexp(blocks.abs(), -powers.int().unsqueeze(-1)).contiguous()
-    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(FP4)])
-    codes = torch.bucketize(magnitudes, middles.to(values.device))
-    # halfway between two, the one with an even code
-    low = torch.bucketize(magnitudes, middles.to(values.device), right=True)
-    codes = torch.where((codes != low) & (codes % 2 == 1), low, codes)
-    codes = (codes + 8 * (blocks < 0)).to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4, powers
 
 
 class Compressed(Format):
@@ -408,6 +430,7 @@ class Compressed(Format):
     """Ends of names where codes are not packed."""
     zero: ClassVar[str] = "_zero_point"
     plainly = "ignore"
+    loose = True
     layouts: ClassVar[tuple[str, ...]] = (
         "pack-quantized",
         "float-quantized",
@@ -508,16 +531,7 @@ class Compressed(Format):
         self._block(codes, scales)
         return codes
 
-    def _block(self, shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int]:
-        """Return the numbers of rows and columns that share a scale.
-
-        Args:
-            shape: of the codes (O, I).
-            scales: the scales' shape.
-
-        Raises:
-            ValueError: they do not fit.
-        """
+    def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
         grid = (*scales, *[1] * (2 - len(scales)))
         if len(grid) == 2:
             blocks = (w.get("block_structure") for w in self._weights)
@@ -531,10 +545,10 @@ class Compressed(Format):
                 if not sizes or columns in sizes or (grid[1] == 1 and columns < max(sizes)):
                     return rows, columns
                 raise ValueError(
-                    f"scales of {_spoken(scales)} for {_spoken(shape)} are not for groups of "
+                    f"scales of {spoken(scales)} for {spoken(shape)} are not for groups of "
                     f"{' or '.join(map(str, sorted(sizes)))}, which its config says"
                 )
-        raise ValueError(f"scales of {_spoken(scales)} do not divide {_spoken(shape)}")
+        raise ValueError(f"scales of {spoken(scales)} do not divide {spoken(shape)}")
 
     def check_settings(self) -> None:
         super().check_settings()
@@ -548,20 +562,16 @@ class Compressed(Format):
             return set()
         return {int(w["group_size"]) for w in self._weights}
 
-    def _codes(self, parts: Parts) -> Tensor:
-        """Return the codes (O, I), zero points not subtracted."""
-        return unpacked(parts["_packed"], self.bits) if "_packed" in parts else parts[""]
-
-    def _zeros(self, parts: Parts) -> Tensor | None:
-        """Return the zero points in the shape of the scales; None if there are none."""
-        zeros = parts.get(self.zero)
-        if zeros is None or "_packed" not in parts:
-            return zeros
-        return unpacked(zeros.T, self.bits).T[: parts["_scale"].shape[0]]
+    def _split(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        scales, zeros = parts["_scale"], parts.get(self.zero)
+        if "_packed" not in parts:
+            return parts[""], scales, zeros
+        if zeros is not None:
+            zeros = unpacked(zeros.T, self.bits).T[: scales.shape[0]]
+        return unpacked(parts["_packed"], self.bits), scales, zeros
 
     def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
-        """Return the stored tensors of codes, scales and zero points, packed if ``like`` is."""
-        parts = {"_scale": scales}
+        parts = {"_scale": _like(scales, like["_scale"])}
         if "_packed" not in like:
             parts |= {"": codes} if zeros is None else {"": codes, self.zero: zeros}
             return parts
@@ -579,55 +589,32 @@ class Compressed(Format):
             shape = self.shape({end: tuple(part.shape) for end, part in parts.items()})
             if tuple(declared) != shape:
                 raise ValueError(
-                    f"it is said to be {_spoken(declared)}, and its codes are {_spoken(shape)}"
+                    f"it is said to be {spoken(declared)}, and its codes are {spoken(shape)}"
                 )
 
-    def values(self, parts: Parts) -> Tensor:
-        codes, scales, zeros = self._codes(parts), parts["_scale"].float(), self._zeros(parts)
-        block = self._block(codes.shape, scales.shape)
-        values = _numbers(codes)
-        if zeros is not None:
-            _blockwise(values, zeros.float(), block, Tensor.sub_)
-        return _blockwise(values, scales, block)
-
-    def parts(self, values: Tensor, like: Parts) -> Parts:
-        before = self._codes(like)
-        size = self._block(before.shape, like["_scale"].shape)
+    def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
+        before, scales, _ = self._split(like)
+        if "_packed" in like and shape[1] % self.each:
+            raise ValueError(f"{self.each} codes a word do not divide {spoken(shape)}")
         # a scale for whole rows, or for all, is so of any number of columns
-        block = [
-            n if b >= old else b for n, b, old in zip(values.shape, size, before.shape, strict=True)
-        ]
-        rows, columns = block
-        if values.shape[0] % rows or values.shape[1] % columns:
-            raise ValueError(f"groups of {rows} x {columns} do not divide {_spoken(values.shape)}")
-        if "_packed" in like and values.shape[1] % self.each:
-            raise ValueError(f"{self.each} codes a word do not divide {_spoken(values.shape)}")
-        blocks = values.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        float8 = before.dtype == FP8
-        highest = 2 ** (self.bits - 1) - 1
-        zeros = None
-        if self.zero in like:
-            low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
-            scales = (high - low) / (2 * highest + 1)
-        elif float8:
-            scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
-        else:
-            scales = self._nearest(blocks, like["_scale"].dtype)
-        scales = _positive(scales, like["_scale"].dtype)
-        codes = blocks / scales.float()[:, None, :, None]
-        if self.zero in like:
-            zeros = (-highest - 1 - low / scales.float()).round().clamp(-highest - 1, highest)
-            codes = codes + zeros[:, None, :, None]
-            zeros = zeros.to(torch.int8)
-        if float8:
-            most_fp8 = torch.finfo(FP8).max
-            codes = codes.clamp(-most_fp8, most_fp8).to(FP8)
-        else:
-            codes = codes.round().clamp(-highest - 1, highest).to(torch.int8)
-        grid = scales.view(-1) if like["_scale"].dim() < 2 else scales
-        return self._stored(
-            codes.view(values.shape), grid.view(_like(grid, like["_scale"])), zeros, like
-        )
+        sizes = zip(shape, self._block(before.shape, scales.shape), before.shape, strict=True)
+        rows, columns = (n if size >= old else size for n, size, old in sizes)
+        return rows, columns
+
+    def _rounded(self, blocks: Tensor, like: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+        highest, kind = 2 ** (self.bits - 1) - 1, like["_scale"].dtype
+        if like.get("", like["_scale"]).dtype == FP8:
+            scales = _positive(blocks.abs().amax((1, 3)) / torch.finfo(FP8).max, kind)
+            return _float8(blocks, scales.float()), scales, None
+        if self.zero not in like:
+            scales = _positive(self._nearest(blocks, kind), kind)
+            codes = (blocks / _wide(scales.float())).round()
+            return codes.clamp(-highest - 1, highest).to(torch.int8), scales, None
+        low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+        scales = _positive((high - low) / (2 * highest + 1), kind)
+        zeros = (-highest - 1 - low / scales.float()).round().clamp(-highest - 1, highest)
+        codes = (blocks / _wide(scales.float()) + _wide(zeros)).round()
+        return codes.clamp(-highest - 1, highest).to(torch.int8), scales, zeros.to(torch.int8)
 
     def _nearest(self, blocks: Tensor, kind: torch.dtype) -> Tensor:
         """Return the scale of each block (G, H) with the least squared error of its integer codes.
@@ -646,7 +633,7 @@ class Compressed(Format):
         best, least = most, torch.full_like(most, torch.inf)
         for step in steps:
             scales = _positive(most / step, kind)
-            wide = scales.float()[:, None, :, None]
+            wide = _wide(scales.float())
             codes = (blocks / wide).round().clamp(-highest - 1, highest)
             lost = (codes * wide - blocks).square().sum((1, 3))
             best = torch.where(lost < least, most / step, best)
@@ -654,20 +641,9 @@ class Compressed(Format):
         return best
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        codes, scales, zeros = self._codes(parts), parts["_scale"], self._zeros(parts)
-        block = self._block(codes.shape, scales.shape)
         if "_packed" in parts and axis == -1 and len(order) % self.each:
             return None
-        if scales.dim() == 2 and scales.shape[axis] > 1:
-            blocks = _whole_blocks(order, block[axis])
-            if blocks is None:
-                return None
-            scales = _rows(scales, axis, blocks)
-            zeros = None if zeros is None else _rows(zeros, axis, blocks)
-        elif scales.dim() == 1 and axis == -2 and scales.numel() > 1:
-            scales = _rows(scales, 0, order)
-            zeros = None if zeros is None else _rows(zeros, 0, order)
-        return self._stored(_rows(codes, axis, order), scales, zeros, parts)
+        return super().chosen(parts, axis, order)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
@@ -709,11 +685,6 @@ def _by_pieces(read: Callable[[Tensor], Tensor], codes: Tensor, each: int = 1) -
     return values
 
 
-def _numbers(codes: Tensor) -> Tensor:
-    """Return codes as float32."""
-    return _by_pieces(e4m3, codes) if codes.dtype == FP8 else codes.float()
-
-
 def e4m3(codes: Tensor) -> Tensor:
     """Convert FP8 (E4M3) codes to float16 faster than ``codes.half()``, which works value by value.
 
@@ -753,10 +724,6 @@ def _blockwise(
     return values
 
 
-def _spoken(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "one number"
-
-
 def _scales(scales: Tensor) -> Tensor:
     """Return scales as numbers: exponents of two are stored in bytes."""
     if scales.dtype == torch.uint8:
@@ -764,8 +731,20 @@ def _scales(scales: Tensor) -> Tensor:
     return scales.float()
 
 
-def _like(tensor: Tensor, like: Tensor) -> list[int]:
-    return list(tensor.shape) if like.dim() >= 2 else list(like.shape)
+def _like(grid: Tensor, like: Tensor) -> Tensor:
+    """Return a grid (..., G, H) with as few axes as others have that hold one number or a row."""
+    return grid if like.dim() > 1 else grid.reshape([-1] * like.dim())
+
+
+def _wide(grid: Tensor) -> Tensor:
+    """Return a grid (..., G, H) as (..., G, 1, H, 1), for blocks."""
+    return grid.unsqueeze(-1).unsqueeze(-3)
+
+
+def _float8(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return blocks (..., G, rows, H, columns) divided by their scales (..., G, H), in FP8."""
+    most = torch.finfo(FP8).max
+    return (blocks / _wide(scales)).clamp(-most, most).to(FP8)
 
 
 def _rows(tensor: Tensor, axis: int, order: Tensor) -> Tensor:

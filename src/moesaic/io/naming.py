@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, spoken
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.types import Model
 
@@ -224,9 +224,10 @@ class Naming:
             if name in self._parts:
                 shape = self.shape(name)
                 if shape != expected.shape:
+                    there = "parts that do not fit together" if shape is None else spoken(shape)
                     raise MoesaicError(
-                        f"{name} in {self.checkpoint.folder} is of shape {_spoken(shape)}, and "
-                        f"config.json says {_spoken(expected.shape)}. The checkpoint is damaged, "
+                        f"{name} in {self.checkpoint.folder} is of shape {there}, and "
+                        f"config.json says {spoken(expected.shape)}. The checkpoint is damaged, "
                         "or its config is another model's."
                     )
                 if expected.is_floating_point() and not self._is_floating(name):
@@ -298,15 +299,6 @@ def _converted(converter: WeightConverter, name: str, tensor: Tensor) -> Tensor:
     converter.add_tensor(name, name, converter.source_patterns[0], tensor)
     (result,) = converter.convert(name).values()
     return result[0] if isinstance(result, list) else result
-
-
-def _spoken(shape: Sequence[int] | None) -> str:
-    """Return a shape in words.
-
-    >>> _spoken((2, 3)), _spoken(None)
-    ('2 x 3', 'parts that do not fit together')
-    """
-    return "parts that do not fit together" if shape is None else " x ".join(map(str, shape))
 
 
 def expert_number(name: str) -> int | None:
