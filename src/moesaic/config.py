@@ -31,13 +31,11 @@ from typing import (
 
 from moesaic.errors import MoesaicError, meant, shown
 from moesaic.families import Family, Shape
-from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.types import Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
-
-STRICT: JSON = {"extra": "forbid"}
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -190,8 +188,6 @@ def _in_words(hint: object) -> str:
 @dataclass(frozen=True)
 class Options:
     """Base of dataclasses whose fields are made with :func:`option`, checked and documented."""
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     def __init_subclass__(cls, **options: object) -> None:
         """Add the options to the docstring; this runs before ``@dataclass``."""

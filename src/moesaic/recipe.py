@@ -11,23 +11,22 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
 from moesaic.config import (
     DTYPES,
-    STRICT,
     Calibration,
     Evaluation,
     MethodConfig,
     about,
     check_device,
-    choices,
     flag_of,
     option,
     parse_bytes,
@@ -94,8 +93,6 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
 @dataclass(frozen=True)
 class Recipe:
     """Description of one run: model, calibration, steps, evaluation."""
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     model: str
     out: str
@@ -266,9 +263,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         MoesaicError: the verb, the method or an option is unknown or of the wrong type.
     """
     place = where or verb
-    if verb not in VERBS:
-        listed = ", ".join(VERBS)
-        raise MoesaicError(f"{place}: unknown step {verb!r}; known: {listed}.{meant(verb, VERBS)}")
+    _check_known(f"{place}: unknown step", verb, VERBS)
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(
@@ -276,11 +271,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         )
     options = dict(options)
     method = method_of(verb, options)
-    if method not in methods:
-        listed = ", ".join(methods)
-        raise MoesaicError(
-            f"{place}: unknown method {method!r}; known: {listed}.{meant(method, methods)}"
-        )
+    _check_known(f"{place}: unknown method", method, methods)
     config = methods[method]
     bundle = options.pop("recipe", None)
     if options.pop("method", None) is None and bundle is None and "best" in config.bundles:
@@ -290,14 +281,17 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     return checked(config, options, where)
 
 
+def _check_known(what: str, word: str, names: Iterable[str]) -> None:
+    """Refuse a word that is none of some names."""
+    if word not in names:
+        known = ", ".join(names) or "none"
+        raise MoesaicError(f"{what} {word!r}; known: {known}.{meant(word, names)}")
+
+
 def method_of(verb: str, options: JSON) -> str:
     """Return the method that options name, or the first that has all the options they name.
 
     Of several methods with the bundle, the only one that has all the options is returned.
-
-    Args:
-        verb: such as ``skip``.
-        options: as for :func:`step_config`.
 
     Raises:
         MoesaicError: several methods have the bundle and the options.
@@ -319,86 +313,101 @@ def method_of(verb: str, options: JSON) -> str:
     )
 
 
-def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
-    """Return options with sizes and names of text as a dataclass's fields hold them."""
-    values = dict(options)
-    for entry in fields(config):
-        value = options.get(entry.name)
-        if about(entry).parse == "bytes" and isinstance(value, str):
-            try:
-                values[entry.name] = parse_bytes(value)
-            except MoesaicError as error:
-                raise MoesaicError(f"{entry.name} {error}") from None
-        if about(entry).parse == "text" and isinstance(value, dict | list):
-            values[entry.name] = spelled(value)
-        hint: object = types_of(config)[entry.name]
-        if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
-            values[entry.name] = value.split(",")  # numbers, as a command line has them
-    return values
-
-
 def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
-    """Return the options that a bundle's name stands for."""
+    """Return the options of a bundle."""
     bundles = {other: config.bundles for other, config in methods_of(verb).items()}
     options = bundles[method].get(name)
     if options is not None:
         return dict(options)
     recipes = dict.fromkeys(n for names in bundles.values() for n in names)
-    if name not in recipes:
-        listed = ", ".join(recipes) or "none"
-        raise MoesaicError(f"{where}: unknown recipe {name!r}; known: {listed}.")
+    _check_known(f"{where}: unknown recipe", name, recipes)
     able = ", ".join(other for other, names in bundles.items() if name in names)
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
 
-def checked(cls: type[D], data: object, where: str) -> D:
-    """Return plain data as a dataclass, every field checked.
+def checked(cls: type[D], data: JSON, where: str) -> D:
+    """Return plain data as a dataclass, every field checked; numbers and truth may be words.
 
     Args:
         cls: the dataclass.
-        data: a mapping of its fields.
+        data: a mapping of its fields; sizes as ``4GB``, names of text as mappings or lists too.
         where: named in messages.
 
     Raises:
         MoesaicError: a field is unknown, missing or of the wrong type.
     """
-    from pydantic import TypeAdapter, ValidationError
+    known, values = {entry.name: entry for entry in fields(cls)}, JSON()
+    for name, value in data.items():
+        place = f"{where}.{name}".strip(".")
+        if name not in known:
+            owner = ""
+            if issubclass(cls, MethodConfig):
+                several = len(methods_of(cls.verb)) > 1
+                owner = f" of {cls.verb}{f', method {cls.name}' if several else ''}"
+            raise MoesaicError(
+                f"{place} is not an option{owner}; known: {', '.join(known)}.{meant(name, known)}"
+            )
+        parse = about(known[name]).parse
+        if parse == "bytes" and isinstance(value, str):
+            try:
+                value = parse_bytes(value)
+            except MoesaicError as error:
+                raise MoesaicError(f"{name} {error}") from None
+        if parse == "text" and isinstance(value, dict | list):
+            value = spelled(value)
+        values[name] = _typed(value, types_of(cls)[name], place)
+    for name, entry in known.items():
+        if name not in values and entry.default is entry.default_factory is MISSING:
+            raise MoesaicError(f"{f'{where}.{name}'.strip('.')} is missing.")
+    return cls(**values)
 
-    try:
-        values = plain_values(cls, data) if isinstance(data, dict) else data
-        return TypeAdapter(cls).validate_python(values)
-    except ValidationError as error:
-        raise MoesaicError(_in_words(cls, error.errors()[0], where)) from None
+
+WRONG: dict[object, str] = {
+    float: "not a number", int: "not a whole number", bool: "neither true nor false",
+    str: "not text", tuple: "not a list",
+}  # fmt: skip
+"""Words for a value of another type."""
+TRUTH = {"true": True, "yes": True, "on": True, "1": True}
+TRUTH |= {"false": False, "no": False, "off": False, "0": False}
+"""Words for a truth value."""
 
 
-PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-WRONG = {"float": "not a number", "int": "not a whole number", "bool": "neither true nor false"}
-"""Words for a wrong value, by prefixes of pydantic's names of errors."""
+def _typed(value: Any, hint: Any, place: str) -> Any:
+    """Return plain data as a value of a type: words as numbers or truth, lists as tuples.
 
-
-def _in_words(cls: type[DataclassInstance], error: Any, where: str) -> str:
-    """Return pydantic's first error as a message with a remedy."""
-    kind, value = str(error["type"]), error["input"]
-    place = ".".join([where, *map(str, error["loc"])]).strip(".")
-    names = [f.name for f in fields(cls)]
-    if kind == "unexpected_keyword_argument":
-        owner = ""
-        if issubclass(cls, MethodConfig):
-            several = len(methods_of(cls.verb)) > 1
-            owner = f" of {cls.verb}{f', method {cls.name}' if several else ''}"
-        listed, word = ", ".join(names), meant(error["loc"][-1], names)
-        return f"{place} is not an option{owner}; known: {listed}.{word}"
-    if kind == "missing":  # what is given is all the rest
-        return f"{place} is missing."
-    if kind == "literal_error":
-        allowed = choices(cls, str(error["loc"][0]))
-        return f"{place} {shown(value)} is none of {', '.join(allowed)}.{meant(value, allowed)}"
-    wrong = WRONG.get(kind.partition("_")[0])
-    if wrong is None:
-        return f"{place}: {error['msg']} (got {shown(value)})."
-    share = PERCENT.fullmatch(value) if isinstance(value, str) and kind[0] == "f" else None
-    hint = f"; give {float(share[1]) / 100:g}" if share else ""
-    return f"{place} {shown(value)} is {wrong}{hint}."
+    Raises:
+        MoesaicError: it is none; names the place.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    for kind in kinds:
+        origin, parts = get_origin(kind), get_args(kind)
+        if origin is Literal:
+            if value not in parts:
+                listed = f"{', '.join(parts)}.{meant(value, parts)}"
+                raise MoesaicError(f"{place} {shown(value)} is none of {listed}")
+            return value
+        if origin is tuple:
+            if isinstance(value, str) and str not in parts:
+                value = value.split(",")  # numbers, as a command line has them
+            if isinstance(value, list | tuple):
+                each = enumerate(value)
+                return tuple(_typed(part, parts[0], f"{place}.{i}") for i, part in each)
+        elif kind is bool and not isinstance(value, bool):
+            if (word := str(value).lower()) in TRUTH:
+                return TRUTH[word]
+        elif kind in (int, float):
+            with suppress(ValueError, TypeError, OverflowError):
+                number = kind(value)
+                if not isinstance(value, bool) and (isinstance(value, str) or number == value):
+                    return number
+        elif isinstance(value, kind):
+            return value
+    wrong = WRONG.get(get_origin(kinds[0]) or kinds[0], "of the wrong type")
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
+    hint = f"; give {float(share[1]) / 100:g}" if share and float in kinds else ""
+    raise MoesaicError(f"{place} {shown(value)} is {wrong}{hint}.")
 
 
 # --- files ---------------------------------------------------------------------------------------
