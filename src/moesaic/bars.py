@@ -71,14 +71,7 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
 
 
 def tracked(progress: bool | Track) -> Track:
-    """Return what shows the progress of a verb: bars, nothing, or the caller's own.
-
-    Args:
-        progress: as a verb was given it.
-
-    Raises:
-        TypeError: it is neither a truth value nor a function.
-    """
+    """Return what shows the progress of a verb: bars, nothing, or the caller's own."""
     if isinstance(progress, bool):
         return bars if progress else silent
     if not callable(progress):

@@ -138,11 +138,7 @@ def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
 
 
 def _check_options(config: DataclassInstance) -> None:
-    """Refuse values of another type, none of an option's choices, or out of its range.
-
-    Raises:
-        MoesaicError: names the field, its value and what would work.
-    """
+    """Refuse values of another type, none of an option's choices, or out of its range."""
     for entry in fields(config):
         value, info = getattr(config, entry.name), about(entry)
         hint = types_of(type(config))[entry.name]

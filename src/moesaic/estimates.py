@@ -144,14 +144,8 @@ def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
 def outlined(
     source: Weightless, config: MethodConfig, recipe: Recipe, shape: Model | None = None
 ) -> tuple[Job[Arch], Outline]:
-    """Return one step's job and its outline, from headers.
-
-    Args:
-        source: the step's input.
-        config: the step.
-        recipe: gives text, device and type.
-        shape: a skeleton of the source, if there is one already.
-    """
+    """Return one step's job and its outline from headers; text, device and type are those of a
+    recipe."""
     method = implementation(config)
     calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
     args = RunArgs(model=source, calibration=calibration, device=recipe.device, dtype=dtype)
@@ -162,14 +156,8 @@ def outlined(
 
 
 def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
-    """Carry out one step on headers; write its result's small files, and headers of weights.
-
-    Args:
-        source: the step's input.
-        config: the step.
-        recipe: gives text, device and type.
-        folder: the folder to make.
-    """
+    """Carry out one step on headers; write its result's small files, and headers of weights, to a
+    new folder."""
     job, outline = outlined(source, config, recipe)
     folder.mkdir()
     save_applied(source, outline.plan, folder, job.dtype, Outliner(folder))

@@ -137,11 +137,6 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 
     Values are checked first, then inputs, and the output last: an unfinished run hides no error.
 
-    Args:
-        recipe: the request.
-        overwrite: replace ``out`` if it exists.
-        resume: continue an unfinished run.
-
     Raises:
         MoesaicError: names the field, its value and a remedy.
     """
@@ -164,16 +159,8 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 
 
 def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Refuse to begin a run whose output has an unfinished one, after all other checks.
-
-    Args:
-        recipe: the request.
-        overwrite: start anew.
-        resume: continue the unfinished run.
-
-    Raises:
-        MoesaicError: both are False.
-    """
+    """Refuse to begin a run whose output has an unfinished one, neither to be continued nor
+    replaced, after all other checks."""
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
@@ -373,11 +360,7 @@ TRUTH |= {"false": False, "no": False, "off": False, "0": False}
 
 
 def _typed(value: Any, hint: Any, place: str) -> Any:
-    """Return plain data as a value of a type: words as numbers or truth, lists as tuples.
-
-    Raises:
-        MoesaicError: it is none; names the place.
-    """
+    """Return plain data as a value of a type: words as numbers or truth, lists as tuples."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return None

@@ -128,11 +128,8 @@ def _kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | Non
 
 
 def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
-    """Return each decoder layer's parameters and a token's use of them under uniform routing.
-
-    Args:
-        model: dense or converted; a skeleton is enough.
-        arch: its architecture.
+    """Return each decoder layer's parameters and a token's use of them under uniform routing, of a
+    model or a skeleton, converted or not.
 
     Raises:
         MoesaicError: the config's description of its base does not fit the model.
@@ -203,12 +200,8 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
 
 @contextmanager
 def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module]:
-    """Yield a converted copy of a loaded decoder layer, which itself is not changed.
-
-    Yields:
-        a layer to call instead, every token as at decoding; it shares the tensors that the plan
-        does not change.
-    """
+    """Yield a converted copy of a loaded decoder layer, every token as at decoding; it shares the
+    tensors that the plan does not change."""
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
     apply_layer(layers, 0, arch, plan)
@@ -232,11 +225,8 @@ def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
-    """Return the plans for routed MTP layers: copies of the last decoder layer's plan.
-
-    Returns:
-        plans by prefix of the layer's names in memory; MTP layers without one are not changed.
-    """
+    """Return copies of the last decoder layer's plan for routed MTP layers, by prefix of the
+    layer's names in memory; others are not changed."""
     last = max(plan.base.routed, default=-1)
     along = plan.layers[last].mtp_plan() if last in plan.layers else None
     if along is None:
@@ -246,11 +236,8 @@ def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
 
 
 def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
-    """Return the decoder layers among the tensors of MTP layers.
-
-    Returns:
-        numbers of routed experts, 0 for a dense layer, by prefix of the layer's names in memory.
-    """
+    """Return the numbers of routed experts, 0 for a dense layer, of MTP layers that are decoder
+    layers, by prefix of their names in memory."""
     block = f".{arch.inside}"
     blocks: dict[str, int] = {}
     for name in naming.in_memory.values():
@@ -264,14 +251,10 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
 
 
 def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
-    """Return True if the MTP layers would not fit a result's config, and so must be removed.
+    """Return True if MTP layers would not fit a result's config, and so must be removed.
 
-    Args:
-        naming: of the checkpoint that the plan is for.
-        arch: its architecture.
-        plan: the decision.
-        changed: the config's changed attributes; None if the result has a class of our own, as
-            then nothing else reads the config.
+    ``changed`` has its changed attributes; None if the result has a class of our own, as then
+    nothing else reads the config.
     """
     if not changed:
         return False
@@ -287,13 +270,8 @@ def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | N
 
 
 def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
-    """Return a function that is True for names in memory of tensors that are kept in a result.
-
-    Args:
-        model: a skeleton of the language model.
-        along: MTP layers are kept.
-        beside: so are parts beside the language model.
-    """
+    """Return a function of a tensor's name in memory to whether a result keeps it: those of a
+    language model's skeleton, those of MTP layers if ``along``, and those of parts beside it."""
     names, count = {*model.state_dict()}, model.config.num_hidden_layers
 
     def stays(name: str) -> bool:
@@ -370,11 +348,8 @@ def rewrite(
 
 
 def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield a layer's converted tensors.
-
-    Raises:
-        MoesaicError: the plan names neurons, experts or dimensions that do not exist.
-    """
+    """Yield a layer's converted tensors; refuse a plan of neurons, experts or dimensions that do
+    not exist."""
     try:
         yield from tensors
     except (IndexError, KeyError, ValueError, TypeError, RuntimeError) as error:

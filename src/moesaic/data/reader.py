@@ -194,11 +194,8 @@ def _pieces(row: Row) -> Iterator[Row]:
 
 
 def open_rows(source: TextSource, use: Use) -> Rows:
-    """Return a source's rows for one use.
-
-    Args:
-        source: the source of text.
-        use: text that ships and data sets with several splits have different rows for each.
+    """Return a source's rows for one use: text that ships and data sets with several splits have
+    different rows for each.
 
     Raises:
         MoesaicError: the source does not exist or cannot be read.

@@ -114,10 +114,8 @@ class TextSource:
         return "[" in self.split
 
     def rows(self, count: int | None) -> tuple[int, int | None]:
-        """Return the first row of the slice, and the row that it ends before; None for the end.
-
-        Args:
-            count: rows of the split; None if unknown.
+        """Return the first row of the slice of a split of ``count`` rows (None if unknown), and the
+        row that it ends before; None for the end.
 
         Raises:
             MoesaicError: the slice is a share, and ``count`` is unknown.

@@ -98,9 +98,6 @@ class Tokens:
         """Refuse windows without a token, or longer than a model's positions, and ids outside its
         vocabulary.
 
-        Args:
-            config: the model's config.
-
         Raises:
             MoesaicError: names the length, or the greatest id.
         """
@@ -189,15 +186,7 @@ def positions(config: Config) -> int | None:
 
 
 def check_length(length: int, config: Config) -> None:
-    """Refuse windows that are longer than a model's positions.
-
-    Args:
-        length: tokens of a window.
-        config: the model's config.
-
-    Raises:
-        MoesaicError: names both.
-    """
+    """Refuse windows that are longer than a model's positions."""
     most = positions(config)
     if most is not None and length > most:
         raise MoesaicError(
@@ -258,9 +247,6 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
     each.
 
     A BOS that a chat template wrote there is skipped: each window has one already.
-
-    Raises:
-        MoesaicError: windows are too short for more than BOS.
     """
     body = length - len(begin)
     if body < 1:
@@ -327,11 +313,8 @@ def _domains(
 
 
 def needs_tokenizer(text: object) -> bool:
-    """Return True if a text must be tokenised: a source, texts or rows, but no token ids.
-
-    Args:
-        text: text as verbs accept it: a source, texts, rows, :class:`Tokens` or a tensor of ids.
-    """
+    """Return True if a text as verbs accept it must be tokenised: a source, texts or rows, but no
+    :class:`Tokens` nor tensor of ids."""
     if isinstance(text, str):
         return not all(source.tokenised for source in text_sources(text))
     if isinstance(text, Sequence) and text and isinstance(text[0], Mapping):

@@ -154,15 +154,10 @@ class Checkpoint:
         yield name, self._place(name)
 
     def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored tensors of a result's tensor, in this checkpoint's storage format.
+        """Yield name and values of the stored tensors of a result's tensor, in this checkpoint's
+        storage format.
 
-        Args:
-            name: the tensor's name in the result.
-            tensor: its values.
-            origin: name in this checkpoint of the tensor it was made from, which may not exist.
-
-        Yields:
-            name and values of each stored tensor.
+        ``origin`` is the name here of the tensor that it was made from, which may not exist.
         """
         yield name, tensor
 
@@ -192,12 +187,12 @@ class Checkpoint:
 
 
 def first_file(names: Iterable[str], config: Values, where: object) -> str:
-    """Return the name of the file that transformers opens first: the weights or their index.
+    """Return the name of the file that transformers opens first, the weights or their index.
 
     Args:
-        names: of the files that are there.
+        names: of the files in a folder or a repository.
         config: the content of its config.json.
-        where: the folder or repository, for messages.
+        where: named in messages.
 
     Raises:
         MoesaicError: there is none; names the files that are there instead.
@@ -384,11 +379,7 @@ def _copied(stored: Stored, out: BinaryIO) -> int:
 
 
 def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
-    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the one before.
-
-    Raises:
-        MoesaicError: the file ends early.
-    """
+    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the one before."""
     left = stored.nbytes - start
     room = memoryview(bytearray(min(PIECE, left)))
     with _reading(stored.path), stored.path.open("rb") as file:
@@ -402,11 +393,7 @@ def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
 
 
 def _write(name: str, stored: Stored, out: BinaryIO) -> None:
-    """Copy a tensor's bytes from its file; values that can be wrong are looked at on the way.
-
-    Raises:
-        MoesaicError: the file ends early, or a value is not finite.
-    """
+    """Copy a tensor's bytes from its file; values that can be wrong are looked at on the way."""
     kind = TYPES[stored.kind]
     checked = kind in COMPUTABLE
     for piece in _pieces(stored, 0 if checked else _copied(stored, out)):
@@ -528,11 +515,8 @@ def path_of(model: Model, module: nn.Module) -> str:
 
 
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
-    """Return the cached skeleton of a config (no values), which must not be run or changed.
-
-    Args:
-        config: of the model.
-        dtype: floating-point type; None for the config's own.
+    """Return the cached skeleton of a config (no values), which must not be run or changed, in its
+    own floating-point type or another.
 
     Raises:
         MoesaicError: there is no such model.

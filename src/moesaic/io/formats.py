@@ -46,11 +46,8 @@ _ONE_EXPERT = re.compile(r"(?<=experts)\\?\.[(\[]?\d+")
 
 
 def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
-    """Return an entry of a config's module list with the expert numbers of a result.
-
-    Args:
-        entry: a module, or a regular expression after ``re:``.
-        moved: new names of single experts' modules, by their old names.
+    """Return an entry of a config's module list, a module or ``re:`` and a pattern of modules, with
+    the expert numbers of a result; ``moved`` has new names of single experts' modules by old ones.
 
     >>> moved = {"layers.1.experts.5.up": "layers.1.experts.2.up"}
     >>> [_renumbered(f"layers.1.experts.{i}", moved) for i in (5, 6)]
@@ -70,11 +67,8 @@ def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
 
 
 class Format(ABC):
-    """Format that stores matrices in few bits.
-
-    Args:
-        config: ``quantization_config`` of a checkpoint's config.
-    """
+    """Format that stores matrices in few bits, by the ``quantization_config`` of a checkpoint's
+    config."""
 
     method: ClassVar[str]
     whole: ClassVar[int] = 0
@@ -194,15 +188,8 @@ class Format(ABC):
 
     @abstractmethod
     def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
-        """Return the numbers of rows and columns that share a scale.
-
-        Args:
-            shape: of the codes.
-            scales: the scales' shape.
-
-        Raises:
-            ValueError: they do not fit.
-        """
+        """Return the numbers of rows and columns of codes of a shape that share a scale, for scales
+        of a shape; ValueError if these do not fit."""
 
     def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
         """Return the block of values of a shape, stored like others."""
@@ -224,9 +211,8 @@ class Format(ABC):
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         """Return the ``quantization_config`` of a result in which some modules are not quantised.
 
-        Args:
-            modules: names of these modules; all experts of a layer are one.
-            moved: single experts' modules that were not quantised: new names by old ones.
+        All experts of a layer are one module; ``moved`` has the single experts' modules that were
+        not quantised before, new names by old ones.
         """
         said = dict(self.config)
         for key in (key for key in (self.plainly, *OTHERWISE) if said.get(key)):
@@ -617,14 +603,11 @@ class Compressed(Format):
         return codes.clamp(-highest - 1, highest).to(torch.int8), scales, zeros.to(torch.int8)
 
     def _nearest(self, blocks: Tensor, kind: torch.dtype) -> Tensor:
-        """Return the scale of each block (G, H) with the least squared error of its integer codes.
+        """Return the scale of each block (G, rows, H, columns) with the least squared error of its
+        integer codes (G, H).
 
         Any code is tried for a block's largest value: values that were quantised before are met
         exactly even if the value with the largest code was removed.
-
-        Args:
-            blocks: (G, rows, H, columns).
-            kind: of stored scales.
         """
         highest = 2 ** (self.bits - 1) - 1
         most = blocks.abs().amax((1, 3))
@@ -706,14 +689,8 @@ def _blockwise(
     block: Sequence[int],
     change: Callable[[Tensor, Tensor], object] = Tensor.mul_,
 ) -> Tensor:
-    """Change values (..., O, I) by their block's number, in place; the last blocks may be cut off.
-
-    Args:
-        values: float32.
-        grid: a number for each block.
-        block: its rows and columns.
-        change: of a view of the values, in place; by default times the number.
-    """
+    """Change values (..., O, I), float32, by their block's number in a grid, in place, by default
+    times it; the last blocks may be cut off."""
     rows, columns = block
     grid = grid if grid.dim() > 1 else grid.view(-1, 1)
     wide = grid.repeat_interleave(columns, -1)[..., : values.shape[-1]]

@@ -218,11 +218,7 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
 
 
 def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
-    """Return the names in memory of a model's weights, after checking that a file has them all.
-
-    Raises:
-        MoesaicError: some are not there or of another shape, or more is there.
-    """
+    """Return the names in memory of a model's weights, after checking that a file has them all."""
     try:
         naming.check(model)
     except MoesaicError as error:
@@ -237,11 +233,7 @@ def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
 
 
 def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
-    """Refuse a file that holds more than its model.
-
-    Raises:
-        MoesaicError: names some of the tensors.
-    """
+    """Refuse a file that holds more than its model."""
     left = sorted(name for name in names if not UNUSED.search(name))
     if left:
         raise MoesaicError(
@@ -252,11 +244,8 @@ def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
 
 
 def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, Part]:
-    """Return a model's weights in a file, by their names in published checkpoints.
-
-    Raises:
-        MoesaicError: some are not there or of another shape, or more is there.
-    """
+    """Return a model's weights in a file, by their names in published checkpoints; refuse a file
+    that does not have all, or more."""
     from transformers.core_model_loading import revert_weight_conversion
 
     there = {str(tensor.name): tensor for tensor in reader.tensors}
@@ -294,11 +283,7 @@ def _is_read(kind: GGMLQuantizationType) -> bool:
 
 
 def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
-    """Return a function to llama.cpp's possible names of a published weight; experts are stacked.
-
-    Raises:
-        MoesaicError: gguf-py does not know the architecture.
-    """
+    """Return a function to llama.cpp's possible names of a published weight; experts are stacked."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next((n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -322,11 +307,7 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
 
 
 def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part:
-    """Return a weight, or an expert's part of a stacked one.
-
-    Raises:
-        MoesaicError: its shape is not the config's.
-    """
+    """Return a weight, or an expert's part of a stacked one."""
     match, stored, count = _NUMBER.search(name), _shape(tensor), 1
     expert = int(match[1]) if match else None
     if expert is not None:

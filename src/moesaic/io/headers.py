@@ -48,9 +48,6 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
         what: the file or field that is read, for the message.
         remedy: a sentence that ends the message.
 
-    Raises:
-        MoesaicError: gives the reason why the file cannot be read.
-
     >>> with reading("plan.json"):
     ...     {}["layers"]
     Traceback (most recent call last):
@@ -69,11 +66,7 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
 
 
 def parsed(text: str | bytes, where: str) -> Any:
-    """Parse JSON from a file.
-
-    Args:
-        text: the file's content.
-        where: the file, for messages.
+    """Parse the content of a JSON file, which is named in messages.
 
     Raises:
         MoesaicError: it is not JSON, is no text, is larger than :data:`LARGEST`, is nested beyond
@@ -129,10 +122,6 @@ def mapping_of(path: Path) -> JSON:
 def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
     """Refuse values whose type is not their hint's; missing ones pass.
 
-    Args:
-        plain: values by name.
-        hints: types by name.
-
     Raises:
         TypeError: names the first.
 
@@ -147,9 +136,6 @@ def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
 
 def check_counts(plain: object) -> None:
     """Refuse numbers of layers and of experts that no model has, at any depth of a config.
-
-    Args:
-        plain: a config as plain JSON, or a part of one.
 
     Raises:
         ValueError: names the first.
@@ -209,16 +195,8 @@ _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
 def _check_entry(name: str, entry: object, room: int) -> None:
-    """Refuse a tensor's entry in a header if it is not valid.
-
-    Args:
-        name: of the tensor.
-        entry: its type, shape and offsets.
-        room: bytes of all data.
-
-    Raises:
-        ValueError: names the tensor.
-    """
+    """Refuse a tensor's entry in a header (its type, shape and offsets) if it is not valid;
+    ``room`` is the bytes of all data."""
     if isinstance(entry, dict) and entry.keys() == _ENTRY:
         kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(kind) is str and _are_counts(shape) and _are_counts(offsets):

@@ -31,11 +31,8 @@ def leave_out(config: Config) -> None:
 
 
 def is_mtp(name: str, count: int) -> bool:
-    """Return True if a tensor belongs to an MTP layer.
-
-    Args:
-        name: of the tensor, on disk or in memory.
-        count: number of the model's decoder layers.
+    """Return True if a tensor, by its name on disk or in memory, belongs to an MTP layer, one after
+    ``count`` decoder layers or with a name of its own.
 
     >>> names = "model.layers.3.mlp.up", "model.layers.4.eh_proj", "mtp.fc", "model.mtp_block.0.up"
     >>> [is_mtp(name, 4) for name in names]

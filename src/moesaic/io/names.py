@@ -80,16 +80,8 @@ def _say_shadowed(name: str, folder: Path) -> None:
 
 
 def check_repository(name: str, token: str | bool | None = None) -> None:
-    """Refuse a repository of the hub that nothing can be uploaded to, before any work is done.
-
-    Args:
-        name: ``owner/name``.
-        token: of the hub; None for the one that is stored on this machine.
-
-    Raises:
-        MoesaicError: it is no name of a repository, nobody is logged in, or the hub is switched
-            off.
-    """
+    """Refuse a repository, ``owner/name``, that nothing can be uploaded to, before any work is
+    done."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]

@@ -81,15 +81,8 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse an output path that would overwrite an input.
-
-    Args:
-        out: the file or folder to make.
-        inputs: names of models, files and text that are read; names without a path pass.
-
-    Raises:
-        MoesaicError: one of them is ``out``, lies in it, or holds it as a file.
-    """
+    """Refuse an output that is, holds or lies in one of its inputs: names of models, files and
+    text; names without a path pass."""
     place = out.resolve()
     for name in filter(os.path.lexists, filter(None, map(str, inputs))):
         read = Path(name).resolve()
@@ -135,15 +128,7 @@ def check_file(
 
 
 def check_drawing(out: Path, *suffixes: str) -> None:
-    """Refuse to write a page or a drawing over a file that is not our own.
-
-    Args:
-        out: the file to make.
-        suffixes: that its name may have.
-
-    Raises:
-        MoesaicError: it has another suffix, exists and is not ours, or cannot be made.
-    """
+    """Refuse to write a page or a drawing over a file that is not our own, or of another suffix."""
     if out.suffix not in suffixes:
         raise MoesaicError(f"{out}: the name of what is drawn ends in {' or '.join(suffixes)}.")
     check_file(out, None, overwrite=True)
@@ -239,8 +224,7 @@ def _acquired(lock: FileLock, file: Path, wait: bool) -> bool:
 def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
     """Hold an output's lock, which ends with this process at the latest; a thread may nest them.
 
-    Yields:
-        True if this thread had not held it before. Files that killed runs left are then removed.
+    Yields True if this thread had not held it before. Files that killed runs left are then removed.
     """
     from filelock import FileLock, Timeout  # which wrong requests need not wait for
 
@@ -272,14 +256,8 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
 def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
     """Context in which no other run, of this process or of another, writes an output.
 
-    Warns if there is something in its place: callers have checked that it may be replaced.
-
-    Args:
-        out: a file or a folder.
-        wait: wait for another run that writes it, instead of refusing.
-
-    Raises:
-        MoesaicError: another run writes it.
+    Another run that does is refused or, with ``wait``, waited for. Warns if there is something in
+    its place: callers have checked that it may be replaced.
     """
     with _locked(out, wait) as first:
         if first and (out.is_file() or (out.is_dir() and _inside(out))):
@@ -326,16 +304,8 @@ def _sweep(out: Path) -> None:
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary file that gets its name when it is complete, or is removed on failure.
-
-    A file that has the name by then is replaced.
-
-    Args:
-        file: path of the file; its folder is made if need be.
-
-    Yields:
-        the path to write to, beside ``file``: a new empty file.
-    """
+    """Yield a new empty file beside another that gets its name when it is complete, or is removed
+    on failure. A file that has the name by then is replaced."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = _empty(_beside(file))
     try:
@@ -365,12 +335,6 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside an output for intermediate files; it is removed afterwards.
 
     If this process is killed, the next run of the output removes it.
-
-    Args:
-        out: a file or a folder, which no other run writes meanwhile.
-
-    Raises:
-        MoesaicError: another run writes it.
     """
     with output_lock(out):
         work = _beside(out)

@@ -126,11 +126,8 @@ class Source:
         return config, text
 
     def _check_names(self, config: Config) -> None:
-        """Refuse a language model's folder whose tensors have a multimodal model's names.
-
-        Raises:
-            MoesaicError: transformers would find none of these.
-        """
+        """Refuse a language model's folder whose tensors have a multimodal model's names:
+        transformers would find none of them."""
         odd = [name for name in self._stored_names if language(name) != name]
         alone = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if not (odd and alone):
@@ -145,11 +142,7 @@ class Source:
             )
 
     def _check_parts(self, config: Config, text: Config) -> None:
-        """Refuse a multimodal model whose language model's tensors have names that are not known.
-
-        Raises:
-            MoesaicError: the embedding is not found.
-        """
+        """Refuse a multimodal model whose language model's tensors have names that are not known."""
         model = shape_of(text)
         embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
         naming = Naming(self.checkpoint, text.model_type, model.state_dict())
@@ -376,11 +369,6 @@ def from_hub(name: str, revision: str | None = None, token: str | bool | None = 
 
     Without a connection only the cache is used.
 
-    Args:
-        name: of the repository.
-        revision: a branch, tag or commit; None for the default one.
-        token: of the hub; None for the one that is stored on this machine.
-
     Raises:
         MoesaicError: there is no such repository, it holds no such model, or the hub cannot be
             reached and the cache has not all.
@@ -394,18 +382,10 @@ def from_hub(name: str, revision: str | None = None, token: str | bool | None = 
 def small_files(
     name: str, revision: str | None = None, token: str | bool | None = None
 ) -> tuple[Path, list[str]]:
-    """Fetch a model's files except its weights.
-
-    Args:
-        name: of the repository.
-        revision: as for :func:`from_hub`.
-        token: the same.
+    """Fetch a model's files except its weights, as :func:`from_hub` does.
 
     Returns:
         the folder in the hub's cache, and the names of the files of weights, fetched or not.
-
-    Raises:
-        MoesaicError: as :func:`from_hub`.
     """
     from huggingface_hub import HfApi
 
@@ -446,14 +426,8 @@ def fetched(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """Return a folder in the hub's cache with some of a repository's files.
-
-    Args:
-        name: of the repository.
-        files: their names.
-        because: why the hub cannot be reached; then only the cache is read.
-        revision: as for :func:`from_hub`.
-        token: the same.
+    """Return a folder in the hub's cache with some of a repository's files; only the cache is read
+    if the hub cannot be reached ``because`` of an error.
 
     Raises:
         MoesaicError: there is no such repository, or the hub cannot be reached.

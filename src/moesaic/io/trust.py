@@ -74,15 +74,7 @@ def check_config(config: Values, folder: Path) -> None:
 
 
 def check_adapter(names: set[str], where: object) -> None:
-    """Refuse an adapter, which changes the weights of another model.
-
-    Args:
-        names: of the files in the folder.
-        where: the folder or repository, for messages.
-
-    Raises:
-        MoesaicError: the files are an adapter's.
-    """
+    """Refuse an adapter, which changes the weights of another model, by the names of its files."""
     if "adapter_config.json" in names:
         raise MoesaicError(
             f"{where} holds an adapter (LoRA): merge it into its model first "
@@ -191,12 +183,8 @@ def side_files(folder: Path) -> Iterator[Path]:
 
 
 def settle_tokenizer(folder: Path, out: Path) -> None:
-    """Remove references to code from a copied tokenizer, or warn if it needs that code.
-
-    Args:
-        folder: of the source.
-        out: where its side files were copied to.
-    """
+    """Remove references to code from a tokenizer that was copied from a folder to another, or warn
+    if it needs that code."""
     if not brings_code(folder):
         return
     from transformers import AutoTokenizer
