@@ -21,9 +21,8 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Estimate, estimate, foreseen, weight_bytes
-from moesaic.io.checkpoint import TYPES, align
+from moesaic.io.checkpoint import TYPES, _header_bytes, align
 from moesaic.io.dtypes import sizes_in, working_type
-from moesaic.io.headers_only import header_bytes
 from moesaic.io.source import resolve
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
@@ -113,7 +112,7 @@ def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
     theirs = (tmp_path / "a.safetensors").read_bytes()
     align(tmp_path / "a.safetensors")
     written = (tmp_path / "a.safetensors").read_bytes()
-    header = header_bytes({name: tensor.to("meta") for name, tensor in tensors.items()})
+    header = _header_bytes({name: tensor.to("meta") for name, tensor in tensors.items()})
     assert written[: len(header)] == header
     assert len(written) == len(header) + sum(tensor.nbytes for tensor in tensors.values())
     assert len(header) % 64 == 0

@@ -7,7 +7,7 @@ import pytest
 
 from moesaic.errors import MoesaicError
 from moesaic.io import names
-from moesaic.io.packaged import packaged_file
+from moesaic.io.gguf import packaged_file
 
 PARTS = """
 from pathlib import Path

@@ -18,9 +18,10 @@ import torch
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import MethodConfig, RunArgs, parse_dtype
-from moesaic.io.checkpoint import INDEX_NAME, shape_of
+from moesaic.io.checkpoint import INDEX_NAME, ShardWriter, shape_of
 from moesaic.io.dtypes import sizes_in, working_type
-from moesaic.io.headers_only import Outliner, Weightless, headers_of_model
+from moesaic.io.headers_only import headers_of_model
+from moesaic.io.source import Source
 from moesaic.methods import implementation
 from moesaic.methods.base import Outline
 from moesaic.metrics.evaluate import ROOM
@@ -119,7 +120,7 @@ class Step:
 
     job: Job[Arch]
     outline: Outline
-    result: Weightless
+    result: Source
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
 
 
 def outlined(
-    source: Weightless, config: MethodConfig, recipe: Recipe, shape: Model | None = None
+    source: Source, config: MethodConfig, recipe: Recipe, shape: Model | None = None
 ) -> tuple[Job[Arch], Outline]:
     """Return one step's job and its outline from headers; text, device and type are those of a
     recipe."""
@@ -155,15 +156,16 @@ def outlined(
     return job, method.outline(job)
 
 
-def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
+def carried_out(source: Source, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
     """Carry out one step on headers; write its result's small files, and headers of weights, to a
     new folder."""
     job, outline = outlined(source, config, recipe)
     folder.mkdir()
-    save_applied(source, outline.plan, folder, job.dtype, Outliner(folder))
+    writer = ShardWriter(folder, outline=True)
+    save_applied(source, outline.plan, folder, job.dtype, writer)
     if outline.plan.layers:
         outline.plan.save(folder)  # tune asks which layers were condensed
-    return Step(job, outline, Weightless(recipe.out, folder))
+    return Step(job, outline, Source(recipe.out, folder, weightless=True))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -541,7 +541,7 @@ def on_disk(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Iterator[str]:
-    """Yield a name by which a model can be read from disk: its own, or a temporary copy's folder."""
+    """Yield a name by which a model is read from disk: its own, or a temporary copy's folder."""
     if isinstance(model, str | Path):
         name = at_home(str(model))
         at = revision is not None or token is not None

@@ -37,7 +37,7 @@ from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
-from moesaic.plan import MadeFrom, Plan, Progress
+from moesaic.plan import Plan, Progress, differences
 from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
@@ -306,7 +306,7 @@ def _save_step(result: Result, folder: Path) -> None:
     identity = result.identity()
     if folder.exists() and note.exists():
         there = {**identity, "saved": resolve(str(folder)).fingerprint}
-        if not MadeFrom(mapping_of(note)).differs(MadeFrom(there)):
+        if not differences(mapping_of(note), there):
             return
     with whole_folder(folder, overwrite=True) as partial:
         result.write(partial)

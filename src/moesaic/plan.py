@@ -214,7 +214,7 @@ class Progress:
             return
         try:
             request = mapping_of(note)
-            changed = MadeFrom(request).differs(MadeFrom(self.request))
+            changed = differences(request, self.request)
         except MoesaicError as error:
             raise MoesaicError(f"{error} Start anew by overwriting it.") from None
         if changed:
@@ -290,46 +290,38 @@ OF_TEXT = ("text.", "calibration.", "samples", "length", "bos", "tokens", "sourc
 """Prefixes of the names of fields that describe a text."""
 
 
-@dataclass(frozen=True)
-class MadeFrom:
-    """Inputs that plans, statistics, layers, prices or trained weights were made from.
+def differences(before: Values, now: Values) -> list[str]:
+    """Return in words how the inputs that two things were made from differ; empty if they do not.
 
-    Args:
-        values: the model (``base``, or ``weights`` alone), the text and the options, by name.
+    Inputs of plans, statistics, layers, prices or trained weights are the model (``base``, or
+    ``weights`` alone), the text and the options, by name. Fingerprints are compared and not shown:
+    fields that explain them are, if there are any.
+
+    >>> stored = {"config": {"keep": 6}, "text": {"samples": 64, "fingerprint": "1f"}}
+    >>> asked = {"config": {"keep": 5}, "text": {"samples": 128, "fingerprint": "c0"}}
+    >>> differences(stored, asked)
+    ['keep was 6, is 5', 'samples was 64, is 128']
     """
-
-    values: Values
-
-    def differs(self, other: MadeFrom) -> list[str]:
-        """Return in words how another differs from this one; an empty list if it does not.
-
-        Fingerprints are compared and not shown: fields that explain them are, if there are any.
-
-        >>> stored = MadeFrom({"config": {"keep": 6}, "text": {"samples": 64, "fingerprint": "1f"}})
-        >>> asked = MadeFrom({"config": {"keep": 5}, "text": {"samples": 128, "fingerprint": "c0"}})
-        >>> stored.differs(asked)
-        ['keep was 6, is 5', 'samples was 64, is 128']
-        """
-        before, now = (_flat(json.loads(json.dumps(made.values))) for made in (self, other))
-        names = [flat.pop("base.name", "") or "a model in memory" for flat in (before, now)]
-        for flat in (before, now):
-            flat.pop("base.dtype", "")  # a run's own stands beside it
-        keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
-        texts, words = [key for key in keys if key in TEXT], []
-        said = [key for key in keys if key not in texts and key.startswith(OF_TEXT)]
-        for key in keys:
-            if key == "base.weights" and names[0] != names[1]:
-                words.append(f"it was made from {names[0]}, this is {names[1]}")
-            elif key == "base.weights":
-                words.append(f"the weights of {names[0]} have changed")
-            elif key in MODEL:
-                words.append(MODEL[key])
-            elif key in texts:
-                words += [] if said else [f"the {TEXT[key]}text is another"]
-            elif texts or not key.startswith("text."):
-                field = key.removeprefix("config.").removeprefix("text.")
-                words.append(f"{field} was {shown(before.get(key))}, is {shown(now.get(key))}")
-        return words
+    before, now = flats = [_flat(json.loads(json.dumps(made))) for made in (before, now)]
+    names = [flat.pop("base.name", "") or "a model in memory" for flat in flats]
+    for flat in flats:
+        flat.pop("base.dtype", "")  # a run's own stands beside it
+    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    texts, words = [key for key in keys if key in TEXT], []
+    said = [key for key in keys if key not in texts and key.startswith(OF_TEXT)]
+    for key in keys:
+        if key == "base.weights" and names[0] != names[1]:
+            words.append(f"it was made from {names[0]}, this is {names[1]}")
+        elif key == "base.weights":
+            words.append(f"the weights of {names[0]} have changed")
+        elif key in MODEL:
+            words.append(MODEL[key])
+        elif key in texts:
+            words += [] if said else [f"the {TEXT[key]}text is another"]
+        elif texts or not key.startswith("text."):
+            field = key.removeprefix("config.").removeprefix("text.")
+            words.append(f"{field} was {shown(before.get(key))}, is {shown(now.get(key))}")
+    return words
 
 
 def _flat(plain: Values, start: str = "") -> dict[str, object]:

@@ -64,6 +64,8 @@ class RowRange:
     """True if these rows are held out for evaluation, because the data set has no split for it."""
     mix: str = ""
     """Named mix that the source is a part of."""
+    windows: int | None = None
+    """Number of windows that were made of these rows; None if none were yet."""
 
     def meets(self, other: RowRange) -> bool:
         """Return True if some row is in both ranges.
@@ -82,7 +84,7 @@ class RowRange:
 
         Returns:
             ``source``; ``split`` if there are several; ``rows``, first and one past the last, if
-            they are not all; ``held_out`` if true; ``mix`` for a part of a named mix.
+            they are not all; ``held_out`` if true; ``mix`` for a part of a named mix; ``windows``.
         """
         values: JSON = {"source": self.source or SHIPPED}
         if self.split:
@@ -90,7 +92,8 @@ class RowRange:
         if self.start or self.stop is not None:
             values["rows"] = [self.start, self.stop]
         more = {"held_out": self.held_out, "mix": self.mix}
-        return values | {name: value for name, value in more.items() if value}
+        values |= {name: value for name, value in more.items() if value}
+        return values if self.windows is None else {**values, "windows": self.windows}
 
     @classmethod
     def of(cls, values: Values) -> RowRange:

@@ -15,7 +15,7 @@ from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
 from moesaic.data.rows import DOMAIN, Row, text_of, usable
 from moesaic.data.sources import SHIPPED, Use, sources_of, text_sources
 from moesaic.errors import MoesaicError
-from moesaic.types import JSON, Config, Tokenizer
+from moesaic.types import Config, Tokenizer
 
 POOL = 20_000_000
 """Characters of a larger source that windows are drawn from, in a random order of its rows."""
@@ -32,18 +32,6 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Source of some windows."""
-
-    taken: RowRange
-    windows: int
-
-    def as_json(self) -> JSON:
-        """Return the keys of :meth:`moesaic.data.reader.RowRange.as_json`, and ``windows``."""
-        return {**self.taken.as_json(), "windows": self.windows}
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Windows of tokens ready for a model.
 
@@ -56,7 +44,7 @@ class Tokens:
     """Token ids, int64 (N, L); other integer types are converted."""
     attention_mask: Tensor | None = None
     """Mask, bool (N, L), False on padding; None without padding. 0 and 1 are converted."""
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[RowRange, ...] = ()
     """Sources of the windows, one after the other; empty if unknown."""
     parts: tuple[str, ...] = ()
     """Kinds of text that are also measured by themselves: sources of a mix, domains of rows."""
@@ -474,7 +462,9 @@ def calibration_tokens(
 
 def _windows(texts: Sequence[str], rows: Rows, tokenizer: Tokenizer, length: int) -> Tokens:
     ids = windows(texts, tokenizer, length)
-    return Tokens(ids, None, (Origin(rows.taken, len(ids)),), begun=len(beginning(tokenizer)))
+    return Tokens(
+        ids, None, (replace(rows.taken, windows=len(ids)),), begun=len(beginning(tokenizer))
+    )
 
 
 def _documents(
@@ -491,7 +481,7 @@ def _documents(
     filling = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids = torch.tensor([row + [filling] * (longest - len(row)) for row in encoded])
     mask = torch.arange(longest) < torch.tensor([*map(len, encoded)])[:, None]
-    origins = (Origin(rows.taken, samples),)
+    origins = (replace(rows.taken, windows=samples),)
     return Tokens(ids, None if bool(mask.all()) else mask, origins, begun=len(begin))
 
 
@@ -543,7 +533,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     masked = any(part.attention_mask is not None for part in padded)
     mask = torch.cat([part.real for part in padded]) if masked else None
     origins = tuple(origin for part in parts for origin in part.origins)
-    names = [", ".join(o.taken.source or SHIPPED for o in part.origins) for part in parts]
+    names = [", ".join(o.source or SHIPPED for o in part.origins) for part in parts]
     kinds = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
     part_NL = torch.cat(
         [
@@ -607,4 +597,4 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
         if mask is not None:
             mask = mask[:, : stored // length * length].reshape(-1, length)
             ids, mask = ids[mask.any(1)], mask[mask.any(1)]
-    return Tokens(ids, mask, (Origin(RowRange(str(path.resolve())), len(ids)),))
+    return Tokens(ids, mask, (RowRange(str(path.resolve()), windows=len(ids)),))

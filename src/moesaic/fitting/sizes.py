@@ -16,7 +16,8 @@ from moesaic.estimates import Built, Step, carried_out, outlined
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.hub import convert_config
-from moesaic.io.headers_only import Weightless, headers_of_model
+from moesaic.io.headers_only import headers_of_model
+from moesaic.io.source import Source
 from moesaic.recipe import Recipe
 from moesaic.types import JSON, Model
 
@@ -108,7 +109,7 @@ class Costs:
         memory = self.files.size(cost.built, file)
         return replace(cost, weight=replace(cost.weight, memory=memory))
 
-    def _carried_out(self, source: Weightless, steps: Steps) -> Step:
+    def _carried_out(self, source: Source, steps: Steps) -> Step:
         last, folder = steps[-1], self.folder / str(len(self._steps))
         assert isinstance(last, MethodConfig)  # a file comes after all of them
         return _once(self._steps, steps, lambda: carried_out(source, last, self.recipe, folder))

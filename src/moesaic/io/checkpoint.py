@@ -22,14 +22,14 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
-from moesaic.io.headers import mapping_of
+from moesaic.io.headers import TRUNCATED, mapping_of, reading
 from moesaic.io.outputs import let_read
 from moesaic.io.trust import (
     check_adapter,
@@ -89,7 +89,7 @@ class Checkpoint:
     """Folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
 
     weightless = False
-    """Tensors come without values, on the meta device: files are read no further than headers."""
+    """True if tensors have no values: files are read no further than their headers."""
     loadable: ClassVar[bool] = True
     """True if ``from_pretrained`` reads the folder's weights."""
 
@@ -106,7 +106,7 @@ class Checkpoint:
             stored = stored_in(file)
             # torch's way would map the file to be written to, which the system may refuse to
             # one that is larger than memory
-            with _reading(file), safe_open(file, framework="np") as shard:
+            with reading(file, failure=TRUNCATED), safe_open(file, framework="np") as shard:
                 self._stored |= {name: stored[name] for name in shard.keys()}
 
     @property
@@ -274,14 +274,6 @@ def _is_plain(name: object) -> bool:
     return plain and len(str(name)) < 256
 
 
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError, ValueError) as error:
-        raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
-
-
 def mapped(value: Value) -> Tensor:
     """Return a tensor's values; stored ones are mapped, and in memory no longer than it is."""
     if isinstance(value, Tensor):
@@ -289,7 +281,7 @@ def mapped(value: Value) -> Tensor:
     kind, shape = TYPES[value.kind], tuple(value.shape)
     if not value.nbytes:
         return torch.empty(shape, dtype=kind)
-    with _reading(value.path):
+    with reading(value.path, failure=TRUNCATED):
         bytes = np.memmap(value.path, np.uint8, "c", value.begin, (value.nbytes,))
     return torch.from_numpy(bytes).view(kind).reshape(shape)
 
@@ -340,14 +332,8 @@ def align(path: Path) -> None:
     moved.replace(path)
 
 
-def header_bytes(values: Mapping[str, Value]) -> bytes:
-    """Return the header that safetensors writes for some tensors, its number of bytes before it.
-
-    Spaces after it let values begin at a whole cache line.
-
-    Raises:
-        MoesaicError: one is of a type that no file has.
-    """
+def _header_bytes(values: Mapping[str, Value]) -> bytes:
+    """Return the header that safetensors writes for some tensors, its number of bytes before it."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.dtype not in NAMES:
             raise MoesaicError(f"{name} is of type {value.dtype}, which no file holds.")
@@ -379,15 +365,15 @@ def _copied(stored: Stored, out: BinaryIO) -> int:
 
 
 def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
-    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the one before."""
+    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the last."""
     left = stored.nbytes - start
     room = memoryview(bytearray(min(PIECE, left)))
-    with _reading(stored.path), stored.path.open("rb") as file:
+    with reading(stored.path, failure=TRUNCATED), stored.path.open("rb") as file:
         file.seek(stored.begin + start)
         while left:
             piece = room[:left]
             if file.readinto(piece) < len(piece):
-                raise MoesaicError(f"{stored.path} is missing, truncated or corrupt.")
+                raise ValueError("it ends early")
             yield piece
             left -= len(piece)
 
@@ -402,12 +388,32 @@ def _write(name: str, stored: Stored, out: BinaryIO) -> None:
         out.write(piece)
 
 
-class ShardWriter:
-    """Writes tensors in shards as they come, and the index at the end."""
+def write_shard(path: Path, values: Mapping[str, Value], outline: bool = False) -> None:
+    """Write a safetensors file; only its header, and a hole as long as the values, if ``outline``.
 
-    def __init__(self, folder: Path, shard_bytes: int = 2 << 30) -> None:
-        self.folder = folder
-        self.shard_bytes = shard_bytes
+    Raises:
+        MoesaicError: a value is not finite, of a type that no file has, or its file ends early.
+    """
+    with path.open("wb") as file:
+        file.write(header := _header_bytes(values))
+        if outline:
+            file.truncate(len(header) + sum(value.nbytes for value in values.values()))
+            return
+        for name in _stored_order(values):
+            value = values[name]
+            if isinstance(value, Stored):
+                _write(name, value, file)
+                continue
+            check_finite(name, value)
+            flat = value.detach().cpu().reshape(-1).view(torch.uint8)
+            file.write(flat.numpy().data)
+
+
+class ShardWriter:
+    """Writes tensors in shards as they come, and the index at the end; or an outline of them."""
+
+    def __init__(self, folder: Path, shard_bytes: int = 2 << 30, outline: bool = False) -> None:
+        self.folder, self.shard_bytes, self.outline = folder, shard_bytes, outline
         self._pending: dict[str, Value] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
@@ -427,21 +433,8 @@ class ShardWriter:
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"
 
-    def _save(self, path: Path) -> None:
-        """Write what is pending, as safetensors does."""
-        with path.open("wb") as file:
-            file.write(header_bytes(self._pending))
-            for name in _stored_order(self._pending):
-                value = self._pending[name]
-                if isinstance(value, Stored):
-                    _write(name, value, file)
-                    continue
-                check_finite(name, value)
-                flat = value.detach().cpu().reshape(-1).view(torch.uint8)
-                file.write(flat.numpy().data)
-
     def _flush(self) -> None:
-        self._save(self._path(len(self._shards)))
+        write_shard(self._path(len(self._shards)), self._pending, self.outline)
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0

@@ -9,9 +9,12 @@ it needs accelerate, takes Mixtral for a dense Llama, and leaves random what a f
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,10 +26,10 @@ from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
 from moesaic.io.fingerprint import Stored
 from moesaic.io.gguf_header import check_header
-from moesaic.io.headers import check_counts
-from moesaic.io.names import cache_folder
+from moesaic.io.headers import check_counts, reading
+from moesaic.io.names import PACKAGED, cache_folder
 from moesaic.io.naming import Naming
-from moesaic.io.outputs import output_lock, whole_folder
+from moesaic.io.outputs import output_lock, whole_file, whole_folder
 from moesaic.io.trust import pretrained
 from moesaic.types import JSON, Config, Model
 
@@ -132,20 +135,12 @@ def folder_of(file: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     with output_lock(folder, wait=True):
-        return _unfolded(file, folder)
-
-
-def _unfolded(file: Path, folder: Path) -> Path:
-    if (folder / "config.json").is_file():  # another process has made it meanwhile
-        return folder
-    with whole_folder(folder, overwrite=True) as work:
-        try:
+        if (folder / "config.json").is_file():  # another process has made it meanwhile
+            return folder
+        # readers raise anything over a file that is odd
+        odd = reading(file, failure="cannot be read as GGUF", errors=(Exception,))
+        with whole_folder(folder, overwrite=True) as work, odd:
             _unfold(file, work)
-        except MoesaicError:
-            raise
-        except Exception as error:  # readers raise anything over a file that is odd
-            message = " ".join(str(error).split()) or type(error).__name__
-            raise MoesaicError(f"{file} cannot be read as GGUF: {message:.300}") from error
     return folder
 
 
@@ -283,7 +278,7 @@ def _is_read(kind: GGMLQuantizationType) -> bool:
 
 
 def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
-    """Return a function to llama.cpp's possible names of a published weight; experts are stacked."""
+    """Return a function from a published weight to llama.cpp's possible names of it, stacked."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next((n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -328,3 +323,38 @@ def _sizes(shape: list[int]) -> list[int]:
 
 def _shape(tensor: ReaderTensor) -> list[int]:
     return [int(n) for n in reversed(tensor.shape.tolist())]
+
+
+# --- files in packages of the Python index -------------------------------------------------------
+
+
+def packaged_file(name: str) -> Path:
+    """Return the GGUF file of a model of :data:`~moesaic.io.names.PACKAGED`.
+
+    Raises:
+        MoesaicError: its package, or a part of it, is not installed or damaged.
+    """
+    package = PACKAGED[name]
+    spec = importlib.util.find_spec(package.split()[-1].replace("-", "_"))
+    if spec is None:
+        raise MoesaicError(f"{name} needs its package: pip install {package}")
+    folders: Sequence[str] = spec.submodule_search_locations or ()
+    for folder in folders:
+        for file in Path(folder).rglob("*.gguf"):
+            return file
+    try:
+        return _put_together(importlib.import_module(spec.name))
+    except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
+        raise MoesaicError(
+            f"{name} cannot be put together from its package ({error}): pip install "
+            f"--force-reinstall {package}"
+        ) from error
+
+
+def _put_together(package: ModuleType) -> Path:
+    """Join the parts in a package to one file in the cache, and check its checksum."""
+    file: Path = cache_folder() / package.MODEL_NAME
+    if not file.is_file():
+        with output_lock(file, wait=True), whole_file(file) as partial:
+            package.assemble(partial, overwrite=True)  # it is there, and empty
+    return file

@@ -40,13 +40,23 @@ _COUNTS = (
 )
 
 
+TRUNCATED = "is missing, truncated or corrupt"
+
+
 @contextmanager
-def reading(what: object, remedy: str = "") -> Iterator[None]:
+def reading(
+    what: object,
+    remedy: str = "",
+    failure: str = "cannot be read",
+    errors: tuple[type[Exception], ...] = ODD,
+) -> Iterator[None]:
     """Context in which the exceptions of readers of a damaged file become :class:`MoesaicError`.
 
     Args:
         what: the file or field that is read, for the message.
         remedy: a sentence that ends the message.
+        failure: says what is wrong with the file, before the reason.
+        errors: that its readers may raise.
 
     >>> with reading("plan.json"):
     ...     {}["layers"]
@@ -55,14 +65,16 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except ODD as error:
-        reason = f"{error}".strip(" .") or type(error).__name__
+    except MoesaicError:
+        raise
+    except errors as error:
+        reason = " ".join(f"{error}".split())[:300].strip(" .") or type(error).__name__
         if isinstance(error, RecursionError):
             reason = "it is nested too deeply"
         if isinstance(error, KeyError):
             reason = f"it has no {reason}"
         end = f" {remedy}" if remedy else ""
-        raise MoesaicError(f"{what} cannot be read: {reason}.{end}") from error
+        raise MoesaicError(f"{what} {failure}: {reason}.{end}") from error
 
 
 def parsed(text: str | bytes, where: str) -> Any:
@@ -172,7 +184,7 @@ def header_of(path: Path) -> tuple[JSON, int]:
         MoesaicError: the file is missing or truncated, names a tensor twice, or has an entry that
             is not valid.
     """
-    try:
+    with reading(path, failure=TRUNCATED):
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             room = path.stat().st_size - 8 - size
@@ -185,9 +197,6 @@ def header_of(path: Path) -> tuple[JSON, int]:
         check_fields(notes, dict.fromkeys(notes, str))
         for name, entry in header.items():
             _check_entry(name, entry, room)
-    except ODD as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise MoesaicError(f"{path} is missing, truncated or corrupt: {reason}") from error
     return header, 8 + size
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +20,11 @@ from moesaic.io.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
     TYPES,
-    Checkpoint,
     ShardWriter,
-    Value,
-    header_bytes,
     shape_of,
+    write_shard,
 )
 from moesaic.io.names import NAMES, check_name, without_slash
-from moesaic.io.quantised import opened
 from moesaic.io.source import Source, resolve, small_files, unreachable
 from moesaic.io.trust import check_links, side_files
 
@@ -35,41 +32,9 @@ LARGEST = 1 << 44
 """Largest number of bytes of a model, 17.6 TB: some file systems hold no larger sparse file."""
 
 
-class Weightless(Source):
-    """Checkpoint of which headers and small files are read, and no weight."""
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        """Tensors of the checkpoint, on the meta device."""
-        check_links(self.folder)
-        checkpoint = opened(self.folder)
-        checkpoint.weightless = True
-        return checkpoint
-
-    @property
-    def fingerprint(self) -> str:
-        """Empty fingerprint: there are no weights."""
-        return ""
-
-
-class Outliner(ShardWriter):
-    """Writer of the headers of shards; the files are sparse and as long as real ones."""
-
-    def _save(self, path: Path) -> None:
-        _write_outline(path, self._pending)
-
-
-def _write_outline(path: Path, values: Mapping[str, Value]) -> None:
-    """Write a sparse safetensors file: the header, then a hole of the length of the values."""
-    header = header_bytes(values)
-    with path.open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + sum(v.nbytes for v in values.values()))
-
-
 def headers_of_model(
     name: str, folder: Path, revision: str | None = None, token: str | bool | None = None
-) -> Weightless:
+) -> Source:
     """Find a model without its weights, as :func:`moesaic.io.source.resolve` does with them.
 
     Of a hub id only small files and headers are fetched. A folder that has a config and no weights
@@ -88,13 +53,13 @@ def headers_of_model(
         config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
         if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
             return _of_config(name, path, folder)
-        return Weightless(name, path)
+        return Source(name, path, weightless=True)
     if without_slash(name) in NAMES or path.suffix == ".gguf":
-        return Weightless(name, resolve(name).folder)
+        return Source(name, resolve(name).folder, weightless=True)
     return _of_hub(name, folder, revision, token)
 
 
-def _of_config(name: str, path: Path, folder: Path) -> Weightless:
+def _of_config(name: str, path: Path, folder: Path) -> Source:
     """Return the checkpoint that a config describes, its tensors named as in memory."""
     check_links(path)
     _copy_small(path, folder)
@@ -103,10 +68,10 @@ def _of_config(name: str, path: Path, folder: Path) -> Weightless:
     tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
     _written({n: t.detach().to("meta") for n, t in first.items()}, folder)
-    return Weightless(name, folder)
+    return Source(name, folder, weightless=True)
 
 
-def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Weightless:
+def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Source:
     """Return a model in the hub's cache if it has the weights, else small files and headers alone.
 
     The headers are fetched from the hub, eight files at a time.
@@ -115,7 +80,7 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
 
     place, weights = small_files(name, revision, token)
     if all((place / file).exists() for file in weights):
-        return Weightless(name, place)
+        return Source(name, place, weightless=True)
     read = partial(HfApi(token=token).parse_safetensors_file_metadata, name, revision=place.name)
     try:
         with ThreadPoolExecutor(8) as pool:
@@ -128,8 +93,8 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
             tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
             for tensor, info in header.tensors.items()
         }
-        _write_outline(folder / shard, tensors)
-    return Weightless(name, folder)
+        write_shard(folder / shard, tensors, outline=True)
+    return Source(name, folder, weightless=True)
 
 
 def _copy_small(source: Path, folder: Path) -> None:
@@ -146,7 +111,7 @@ def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:
             f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
             "of the sizes in it must be wrong."
         )
-    writer = Outliner(folder)
+    writer = ShardWriter(folder, outline=True)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     writer.close()

@@ -35,14 +35,13 @@ from moesaic.io.checkpoint import (
     shape_of,
     shards,
 )
-from moesaic.io.gguf import folder_of
-from moesaic.io.headers import check_counts, mapping_of
+from moesaic.io.gguf import folder_of, packaged_file
+from moesaic.io.headers import check_counts, mapping_of, reading
 from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
 from moesaic.io.mtp import is_mtp
 from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
 from moesaic.io.naming import Naming, language, read_as
-from moesaic.io.packaged import packaged_file
 from moesaic.io.quantised import Awaited, opened, quantization_of
 from moesaic.io.trust import (
     NEEDS_CODE,
@@ -67,6 +66,8 @@ class Source:
     folder: Path
     file: Path | None = None
     """GGUF file that the folder was unpacked from."""
+    weightless: bool = False
+    """True if headers and small files are read, and no weight: tensors are on the meta device."""
 
     @property
     def nbytes(self) -> int:
@@ -97,21 +98,14 @@ class Source:
             raise MoesaicError(f"{self.folder} has no config.json; is it a model folder?")
         plain = mapping_of(self.folder / "config.json")
         check_config(plain, self.folder)
-        try:
+        # transformers raises anything over a config that is odd
+        with reading(f"{self.name}: config.json", "", "cannot be used", (Exception,)):
             check_counts(plain)  # before lists of so many layers are made
             config: Config = pretrained(AutoConfig, self.folder)
-
             layers = config.get_text_config().num_hidden_layers
             if layers <= 0:
                 raise ValueError(f"num_hidden_layers is {layers}")
             check_counts(config.to_dict())
-        except MoesaicError:
-            raise
-        except Exception as error:  # transformers raises anything over a config that is odd
-            message = " ".join(str(error).split())
-            raise MoesaicError(
-                f"{self.name}: config.json cannot be used: {message:.300}"
-            ) from error
         text = language_model(config)
         if text is config:
             self._check_names(config)
@@ -142,7 +136,7 @@ class Source:
             )
 
     def _check_parts(self, config: Config, text: Config) -> None:
-        """Refuse a multimodal model whose language model's tensors have names that are not known."""
+        """Refuse a multimodal model whose language model's tensors have unknown names."""
         model = shape_of(text)
         embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
         naming = Naming(self.checkpoint, text.model_type, model.state_dict())
@@ -178,7 +172,9 @@ class Source:
     def checkpoint(self) -> Checkpoint:
         """Weights of the folder, to be read one by one."""
         check_links(self.folder)
-        return opened(self.folder)
+        checkpoint = opened(self.folder)
+        checkpoint.weightless = self.weightless
+        return checkpoint
 
     @cached_property
     def naming(self) -> Naming:
@@ -187,8 +183,8 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the weights."""
-        return self.checkpoint.fingerprint
+        """Fingerprint of the weights; empty if there are none."""
+        return "" if self.weightless else self.checkpoint.fingerprint
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -356,7 +356,7 @@ def _check_unseen(source: Source, tokens: Tokens, data: object) -> None:
 def _check_rows(used: Iterable[RowRange], tokens: Tokens, name: str) -> None:
     """Refuse to measure on rows that something of this name was calibrated on."""
     ranges = [*used]
-    for theirs in (origin.taken for origin in tokens.origins):
+    for theirs in tokens.origins:
         if any(theirs.meets(ours) for ours in ranges):
             raise MoesaicError(
                 f"{theirs.source} is to be measured on, and {name} was calibrated on rows of it. "

@@ -38,7 +38,7 @@ from moesaic.io.restore import leaves_untouched
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
 from moesaic.observation.stream import LayerTokens
-from moesaic.plan import MadeFrom
+from moesaic.plan import differences
 from moesaic.types import JSON, Named, Values
 
 FORMAT = 5
@@ -94,11 +94,9 @@ class Observation:
             )
         file = StatsFile(Path(path))
         self.job.warn_of_text()
-        differences = MadeFrom({"base": file.header["base"]}).differs(
-            MadeFrom({"base": asdict(self.job.base)})
-        )
-        if differences:
-            raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
+        own = {"base": asdict(self.job.base)}
+        if others := differences({"base": file.header["base"]}, own):
+            raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
         if "gram_SP" in self.needs and not file.header["gram"]:
             raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
         return file
@@ -209,9 +207,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     files = {i: folder / f"stats-{i:04d}.safetensors" for i in layers}
     done = [i for i in layers if files[i].exists()]
     for i in done:
-        differences = MadeFrom(StatsFile(files[i]).header).differs(MadeFrom(request))
-        if differences:
-            raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
+        if others := differences(StatsFile(files[i]).header, request):
+            raise MoesaicError(f"{folder} holds layers of another request: {others[0]}.")
     if len(done) < len(layers):
         names = FILED if any(job.base.experts) else FILED_DENSE
         names = names if gram_mb else names - GRAM
