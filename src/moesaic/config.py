@@ -29,7 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from moesaic.errors import MoesaicError, meant, shown
+from moesaic.errors import MoesaicError, check_known, shown
 from moesaic.families import Family, Shape
 from moesaic.types import Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
@@ -145,13 +145,10 @@ def _check_options(config: DataclassInstance) -> None:
         if value is None and suits(None, hint):
             continue
         allowed = choices(type(config), entry.name)
-        if allowed and value not in allowed:
-            listed = ", ".join(allowed)
-            raise MoesaicError(
-                f"{entry.name} {shown(value)} is none of {listed}.{meant(value, allowed)}"
-            )
+        if allowed:
+            check_known(entry.name, value, allowed)
         if not suits(value, hint):
-            raise MoesaicError(f"{entry.name} must be {_in_words(hint)}; got {shown(value)}.")
+            raise MoesaicError(f"{entry.name} must be {kind_in_words(hint)}; got {shown(value)}.")
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),
             (operator.le, "at most", info.maximum),
@@ -171,13 +168,13 @@ WORDS: dict[object, str] = {
 """Words for the types of options."""
 
 
-def _in_words(hint: object) -> str:
+def kind_in_words(hint: object) -> str:
     """Return a field's type in words: ``a number or text``."""
     kinds = get_args(hint)
     if get_origin(hint) is tuple:
-        return f"several ({_in_words(kinds[0])} each)"
+        return f"several ({kind_in_words(kinds[0])} each)"
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_in_words(kind) for kind in kinds if kind is not NoneType)
+        return " or ".join(kind_in_words(kind) for kind in kinds if kind is not NoneType)
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -274,10 +271,9 @@ class MethodConfig(Options):
         Raises:
             MoesaicError: there is no such comparison.
         """
-        if name not in self.variants:
-            if not self.variants:
-                raise MoesaicError(f"compare={name}: {self.title} has no comparisons.")
-            raise MoesaicError(f"compare {name!r} is none of {', '.join(self.variants)}.")
+        if not self.variants:
+            raise MoesaicError(f"compare={name}: {self.title} has no comparisons.")
+        check_known("compare", name, self.variants)
         return self.variants[name]
 
     @property
@@ -419,7 +415,8 @@ class Evaluation(Options):
     def check(self) -> None:
         if not self.prompt:
             raise MoesaicError("prompt is empty; give text to continue.")
-        check_types("baselines", self.baselines, ROUNDED)
+        for type in self.baselines:
+            check_known("baselines", type, ROUNDED)
 
 
 GgufType: TypeAlias = Literal[
@@ -478,7 +475,8 @@ class ExportArgs(Options):
     )
 
     def check(self) -> None:
-        check_types("among", self.among)
+        for type in self.among:
+            check_known("among", type, get_args(GgufType))
         if self.memory is not None and self.to != "gguf":
             raise MoesaicError("memory chooses a GGUF's types: to=gguf.")
         if self.type != "f32" and self.to != "gguf":
@@ -505,17 +503,6 @@ class ExportArgs(Options):
 def by_text(type: str) -> bool:
     """Return whether llama.cpp quantises to a type only with an importance matrix."""
     return type.startswith(("iq1", "iq2", "iq3"))
-
-
-def check_types(name: str, types: Sequence[str], known: Sequence[str] = get_args(GgufType)) -> None:
-    """Refuse unknown types, by default those that are no GGUF file's.
-
-    Raises:
-        MoesaicError: names the field.
-    """
-    for type in types:
-        if type not in known:
-            raise MoesaicError(f"{name} {type!r} is none of {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -708,8 +695,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa")
 
 def parse_dtype(name: str) -> torch.dtype | None:
     """Return the torch type of a name: float32, bfloat16 or float16; None for ``auto``."""
-    if name not in DTYPES:
-        raise MoesaicError(f"dtype {name!r} is none of {', '.join(DTYPES)}.")
+    check_known("dtype", name, DTYPES)
     if name == "auto":
         return None
     import torch

@@ -88,6 +88,21 @@ def meant(word: object, names: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def check_known(
+    what: str, word: object, names: Iterable[str], verdict: str = " is none of"
+) -> None:
+    """Refuse a word that is none of some names, with what may have been meant.
+
+    >>> check_known("dtype", "float23", ["float32"])
+    Traceback (most recent call last):
+    moesaic.errors.MoesaicError: dtype 'float23' is none of float32. Did you mean 'float32'?
+    """
+    names = [*names]
+    if word not in names:
+        listed = ", ".join(names) or "none"
+        raise MoesaicError(f"{what} {shown(word)}{verdict} {listed}.{meant(word, names)}")
+
+
 def how_to_install(extra: str = "") -> str:
     """Return the command that installs this package.
 

@@ -20,7 +20,6 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -41,7 +40,7 @@ from moesaic.errors import how_to_install
 from moesaic.io.checkpoint import align, extend, shape_of
 from moesaic.io.language import HEADLESS, predicts_tokens
 from moesaic.io.mtp import leave_out
-from moesaic.io.naming import conversions
+from moesaic.io.naming import register_conversions
 from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.restore import source_or_model
 from moesaic.io.source import check_loaded, language_model, resolve
@@ -186,9 +185,7 @@ class Classes(dict[str, tuple[type[Config], tuple[type[Model], ...]]]):
 
     def __missing__(self, base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
         predicts_tokens(base)  # whose class may have to be made
-        name, table = PREFIX + base, conversions(base)
-        if table is not None:
-            register_checkpoint_conversion_mapping(name, table, overwrite=True)
+        register_conversions(base, name := PREFIX + base)
         config_class, models = self[base] = _define(base)
         AutoConfig.register(name, config_class, exist_ok=True)
         for auto, model_class in zip(MODELS, models, strict=False):
@@ -223,7 +220,7 @@ def _await() -> dict[str, str]:
     of our classes."""
     deepseek = DeepseekConfig.model_type
     if deepseek not in CONFIG_MAPPING:
-        register_checkpoint_conversion_mapping(deepseek, conversions("qwen2_moe"))
+        register_conversions("qwen2_moe", deepseek)
         AutoConfig.register(deepseek, DeepseekConfig)
         for auto, model_class in zip(MODELS, (DeepseekForCausalLM, DeepseekModel), strict=True):
             auto.register(DeepseekConfig, model_class)

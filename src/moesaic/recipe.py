@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from moesaic.config import (
     about,
     check_device,
     flag_of,
+    kind_in_words,
     option,
     parse_bytes,
     types_of,
@@ -35,7 +36,7 @@ from moesaic.config import (
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import check_apart
 from moesaic.data.sources import read_by, spelled
-from moesaic.errors import MoesaicError, meant, shown
+from moesaic.errors import MoesaicError, check_known, meant, shown
 from moesaic.io.headers import DIGITS, mapping_of
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
@@ -144,8 +145,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     compare = settings.compare if settings is not None else ()
     for number, step in enumerate(recipe.steps, 1):
         check_step(step, calibration, compare if number == len(recipe.steps) else ())
-    if recipe.dtype not in DTYPES:
-        raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
+    check_known("dtype", recipe.dtype, DTYPES)
     check_name(recipe.model)
     check_device(recipe.device)
     check_apart(recipe.texts, "" if settings is None else settings.data)
@@ -250,7 +250,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         MoesaicError: the verb, the method or an option is unknown or of the wrong type.
     """
     place = where or verb
-    _check_known(f"{place}: unknown step", verb, VERBS)
+    check_known(f"{place}: unknown step", verb, VERBS, "; known:")
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(
@@ -258,7 +258,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         )
     options = dict(options)
     method = method_of(verb, options)
-    _check_known(f"{place}: unknown method", method, methods)
+    check_known(f"{place}: unknown method", method, methods, "; known:")
     config = methods[method]
     bundle = options.pop("recipe", None)
     if options.pop("method", None) is None and bundle is None and "best" in config.bundles:
@@ -266,13 +266,6 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if bundle is not None:
         options = {**_bundle(verb, method, str(bundle), place), **options}
     return checked(config, options, where)
-
-
-def _check_known(what: str, word: str, names: Iterable[str]) -> None:
-    """Refuse a word that is none of some names."""
-    if word not in names:
-        known = ", ".join(names) or "none"
-        raise MoesaicError(f"{what} {word!r}; known: {known}.{meant(word, names)}")
 
 
 def method_of(verb: str, options: JSON) -> str:
@@ -307,7 +300,7 @@ def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
     if options is not None:
         return dict(options)
     recipes = dict.fromkeys(n for names in bundles.values() for n in names)
-    _check_known(f"{where}: unknown recipe", name, recipes)
+    check_known(f"{where}: unknown recipe", name, recipes, "; known:")
     able = ", ".join(other for other, names in bundles.items() if name in names)
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
@@ -349,11 +342,6 @@ def checked(cls: type[D], data: JSON, where: str) -> D:
     return cls(**values)
 
 
-WRONG: dict[object, str] = {
-    float: "not a number", int: "not a whole number", bool: "neither true nor false",
-    str: "not text", tuple: "not a list",
-}  # fmt: skip
-"""Words for a value of another type."""
 TRUTH = {"true": True, "yes": True, "on": True, "1": True}
 TRUTH |= {"false": False, "no": False, "off": False, "0": False}
 """Words for a truth value."""
@@ -367,9 +355,7 @@ def _typed(value: Any, hint: Any, place: str) -> Any:
     for kind in kinds:
         origin, parts = get_origin(kind), get_args(kind)
         if origin is Literal:
-            if value not in parts:
-                listed = f"{', '.join(parts)}.{meant(value, parts)}"
-                raise MoesaicError(f"{place} {shown(value)} is none of {listed}")
+            check_known(place, value, parts)
             return value
         if origin is tuple:
             if isinstance(value, str) and str not in parts:
@@ -387,10 +373,9 @@ def _typed(value: Any, hint: Any, place: str) -> Any:
                     return number
         elif isinstance(value, kind):
             return value
-    wrong = WRONG.get(get_origin(kinds[0]) or kinds[0], "of the wrong type")
     share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
-    hint = f"; give {float(share[1]) / 100:g}" if share and float in kinds else ""
-    raise MoesaicError(f"{place} {shown(value)} is {wrong}{hint}.")
+    remedy = f"; give {float(share[1]) / 100:g}" if share and float in kinds else ""
+    raise MoesaicError(f"{place} {shown(value)} is not {kind_in_words(hint)}{remedy}.")
 
 
 # --- files ---------------------------------------------------------------------------------------

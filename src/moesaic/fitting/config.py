@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import get_args
 
-from moesaic.config import Options, check_types, option
-from moesaic.errors import MoesaicError
+from moesaic.config import GgufType, Options, option
+from moesaic.errors import MoesaicError, check_known
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class FitConfig(Options):
     )
 
     def check(self) -> None:
-        check_types("types", self.types)
+        for type in self.types:
+            check_known("types", type, get_args(GgufType))
         if self.types and self.memory is None:
             raise MoesaicError(
                 "types needs a budget of bytes (memory): what type a file has changes "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -111,19 +111,17 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        for sample in _samples(tensor, len(tensors)):
-            digest.update(sample)
+        digest.update(_sample(tensor, len(tensors)))
     return digest.hexdigest()[:16]
 
 
-def _samples(tensor: Tensor, tensors: int) -> Iterator[bytes]:
+def _sample(tensor: Tensor, tensors: int) -> bytes:
     if tensor.is_meta or tensor.numel() == 0 or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return
+        return b""
     flat = tensor.reshape(-1)
     size = flat.element_size()
     parts = [flat[a // size : -(-b // size)] for a, b in pieces(flat.numel() * size, tensors)]
-    sampled = torch.cat(parts).cpu()
-    yield sampled.view(torch.uint8).numpy().tobytes()
+    return torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes()
 
 
 def of_model(model: Model) -> str:

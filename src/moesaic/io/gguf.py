@@ -112,12 +112,6 @@ def values(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> Numbers:
     return dequantize(data, kind)
 
 
-def _stamp(file: Path) -> list[int]:
-    """Return values that differ after a file was changed."""
-    stat = file.stat()
-    return [stat.st_size, stat.st_mtime_ns]
-
-
 # --- the folder that stands for a file -----------------------------------------------------------
 
 
@@ -129,7 +123,8 @@ def folder_of(file: Path) -> Path:
     """
     import transformers
 
-    known_by = FORMAT, transformers.__version__, file.resolve(), *_stamp(file)
+    stat = file.stat()
+    known_by = (FORMAT, transformers.__version__, file.resolve(), stat.st_size, stat.st_mtime_ns)
     key = hashlib.sha256(":".join(map(str, known_by)).encode())
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():

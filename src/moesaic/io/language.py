@@ -13,7 +13,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -21,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moesaic.dynamic import Dynamic, remade
-from moesaic.io.naming import conversions, register_conversions
+from moesaic.io.naming import register_conversions
 from moesaic.types import Config, Model
 
 TEXT = "_text"
@@ -51,9 +50,7 @@ def predicts_tokens(model_type: str) -> bool:
         model_class = _with_head(model_type)
         # or it would not be taken: the config is transformers' own
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
-        table = conversions(model_type)
-        if table is not None:
-            register_checkpoint_conversion_mapping(model_type, table, overwrite=True)
+        register_conversions(model_type, model_type)
     return True
 
 

@@ -74,11 +74,11 @@ def read_as(model_type: str, stored: Iterable[str]) -> dict[str, str]:
     return {name: rename_source_key(name, renamings, converters)[0] for name in stored}
 
 
-def register_conversions(model_type: str) -> None:
-    """Register the containing model's conversions for a type that transformers has none for."""
+def register_conversions(model_type: str, name: str = "") -> None:
+    """Register a type's conversions under another name or, if those are its whole's, its own."""
     steps = conversions(model_type)
-    if steps is not None and _own_conversions(model_type) is None:
-        register_checkpoint_conversion_mapping(model_type, steps, overwrite=True)
+    if steps is not None and (name or _own_conversions(model_type) is None):
+        register_checkpoint_conversion_mapping(name or model_type, steps, overwrite=True)
 
 
 def _own_conversions(model_type: str) -> list[Step] | None:
