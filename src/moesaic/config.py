@@ -266,11 +266,7 @@ class MethodConfig(Options):
         return ""
 
     def compared(self, name: str) -> str:
-        """Return a comparison in words: ``static pruning`` for ``static``.
-
-        Raises:
-            MoesaicError: there is no such comparison.
-        """
+        """Return a comparison in words: ``static pruning`` for ``static``."""
         if not self.variants:
             raise MoesaicError(f"compare={name}: {self.title} has no comparisons.")
         check_known("compare", name, self.variants)
@@ -438,11 +434,7 @@ class Bench(Options):
 
 
 def form_of(out: str | Path, to: str = "") -> str:
-    """Return the form to write: ``to`` if given; else ``gguf`` for a name that ends so, or native.
-
-    Raises:
-        MoesaicError: ``to`` is native, and the name is that of a GGUF file.
-    """
+    """Return the form to write: ``to`` if given; else ``gguf`` for a name that ends so, or native."""
     named = "gguf" if Path(out).suffix == ".gguf" else "native"
     if to == "native" != named:
         raise MoesaicError(f"{out} is a GGUF file's name: give to=gguf, or the name of a folder.")
@@ -732,11 +724,7 @@ def in_unit(size: int) -> str:
 
 
 def check_device(name: str) -> str:
-    """Return a device's name if this machine has the device.
-
-    Raises:
-        MoesaicError: it does not.
-    """
+    """Return a device's name; refuse one that this machine does not have."""
     if name == "cpu":
         return name
     if name.partition(":")[0] not in DEVICES:

@@ -48,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def convert(config: MethodConfig, args: RunArgs) -> Result:
-    """Carry out one method on one model; all verbs call this.
-
-    Raises:
-        MoesaicError: the request cannot be met.
-    """
+    """Carry out one method on one model; all verbs call this."""
     check_step(config, args.calibration, args.compare)
     method = implementation(config)
     job = Job(args, method.find, config.window)

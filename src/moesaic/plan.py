@@ -204,11 +204,7 @@ class Progress:
         self._checked = False
 
     def check(self) -> None:
-        """Refuse to continue another run.
-
-        Raises:
-            MoesaicError: the folder holds another run; names the differences.
-        """
+        """Refuse to continue another run than the folder holds."""
         note = self.folder / "request.json"
         if self._checked or not note.is_file():
             return

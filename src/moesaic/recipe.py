@@ -137,9 +137,6 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     """Refuse a recipe that can be seen to be wrong without opening the model.
 
     Values are checked first, then inputs, and the output last: an unfinished run hides no error.
-
-    Raises:
-        MoesaicError: names the field, its value and a remedy.
     """
     settings, calibration = recipe.evaluation, recipe.calibration
     compare = settings.compare if settings is not None else ()
@@ -210,11 +207,7 @@ def command_of(recipe: Recipe) -> str:
 
 
 def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence[str]) -> None:
-    """Refuse statistics, text beside them, and comparisons that a step does not use.
-
-    Raises:
-        MoesaicError: names the field.
-    """
+    """Refuse statistics, text beside them, and comparisons that a step does not use."""
     verb = VERBS[config.verb]
     if calibration.stats and not verb.observes:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")

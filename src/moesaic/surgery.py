@@ -56,11 +56,8 @@ def routing_in(config: Config) -> str:
 
 
 def check_base(plan: Plan, model: Model, arch: Arch) -> None:
-    """Refuse to apply a plan to another model than it was made for.
-
-    Raises:
-        MoesaicError: names both models, or what a layer lacks that the plan names.
-    """
+    """Refuse to apply a plan to another model than it was made for, or where a layer lacks what it
+    names."""
     shape = base_shape(model, arch)
     if shape != plan.base:
         raise MoesaicError(

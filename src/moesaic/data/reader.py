@@ -220,11 +220,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
 
 
 def check_there(source: TextSource) -> None:
-    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
-
-    Raises:
-        MoesaicError: names the file.
-    """
+    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked."""
     path = Path(source.name)
     if source.shipped or path.is_dir():
         return
@@ -421,11 +417,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:
-    """Return the split to read, and True if rows of a training split are to be held out of it.
-
-    Raises:
-        MoesaicError: there is no such split, or the choice is not clear.
-    """
+    """Return the split to read, and True if rows of a training split are to be held out of it."""
     listed, named = ", ".join(splits), source.split_name
     if named:
         if named not in splits:

@@ -123,10 +123,7 @@ SCHEMAS: Mapping[tuple[str, ...], Form] = {
         ("input", "answer"),
         lambda row: _alpaca(row, "instruction", "output"),
     ),
-    ("instruction", "response"): (
-        ("input",),
-        lambda row: _alpaca(row, "instruction", "response"),
-    ),
+    ("instruction", "response"): (("input",), lambda row: _alpaca(row, "instruction", "response")),
     ("query", "response"): ((), lambda row: _alpaca({**row, "input": ""}, "query", "response")),
     ("question", "choices", "answer"): ((), _choices),
     ("problem", "solution"): (("answer",), lambda row: (row["problem"], f" {row['solution']}")),

@@ -175,11 +175,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
 
 
 def spelled(value: object) -> str:
-    """Return a text's name as one string, from a recipe's string, mapping or list of mappings.
-
-    Raises:
-        MoesaicError: a field is unknown.
-    """
+    """Return a text's name as one string, from a recipe's string, mapping or list of mappings."""
     if isinstance(value, str):
         return value
     spec = json.dumps(value)
@@ -212,17 +208,11 @@ def _from_json(spec: str) -> Iterator[TextSource]:
 
 
 def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
-    """Return the sources that a text's name stands for, with named mixes replaced by theirs.
+    """Return the sources that a text's name stands for (:func:`text_sources`), with named mixes
+    replaced by theirs.
 
     For evaluation, a name that is also a domain of the text that ships is that domain, so that
     figures are the same everywhere.
-
-    Args:
-        spec: as for :func:`text_sources`.
-        use: calibration (or training), or evaluation.
-
-    Raises:
-        MoesaicError: the name is wrong.
     """
     merged: dict[str, TextSource] = {}
     for part in (part for source in text_sources(spec) for part in _parts(source, use)):
@@ -245,11 +235,7 @@ def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
 
 
 def read_by(config: object) -> list[str]:
-    """Return the names of models, files and text in a dataclass of options; not all are local.
-
-    Raises:
-        MoesaicError: a name of text has a wrong form.
-    """
+    """Return the names of models, files and text in a dataclass of options; not all are local."""
     names: list[str] = []
     for entry in fields(config) if is_dataclass(config) else ():
         value, info = getattr(config, entry.name), about(entry)

@@ -84,11 +84,7 @@ class Tokens:
 
     def check(self, config: Config) -> None:
         """Refuse windows without a token, or longer than a model's positions, and ids outside its
-        vocabulary.
-
-        Raises:
-            MoesaicError: names the length, or the greatest id.
-        """
+        vocabulary."""
         check_length(self.input_ids.shape[1], config)
         vocabulary = config.get_text_config().vocab_size
         if self.count == 0:
@@ -185,11 +181,8 @@ def check_length(length: int, config: Config) -> None:
 def process_share(
     tokens: Tokens, number: int, processes: int, tokens_per_batch: int = 2048
 ) -> tuple[Tokens, list[int]]:
-    """Return every ``processes``-th batch from ``number`` on, and the indices of those batches.
-
-    Raises:
-        MoesaicError: there are fewer batches than processes.
-    """
+    """Return every ``processes``-th batch from ``number`` on, and the indices of those batches;
+    refuse more processes than batches."""
     batches = list(tokens.batches(tokens_per_batch))
     if len(batches) < processes:
         raise MoesaicError(

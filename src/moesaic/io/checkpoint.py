@@ -31,12 +31,7 @@ from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import TRUNCATED, mapping_of, reading
 from moesaic.io.outputs import let_read
-from moesaic.io.trust import (
-    check_adapter,
-    check_fetched,
-    check_file,
-    side_files,
-)
+from moesaic.io.trust import check_adapter, check_fetched, check_file, side_files
 from moesaic.types import JSON, Config, Model, Values
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -254,11 +249,7 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a folder in which a weight file is missing or has a damaged header.
-
-    Raises:
-        MoesaicError: names the file.
-    """
+    """Refuse a folder in which a weight file is missing or has a damaged header."""
     if any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
         Checkpoint(folder)
 
@@ -420,11 +411,7 @@ class ShardWriter:
         self._total = 0
 
     def add(self, name: str, value: Value) -> None:
-        """Take a tensor, or the place of one that is copied as it is.
-
-        Raises:
-            MoesaicError: a value, of it or of one that waited with it, is not finite.
-        """
+        """Take a tensor, or the place of one that is copied as it is."""
         if self._pending and self._pending_bytes + value.nbytes > self.shard_bytes:
             self._flush()
         self._pending[name] = value.contiguous() if isinstance(value, Tensor) else value
@@ -468,11 +455,7 @@ def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse weights that no model can be run with.
-
-    Raises:
-        MoesaicError: a value is infinite or no number.
-    """
+    """Refuse weights that no model can be run with: infinite, or no numbers."""
     if tensor.dtype not in COMPUTABLE or tensor.is_meta:
         return
     if tensor.numel() == 1 and not torch.isnan(tensor).any():
@@ -509,11 +492,7 @@ def path_of(model: Model, module: nn.Module) -> str:
 
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     """Return the cached skeleton of a config (no values), which must not be run or changed, in its
-    own floating-point type or another.
-
-    Raises:
-        MoesaicError: there is no such model.
-    """
+    own floating-point type or another."""
     dtype = dtype or config.dtype or torch.get_default_dtype()
     key = f"{type(config).__name__} {dtype} {config.to_json_string(use_diff=False)}"
     model = _SHAPES.pop(key, None)

@@ -64,11 +64,7 @@ class Stored(NamedTuple):
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file, by name.
-
-    Raises:
-        MoesaicError: the file is damaged.
-    """
+    """Return the tensors of a safetensors file, by name."""
     header, start = header_of(path)
     stored = {}
     for name, entry in header.items():

@@ -57,11 +57,8 @@ class _Reader:
 
 
 def check_header(path: Path) -> None:
-    """Refuse a header that asks for more than any model has.
-
-    Raises:
-        ValueError: names the value and its limit.
-    """
+    """Refuse a header that asks for more than any model has; ValueError names the value and its
+    limit."""
     with path.open("rb") as file:
         reader = _Reader(file, path.stat().st_size)
         if reader.take(4) != b"GGUF":

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    TYPES,
-    ShardWriter,
-    shape_of,
-    write_shard,
-)
+from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, TYPES, ShardWriter, shape_of, write_shard
 from moesaic.io.names import NAMES, check_name, without_slash
 from moesaic.io.source import Source, resolve, small_files, unreachable
 from moesaic.io.trust import check_links, side_files

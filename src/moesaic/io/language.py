@@ -7,12 +7,7 @@ class that predicts tokens, and no name of an architecture in its config.
 from __future__ import annotations
 
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationMixin,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, PreTrainedModel
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

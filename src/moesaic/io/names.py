@@ -48,11 +48,7 @@ def _hub_id(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse a model's name that cannot be valid, without looking for the model on the hub.
-
-    Raises:
-        MoesaicError: there is no such folder or file, and it is no hub id either.
-    """
+    """Refuse a model's name that cannot be valid, without looking for the model on the hub."""
     path = Path(name).expanduser()
     if path.is_dir() and without_slash(name) in NAMES:
         _say_shadowed(name.rstrip("/"), path.resolve())

@@ -205,11 +205,7 @@ class Naming:
 
     def check(self, model: Model) -> None:
         """Refuse a checkpoint that does not hold all weights of a model or skeleton; no values are
-        read.
-
-        Raises:
-            MoesaicError: a weight is missing, or of another shape.
-        """
+        read."""
         shared: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)

@@ -99,16 +99,13 @@ def check_file(
     overwrite: bool = False,
     inputs: Iterable[str | Path] = (),
 ) -> None:
-    """Refuse a file that exists, cannot be made, or is read.
+    """Refuse a file that exists and may not be replaced, cannot be made, or is read.
 
     Args:
         out: the file to make.
         kind: pattern of the first bytes of such files; None if the caller checks an existing one.
         overwrite: replace ``out`` if it is an older one of its kind, or empty.
         inputs: names of models, files and text that are read.
-
-    Raises:
-        MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
     """
     _check_place(out)
     if out.is_dir():
@@ -137,12 +134,8 @@ def check_drawing(out: Path, *suffixes: str) -> None:
 
 
 def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse a folder that exists, cannot be made, is not our own, or holds an input.
-
-    Raises:
-        MoesaicError: it exists and may not be replaced, or has no place; or it is an input, or one
-            lies in it, or in a folder of its unfinished run.
-    """
+    """Refuse a folder that exists and may not be replaced, cannot be made, is not our own, or holds
+    an input, as the folders of its unfinished run must not either."""
     _check_place(out)
     if out.name in NAMES and out.parent.resolve() == Path.cwd():
         raise MoesaicError(
@@ -316,11 +309,7 @@ def whole_file(file: Path) -> Iterator[Path]:
 
 
 def put_file(work: Path, file: Path, overwrite: bool) -> None:
-    """Rename a complete file.
-
-    Raises:
-        MoesaicError: the name is taken, and ``overwrite`` is False.
-    """
+    """Rename a complete file; refuse a name that is taken, unless ``overwrite``."""
     if not overwrite:
         with suppress(OSError):  # the name is taken, or the file system has no links
             os.link(work, file)  # a rename would replace
@@ -421,11 +410,7 @@ def resumable(out: str | Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove the folder of an unfinished run or search.
-
-    Raises:
-        MoesaicError: it holds files of no run.
-    """
+    """Remove the folder of an unfinished run or search; refuse one that holds files of no run."""
     _check_scratch(folder)
     if folder.exists():
         remove(folder)

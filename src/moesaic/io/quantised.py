@@ -19,14 +19,7 @@ from torch import Tensor
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.fingerprint import Stored
-from moesaic.io.formats import (
-    BlockScaled,
-    Compressed,
-    Format,
-    Microscaled,
-    Parts,
-    stored_name,
-)
+from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts, stored_name
 from moesaic.io.headers import check_fields, mapping_of, reading
 from moesaic.io.naming import expert_number
 from moesaic.types import JSON, Config, Values
@@ -142,11 +135,7 @@ class Packed(Tensor):
 
     @classmethod
     def of(cls, format: Format, parts: Parts) -> Packed:
-        """Make a weight from its stored tensors.
-
-        Raises:
-            ValueError: they do not fit each other.
-        """
+        """Make a weight from its stored tensors."""
         format.check(parts)
         return cls(format, parts)
 

@@ -299,9 +299,6 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
         layers: number of its decoder layers; weights of later ones may be left over.
         whole: refuse weights of the checkpoint that the model has no place for, as for our own
             results; otherwise print a warning.
-
-    Raises:
-        MoesaicError: names some of the weights.
     """
     unplaced = [key for key in info["unexpected_keys"] if not is_mtp(str(key), layers)]
     info = {**info, "unexpected_keys": unplaced}
@@ -316,9 +313,7 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
             )
     if unplaced:
         logging.getLogger(__name__).warning(
-            "%s: weights that its model has no place for are left out: %s",
-            name,
-            _some(unplaced),
+            "%s: weights that its model has no place for are left out: %s", name, _some(unplaced)
         )
 
 
@@ -423,11 +418,7 @@ def fetched(
     token: str | bool | None = None,
 ) -> Path:
     """Return a folder in the hub's cache with some of a repository's files; only the cache is read
-    if the hub cannot be reached ``because`` of an error.
-
-    Raises:
-        MoesaicError: there is no such repository, or the hub cannot be reached.
-    """
+    if the hub cannot be reached ``because`` of an error."""
     from huggingface_hub import snapshot_download
 
     cached = because is not None

@@ -61,11 +61,7 @@ def brings_code(folder: Path) -> bool:
 
 
 def check_config(config: Values, folder: Path) -> None:
-    """Refuse a config.json that names compiled code on the hub.
-
-    Raises:
-        MoesaicError: names the key.
-    """
+    """Refuse a config.json that names compiled code on the hub."""
     for key, value in config.items():
         if isinstance(value, dict):
             check_config(value, folder / key)
@@ -107,11 +103,7 @@ def _is_blob_of(target: Path, folder: Path) -> bool:
 
 
 def check_file(file: Path, folder: Path) -> None:
-    """Refuse a file of a model's folder that is a link out of it, a pipe or a device.
-
-    Raises:
-        MoesaicError: it is a link out of the folder or to nothing, a pipe or a device.
-    """
+    """Refuse a file of a model's folder that is a link out of it or to nothing, a pipe or a device."""
     if _leads_out(file, folder):
         raise MoesaicError(
             f"{file} is a link out of its folder, which is not followed. Put the file there."
@@ -122,11 +114,7 @@ def check_file(file: Path, folder: Path) -> None:
 
 
 def check_fetched(file: Path) -> None:
-    """Refuse a file that git-lfs has not fetched.
-
-    Raises:
-        MoesaicError: it is a pointer to the file.
-    """
+    """Refuse a file that git-lfs has not fetched: a pointer to it."""
     if file.is_file() and file.stat().st_size < 1024:
         with file.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
@@ -137,12 +125,9 @@ def check_fetched(file: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model or a result if a file that may be opened is not in its folder.
+    """Refuse a model or a result if a file that may be opened is not in its folder, or not fetched.
 
     Weights are checked where they are opened (:class:`moesaic.io.checkpoint.Checkpoint`).
-
-    Raises:
-        MoesaicError: names a file that is a link out of it, no plain file, or was not fetched.
     """
     for name in (FOLDER, TEMPLATES):
         check_file(folder / name, folder)
