@@ -24,8 +24,7 @@ from moesaic.metrics.generations import generate
 from moesaic.metrics.size import inspect
 from moesaic.observation.files import observe
 from moesaic.pipeline import apply, run_recipe, verb
-from moesaic.result import Result
-from moesaic.sharing import push
+from moesaic.result import Result, push
 from moesaic.types import Named
 
 __all__ = [

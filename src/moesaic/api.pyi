@@ -22,7 +22,7 @@ from moesaic.pipeline import run_recipe as run_recipe
 from moesaic.pipeline import verb as verb
 from moesaic.plan import Plan
 from moesaic.result import Result
-from moesaic.sharing import push as push
+from moesaic.result import push as push
 from moesaic.train.tune.config import TuneConfig
 from moesaic.types import Model, Named, Tokenizer, Track, Values
 from pathlib import Path

@@ -35,8 +35,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
 from moesaic.io.checkpoint import align, extend, shape_of
 from moesaic.io.language import HEADLESS, predicts_tokens
-from moesaic.io.mtp import leave_out
-from moesaic.io.naming import register_conversions
+from moesaic.io.naming import leave_out, register_conversions
 from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.restore import source_or_model
 from moesaic.io.source import check_loaded, language_model, resolve

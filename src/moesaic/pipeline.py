@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation, methods_of
 from moesaic.metrics.evaluate import measured_text
-from moesaic.metrics.machine import environment
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
@@ -214,7 +213,7 @@ def run_recipe(
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
     """
-    check_run(recipe, overwrite=overwrite, resume=resume)
+    check_run(recipe, overwrite=overwrite)
     wait_for_all()  # all have found the output free before the first process locks it
     log, first, work = log or Log(track), process()[0] == 0, unfinished(recipe.out)
     place = output_lock(Path(recipe.out)) if first else nullcontext()
@@ -251,7 +250,7 @@ def run_recipe(
                 with log.stage("measure"):
                     measured |= measurement(folder).figures(result.builders)
             measured |= {**(findings or {}), **(more(folder) if more is not None else {})}
-            record = _record(recipe, result, earlier, measured)
+            record = result.record(recipe.model, recipe.out, earlier=earlier, measured=measured)
             record.log = log.as_json()
             describe(record, recipe.to_yaml(), folder)
         Progress(work, {}).discard()
@@ -288,7 +287,7 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
         with log.stage(config.verb):
             result = convert(config, args)
         if i < last:
-            earlier = _record(recipe, result, earlier)
+            earlier = result.record(recipe.model, recipe.out, earlier=earlier)
             model = str(work / f"step-{i}")  # on disk until the run is done
             if process()[0] == 0:
                 _save_step(result, Path(model))
@@ -309,16 +308,3 @@ def _save_step(result: Result, folder: Path) -> None:
     saved = {**identity, "saved": resolve(str(folder)).fingerprint}
     with whole_file(note) as file:
         file.write_text(json.dumps(saved), "utf-8")
-
-
-def _record(
-    recipe: Recipe, result: Result, earlier: Record | None, measured: Values | None = None
-) -> Record:
-    return result.record(
-        recipe.model,
-        recipe.out,
-        earlier=earlier,
-        calibration=asdict(recipe.calibration),
-        environment=environment(recipe.device),
-        measured=measured,
-    )

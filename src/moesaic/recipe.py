@@ -133,7 +133,7 @@ class Recipe:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
+def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     """Refuse a recipe that can be seen to be wrong without opening the model.
 
     Values are checked first, then inputs, and the output last: an unfinished run hides no error.

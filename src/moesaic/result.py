@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,14 +30,15 @@ from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
-from moesaic.io.layout import CARD, PAGE, RECIPE, RECORD, our_folder
-from moesaic.io.mtp import NEXT, is_mtp, leave_out
-from moesaic.io.naming import language
+from moesaic.io.headers import mapping_of
+from moesaic.io.layout import CARD, PAGE, RECIPE, RECORD, our_folder, placed
+from moesaic.io.names import check_repository
+from moesaic.io.naming import NEXT, is_mtp, language, leave_out
 from moesaic.io.outputs import marked, whole_folder
 from moesaic.io.quantised import describe_format
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
-from moesaic.io.trust import settle_tokenizer
+from moesaic.io.trust import check_file, settle_tokenizer
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
 from moesaic.metrics.forward import Whole
@@ -59,7 +60,7 @@ from moesaic.surgery import (
     mtp_plans,
     rewrite,
 )
-from moesaic.types import JSON, Made, Model, Tokenizer, Values
+from moesaic.types import JSON, Made, Model, Named, Tokenizer, Values
 
 ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
 
@@ -219,7 +220,6 @@ class Result(Made):
 
         The arguments are those of :func:`moesaic.push`.
         """
-        push: Callable[..., str] = resolve_name("moesaic.sharing:push")
         return push(self, repo, token=token)
 
     def export(self, out: str | Path, to: str = "native", **options: Any) -> JSON:
@@ -330,8 +330,6 @@ class Result(Made):
         out: str,
         *,
         earlier: Record | None = None,
-        calibration: Values | None = None,
-        environment: Values | None = None,
         measured: Values | None = None,
     ) -> Record:
         """Everything that is known of the result.
@@ -340,9 +338,6 @@ class Result(Made):
             model: the name that was asked for; of the first step's model.
             out: the result's folder.
             earlier: the record of the steps before this one.
-            calibration: the text that was asked for, by the fields of
-                :class:`~moesaic.config.Calibration`.
-            environment: versions and machine.
             measured: what was measured of the result beside its original.
         """
         shape = self.shape
@@ -363,9 +358,9 @@ class Result(Made):
             steps=[*(earlier.steps if earlier else ()), step],
             layers=layers,
             moesaic=__version__,
-            calibration=self._calibration(calibration or {}, earlier),
+            calibration=self._calibration(asdict(self.job.args.calibration), earlier),
             before=self._before if earlier is None else earlier.before,
-            environment=environment or {},
+            environment=environment(self.job.device),
             measured=measured or {},
         )
 
@@ -406,8 +401,6 @@ class Result(Made):
             self._name if earlier is None else earlier.model,
             "",
             earlier=earlier,
-            calibration=asdict(self.job.args.calibration),
-            environment=environment(self.job.device),
             measured=measured if scores else {},
         )
 
@@ -656,3 +649,65 @@ def save_applied(
         settle_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)
         result.naming.check(shape_of(result.config))
+
+
+# --- the hub -------------------------------------------------------------------------------------
+
+WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors")
+"""Files of an earlier result in the repository, which would be loaded beside a new one's."""
+
+
+def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
+    """Upload a result, with its card, to a repository of the hub, which is made if there is none.
+
+    Args:
+        result: what a verb returned, or the folder that it was saved to.
+        repo: ``owner/name``.
+        token: of the hub; None for the one that HF_TOKEN or ``hf auth login`` gives.
+
+    Returns:
+        the repository's address.
+
+    Raises:
+        MoesaicError: nothing can be uploaded, or nothing of that kind is in the folder.
+    """
+    check_repository(repo, token)
+    if isinstance(result, Result):
+        with TemporaryDirectory(prefix="moesaic-") as place:
+            folder = result.save_pretrained(Path(place) / repo.rpartition("/")[2])
+            return push(folder, repo, token=token)
+    if not isinstance(result, str | Path):
+        raise MoesaicError(
+            f"push takes a Result or its folder; got {type(result).__name__}, whose own "
+            "push_to_hub uploads it without a card."
+        )
+    folder = Path(result).expanduser()
+    for file in sorted(folder.rglob("*")):
+        check_file(file, folder)  # what a link leads to would be uploaded
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        record = Record.from_json(mapping_of(placed(folder, RECORD)))
+        recipe = placed(folder, RECIPE).read_text("utf-8")
+    except (MoesaicError, ValueError, OSError) as error:
+        raise MoesaicError(f"{folder} is not a result of ours: {error}") from error
+    title, hub = f"{report.title(record)}, by moesaic", HfApi(token=token)
+    try:
+        repo = hub.create_repo(repo, exist_ok=True).repo_id
+        hub.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            ignore_patterns=[CARD],
+            delete_patterns=[*WEIGHTS],
+            commit_message=title,
+        )
+        card = report.model_card(record, recipe, repo)  # which names the repository
+        hub.upload_file(path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=repo)
+    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        raise MoesaicError(
+            f"push {repo!r} failed ({type(error).__name__}: {reason[0] if reason else '':.160}). "
+            f"The result is in {folder}."
+        ) from error
+    return f"{hub.endpoint}/{repo}"

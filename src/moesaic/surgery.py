@@ -22,8 +22,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.headers import reading
-from moesaic.io.mtp import is_mtp
-from moesaic.io.naming import Naming, language
+from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.modules.chance import Watch
 from moesaic.modules.phase import set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan

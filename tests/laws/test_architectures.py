@@ -28,8 +28,7 @@ from moesaic.arch.lookup import architectures, base_arch, dense_arch, moe_arch
 from moesaic.arch.tried import tried
 from moesaic.hub import _said_outright
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.io.mtp import NEXT
-from moesaic.io.naming import Naming
+from moesaic.io.naming import NEXT, Naming
 from moesaic.io.source import Source
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer

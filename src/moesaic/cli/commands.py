@@ -223,7 +223,7 @@ def pushed(folder: str, repo: str) -> dict[str, str]:
     """
     if not repo:
         return {}
-    from moesaic.sharing import push
+    from moesaic.result import push
 
     where = push(folder, repo)
     print_notice(f"Pushed to {where}")
@@ -244,7 +244,7 @@ def carry_out(
             raise MoesaicError(f"{step.idle}: give another value.")
     if push:
         check_repository(push)
-    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    check_run(recipe, overwrite=overwrite)  # before anything slow is imported
     print_start(recipe.model)
     if dry_run:
         _print_sizes(recipe, as_json)

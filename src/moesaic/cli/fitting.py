@@ -31,7 +31,7 @@ def fit(
     config = checked(FitConfig, options, "")
     if push:
         check_repository(push)
-    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    check_run(recipe, overwrite=overwrite)  # before anything slow is imported
     print_start(model)
     from rich.console import Group
 

@@ -114,7 +114,7 @@ def guide(
         raise MoesaicError("memory and max_kl are two goals: give one.")
     if max_kl is not None and not max_kl > 0:
         raise MoesaicError(f"max_kl {max_kl:g} must be above 0.")
-    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    check_run(recipe, overwrite=overwrite)  # before anything slow is imported
     check_anew(recipe, overwrite=overwrite, resume=resume)
     shared.print_start(model)
     from moesaic import report

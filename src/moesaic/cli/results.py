@@ -14,13 +14,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io.headers import ODD, mapping_of
 from moesaic.io.layout import RECORD, placed
 from moesaic.io.names import check_name
-from moesaic.io.outputs import (
-    GGUF,
-    check_drawing,
-    check_file,
-    check_out,
-    write_drawing,
-)
+from moesaic.io.outputs import DRAWING, GGUF, check_file, check_out, marked, whole_file
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
@@ -91,7 +85,9 @@ def _record_of(run: Path) -> Record:
 
 def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
     """Draw one page about one or more results: what is lost, what is saved, layer by layer."""
-    check_drawing(out, ".html", ".svg")
+    if out.suffix not in (".html", ".svg"):
+        raise MoesaicError(f"{out}: the name of what is drawn ends in .html or .svg.")
+    check_file(out, DRAWING, overwrite=True)
     records = [_record_of(folder) for folder in runs]
     from jinja2 import TemplateError
 
@@ -106,7 +102,8 @@ def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
         ) from error
     if not page:
         raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
-    write_drawing(out, page)
+    with whole_file(out) as partial:
+        partial.write_text(marked(page), "utf-8")
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 

@@ -15,7 +15,7 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from moesaic import per_layer_config
 from moesaic.arch.dense import Arch
 from moesaic.io.checkpoint import Writer
-from moesaic.io.mtp import leave_out
+from moesaic.io.naming import leave_out
 from moesaic.types import Config, Values
 
 

@@ -28,8 +28,7 @@ from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, Rounded, quantise, tensors_of, types_of
 from moesaic.exports.rounder import Rounder
 from moesaic.io.checkpoint import shape_of
-from moesaic.io.mtp import is_mtp
-from moesaic.io.naming import Naming
+from moesaic.io.naming import Naming, is_mtp
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import MISSING, installed, library, split_otherwise

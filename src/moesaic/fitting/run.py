@@ -113,7 +113,7 @@ def search_and_make(
     """
     if process()[1] > 1:
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
-    check_run(recipe, overwrite=overwrite, resume=resume)
+    check_run(recipe, overwrite=overwrite)
     check_anew(recipe, overwrite=overwrite, resume=resume)
     with output_lock(Path(recipe.out)):
         log = Log(track)

@@ -25,8 +25,7 @@ from torch import Tensor
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
 from moesaic.io.fingerprint import Stored
-from moesaic.io.gguf_header import check_header
-from moesaic.io.headers import check_counts, reading
+from moesaic.io.headers import check_counts, check_gguf, reading
 from moesaic.io.names import PACKAGED, cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import output_lock, whole_file, whole_folder
@@ -146,7 +145,7 @@ def _unfold(file: Path, work: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor as Plain
 
-    check_header(file)
+    check_gguf(file)
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
     tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)

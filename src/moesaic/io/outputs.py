@@ -32,7 +32,8 @@ DRAWN = "<!-- made by Moesaic -->"
 """Comment in every page and drawing by which it is recognised as our own."""
 STATISTICS = re.compile(rb'.{8}\{"__metadata__": \{"moesaic": ', re.DOTALL)
 GGUF = re.compile(b"GGUF")
-"""Patterns of the first bytes of statistics and GGUF files, which identify older outputs."""
+DRAWING = re.compile(b"<[^>]*>" + DRAWN.encode())
+"""Patterns of the first bytes of statistics, GGUF files and drawings: older outputs."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 SCRATCH = re.compile(
     r"(request|machine|goal)\.json|(layer-|stats).*\.safetensors|(step|tried)-.*\.json|best\.yaml|"
@@ -95,7 +96,7 @@ def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
 
 def check_file(
     out: Path,
-    kind: re.Pattern[bytes] | None,
+    kind: re.Pattern[bytes],
     overwrite: bool = False,
     inputs: Iterable[str | Path] = (),
 ) -> None:
@@ -103,7 +104,7 @@ def check_file(
 
     Args:
         out: the file to make.
-        kind: pattern of the first bytes of such files; None if the caller checks an existing one.
+        kind: pattern of the first bytes of such files.
         overwrite: replace ``out`` if it is an older one of its kind, or empty.
         inputs: names of models, files and text that are read.
     """
@@ -112,25 +113,16 @@ def check_file(
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
     _check_free(out, overwrite)
     check_inputs(out, inputs)
-    if kind is not None and out.exists():
+    if out.exists():
         start = b"?"
         if out.is_file():
             with out.open("rb") as file:
-                start = file.read(64)
+                start = file.read(512)
         if start and not kind.match(start):
             raise MoesaicError(
                 f"{out} exists, and is no file such as this command makes; it will not be "
                 "overwritten. Choose another name."
             )
-
-
-def check_drawing(out: Path, *suffixes: str) -> None:
-    """Refuse to write a page or a drawing over a file that is not our own, or of another suffix."""
-    if out.suffix not in suffixes:
-        raise MoesaicError(f"{out}: the name of what is drawn ends in {' or '.join(suffixes)}.")
-    check_file(out, None, overwrite=True)
-    if os.path.lexists(out) and (out.is_symlink() or DRAWN.encode() not in out.read_bytes()):
-        raise MoesaicError(f"{out} exists, and Moesaic did not draw it. Choose another name.")
 
 
 def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
@@ -424,12 +416,6 @@ def let_read(file: Path) -> None:
 
 
 # --- drawings ------------------------------------------------------------------------------------
-
-
-def write_drawing(file: Path, text: str) -> None:
-    """Write a page or a drawing, whole or not at all, marked as our own."""
-    with whole_file(file) as partial:
-        partial.write_text(marked(text), "utf-8")
 
 
 def marked(text: str) -> str:

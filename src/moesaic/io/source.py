@@ -39,9 +39,8 @@ from moesaic.io.gguf import folder_of, packaged_file
 from moesaic.io.headers import check_counts, mapping_of, reading
 from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
-from moesaic.io.mtp import is_mtp
 from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
-from moesaic.io.naming import Naming, language, read_as
+from moesaic.io.naming import Naming, is_mtp, language, read_as
 from moesaic.io.quantised import Awaited, opened, quantization_of
 from moesaic.io.trust import (
     NEEDS_CODE,

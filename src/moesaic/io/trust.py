@@ -103,7 +103,7 @@ def _is_blob_of(target: Path, folder: Path) -> bool:
 
 
 def check_file(file: Path, folder: Path) -> None:
-    """Refuse a file of a model's folder that is a link out of it or to nothing, a pipe or a device."""
+    """Refuse a file of a model's folder: a link out of it or to nothing, a pipe or a device."""
     if _leads_out(file, folder):
         raise MoesaicError(
             f"{file} is a link out of its folder, which is not followed. Put the file there."
@@ -132,7 +132,8 @@ def check_links(folder: Path) -> None:
     for name in (FOLDER, TEMPLATES):
         check_file(folder / name, folder)
     try:
-        files = [file for part in ("", FOLDER, TEMPLATES) for file in _entries(folder / part)]
+        parts = [p for name in ("", FOLDER, TEMPLATES) if (p := folder / name).is_dir()]
+        files = [file for part in parts for file in sorted(part.iterdir())]
     except OSError as error:
         raise MoesaicError(f"{folder} cannot be read: {error.strerror}.") from error
     for file in files:
@@ -149,10 +150,6 @@ def _check_size(file: Path, folder: Path) -> None:
     side = any(fnmatch(str(file.relative_to(folder)), name) for name in SIDE_FILES)
     if side and file.is_file() and (size := file.stat().st_size) > LARGEST:
         raise MoesaicError(f"{file} has {size:,} bytes; {LARGEST:,} are the most for such a file.")
-
-
-def _entries(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def side_files(folder: Path) -> Iterator[Path]:

@@ -32,8 +32,7 @@ from moesaic.io.checkpoint import shape_of
 from moesaic.io.dtypes import working_type
 from moesaic.io.fingerprint import of_model
 from moesaic.io.formats import Format
-from moesaic.io.mtp import mtp_layers
-from moesaic.io.naming import Naming
+from moesaic.io.naming import Naming, mtp_layers
 from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.restore import source_or_model, tokenizer_of
 from moesaic.io.source import Source
