@@ -434,7 +434,7 @@ class Bench(Options):
 
 
 def form_of(out: str | Path, to: str = "") -> str:
-    """Return the form to write: ``to`` if given, else ``gguf`` for such a file's name, or native."""
+    """Return the form to write: ``to`` if given; else by the name, ``gguf`` or native."""
     named = "gguf" if Path(out).suffix == ".gguf" else "native"
     if to == "native" != named:
         raise MoesaicError(f"{out} is a GGUF file's name: give to=gguf, or the name of a folder.")
