@@ -2,10 +2,11 @@
 
     python scripts/train_tiny.py tiny-moe [--corpus build/corpus] [--assets src/moesaic/assets]
 
-Three do not ship. The rows of ``wide-moe`` are multiples of 256, as GGUF types of few bits want.
-``fine-moe`` (a Qwen2-MoE with 24 experts) and ``coarse-moe`` (a Mixtral with 8 wide ones) are two
-mixtures that no method was tuned on. They learn in float32 from the calibration text that ships,
-ten minutes of one core each, and are written to ``build``; no corpus is needed:
+Four do not ship. The rows of ``wide-moe`` are multiples of 256, as GGUF types of few bits want.
+``fine-moe`` (a Qwen2-MoE with 24 experts), ``coarse-moe`` (a Mixtral with 8 wide ones) and
+``flat-moe`` (a Qwen3-MoE of four layers, rows of 256) are mixtures that no method was tuned on.
+They learn in float32 from the calibration text that ships, ten minutes of one core each, and are
+written to ``build``; no corpus is needed:
 
     python scripts/train_tiny.py fine-moe --eager
 
@@ -40,6 +41,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -49,8 +52,8 @@ END = "<|endoftext|>"
 VOCABULARY = 4096
 SEED = 20
 STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400, "wide-moe": 1000}
-STEPS |= {"fine-moe": 180, "coarse-moe": 300}
-OF_SHIPPED_TEXT = ("fine-moe", "coarse-moe")
+OF_SHIPPED_TEXT = {"fine-moe": 180, "coarse-moe": 300, "flat-moe": 200}
+STEPS |= OF_SHIPPED_TEXT
 MATRIX_RATE, OTHER_RATE = 0.02, 0.003
 PER_DOMAIN = 4  # windows of each domain in a batch; of shipped text half as many
 OUTER = ("gate.weight", "embed_tokens.weight", "lm_head.weight")  # matrices of AdamW
@@ -77,6 +80,8 @@ UNLIKE: dict[str, dict[str, int]] = {  # sizes in place of those of COMMON and b
     "fine-moe": {"hidden_size": 160, "num_experts": 24, "moe_intermediate_size": 80}
     | {"shared_expert_intermediate_size": 160},
     "coarse-moe": {"hidden_size": 160, "num_hidden_layers": 4, "head_dim": 40},
+    "flat-moe": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+    | {"moe_intermediate_size": 256, "tie_word_embeddings": False},
 }
 
 
@@ -90,8 +95,10 @@ def build(name: str) -> PreTrainedModel:
         options |= {"intermediate_size": WIDTHS[name]} | UNLIKE.get(name, {})
         return MixtralForCausalLM(MixtralConfig(**options))
     options |= {"num_experts": 32, "moe_intermediate_size": 32, "intermediate_size": 128}
-    options |= {"shared_expert_intermediate_size": 128, "decoder_sparse_step": 1}
-    options |= {"norm_topk_prob": True} | UNLIKE.get(name, {})
+    options |= {"decoder_sparse_step": 1, "norm_topk_prob": True} | UNLIKE.get(name, {})
+    if name == "flat-moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
+    options = {"shared_expert_intermediate_size": 128} | options
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**options))
 
 

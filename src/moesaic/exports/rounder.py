@@ -196,6 +196,7 @@ class Rounder:
         Args:
             types: of tensors.
         """
+        self.known = self.weights  # found before a head or a layer is in memory beside it
         every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
         return [
             every.setdefault(self._called(group, type), self._change(group, type))

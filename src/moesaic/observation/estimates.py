@@ -38,7 +38,7 @@ from moesaic.observation.stream import BEFORE, Block, LayerStream, SpilledList
 from moesaic.plans.base import LayerPlan
 from moesaic.types import Track, silent
 
-IN_MEMORY = 1 << 30
+IN_MEMORY = 1 << 28
 """Bytes of hidden states, and of gradients, that are kept in memory; the rest is on disk."""
 LOGITS = 1 << 29
 """Bytes of the model's own logits that are kept while changes of its head are measured."""
