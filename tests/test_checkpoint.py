@@ -29,6 +29,7 @@ from moesaic.io.checkpoint import (
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.source import resolve
+from moesaic.io.trust import copy_side_files
 from moesaic.methods.prune.config import PruneConfig
 
 
@@ -240,7 +241,7 @@ def test_every_tokenizers_files_are_carried_over(tmp_path, name):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / name).write_text("words")
     (tmp_path / "out").mkdir()
-    Checkpoint(tmp_path).copy_side_files(tmp_path / "out")
+    copy_side_files(tmp_path, tmp_path / "out")
     assert (tmp_path / "out" / name).read_text() == "words"
 
 

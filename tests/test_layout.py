@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.io.layout import FOLDER, misread
 from moesaic.io.outputs import whole_folder
-from moesaic.io.source import resolve
+from moesaic.io.trust import copy_side_files
 
 
 def test_at_the_top_lies_what_others_know(carved_folder: Path) -> None:
@@ -41,6 +41,6 @@ def test_a_tokenizer_brings_no_weights_along(llama_folder: Path, tmp_path: Path)
     (folder / "tokenizer.safetensors").write_bytes(b"x")
     (folder / "vocab.bin").write_bytes(b"x")
     (tmp_path / "out").mkdir()
-    resolve(str(folder)).checkpoint.copy_side_files(tmp_path / "out")
+    copy_side_files(folder, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert not misread(tmp_path / "out")

@@ -132,7 +132,7 @@ def test_names_are_found_where_they_are(tmp_path, monkeypatch):
     found: list[Any] = []
     monkeypatch.setattr(source, "packaged_file", lambda name: found.append(name) or tmp_path / "p")
     monkeypatch.setattr(source, "folder_of", lambda file: tmp_path / f"of-{file.name}")
-    monkeypatch.setattr(source, "from_hub", lambda name, *_: found.append(name) or tmp_path)
+    monkeypatch.setattr(source, "from_hub", lambda name, *_: (found.append(name) or tmp_path, []))
     assert source.resolve("smollm2").folder == tmp_path / "of-p"
     assert found.pop() == "smollm2"
     assert (source.resolve("tiny-moe").folder / "config.json").is_file()

@@ -38,7 +38,7 @@ from moesaic.io.outputs import marked, whole_folder
 from moesaic.io.quantised import describe_format
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
-from moesaic.io.trust import check_file, settle_tokenizer
+from moesaic.io.trust import check_file, copy_side_files, settle_tokenizer
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
 from moesaic.metrics.forward import Whole
@@ -644,7 +644,7 @@ def save_applied(
     describe_format(config, source.checkpoint, kept=dtype is None)
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
-    source.checkpoint.copy_side_files(folder)
+    copy_side_files(source.folder, folder)
     if writer is None:  # what a plan asks for may be no model
         settle_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)

@@ -23,7 +23,7 @@ from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
-from moesaic.io.trust import settle_tokenizer
+from moesaic.io.trust import copy_side_files, settle_tokenizer
 from moesaic.plans.base import KINDS
 from moesaic.surgery import headers_of
 from moesaic.types import JSON
@@ -107,7 +107,7 @@ def write(source: Source, export: Export, folder: Path) -> None:
     writer = ShardWriter(folder)
     export.write(writer)
     write_config(export.config, folder)
-    source.checkpoint.copy_side_files(folder)
+    copy_side_files(source.folder, folder)
     settle_tokenizer(source.folder, folder)
 
 

@@ -31,7 +31,7 @@ from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
 from moesaic.io.headers import TRUNCATED, mapping_of, reading
 from moesaic.io.outputs import let_read
-from moesaic.io.trust import check_adapter, check_fetched, check_file, side_files
+from moesaic.io.trust import check_adapter, check_fetched, check_file
 from moesaic.types import JSON, Config, Model, Values
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -172,13 +172,6 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Size of the weight files on disk."""
         return sum(file.stat().st_size for file in {s.path for s in self._stored.values()})
-
-    def copy_side_files(self, out: Path) -> None:
-        """Copy tokenizer, generation settings and licence to ``out``."""
-        for file in side_files(self.folder):
-            to = out / file.relative_to(self.folder)
-            to.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, to)
 
 
 def first_file(names: Iterable[str], config: Values, where: object) -> str:

@@ -6,20 +6,17 @@ tensors with values, on the meta device, it is the header of the result: its byt
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, TYPES, ShardWriter, shape_of, write_shard
 from moesaic.io.names import NAMES, check_name, without_slash
-from moesaic.io.source import Source, resolve, small_files, unreachable
-from moesaic.io.trust import check_links, side_files
+from moesaic.io.source import Source, from_hub, resolve, unreachable
+from moesaic.io.trust import check_links, copy_side_files
 
 LARGEST = 1 << 44
 """Largest number of bytes of a model, 17.6 TB: some file systems hold no larger sparse file."""
@@ -33,9 +30,6 @@ def headers_of_model(
     Of a hub id only small files and headers are fetched. A folder that has a config and no weights
     is taken for the model that the config describes. Files that have to be made are put into
     ``folder``.
-
-    Of a hub id only small files and headers are fetched. A folder that has a config and no weights
-    is taken for the model that the config describes.
 
     Raises:
         MoesaicError: there is no such model, or the hub cannot be reached.
@@ -55,12 +49,21 @@ def headers_of_model(
 def _of_config(name: str, path: Path, folder: Path) -> Source:
     """Return the checkpoint that a config describes, its tensors named as in memory."""
     check_links(path)
-    _copy_small(path, folder)
+    copy_side_files(path, folder, "*.json")
     config = Source(name, folder).config
     model = shape_of(config, config.dtype or torch.float32)
     tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
-    _written({n: t.detach().to("meta") for n, t in first.items()}, folder)
+    size = sum(tensor.nbytes for tensor in first.values())
+    if size > LARGEST:
+        raise MoesaicError(
+            f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
+            "of the sizes in it must be wrong."
+        )
+    writer = ShardWriter(folder, outline=True)
+    for tensor_name, tensor in first.items():
+        writer.add(tensor_name, tensor.detach().to("meta"))
+    writer.close()
     return Source(name, folder, weightless=True)
 
 
@@ -71,7 +74,7 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
     """
     from huggingface_hub import HfApi
 
-    place, weights = small_files(name, revision, token)
+    place, weights = from_hub(name, revision, token, whole=False)
     if all((place / file).exists() for file in weights):
         return Source(name, place, weightless=True)
     read = partial(HfApi(token=token).parse_safetensors_file_metadata, name, revision=place.name)
@@ -80,7 +83,7 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
             headers = [*pool.map(read, weights)]
     except Exception as error:
         raise unreachable(name, error) from error
-    _copy_small(place, folder)
+    copy_side_files(place, folder, "*.json")
     for shard, header in zip(weights, headers, strict=True):
         tensors = {
             tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
@@ -88,23 +91,3 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
         }
         write_shard(folder / shard, tensors, outline=True)
     return Source(name, folder, weightless=True)
-
-
-def _copy_small(source: Path, folder: Path) -> None:
-    for file in {*source.glob("*.json"), *side_files(source)}:
-        to = folder / file.relative_to(source)
-        to.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, to)
-
-
-def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if size > LARGEST:
-        raise MoesaicError(
-            f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
-            "of the sizes in it must be wrong."
-        )
-    writer = ShardWriter(folder, outline=True)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.close()

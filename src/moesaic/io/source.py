@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property, partial
+from functools import cached_property
 from glob import escape
 from importlib.resources import files
 from pathlib import Path
@@ -351,40 +351,37 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
     if path.suffix == ".gguf":
         check_fetched(path)
         return Source(name, folder_of(path), path)
-    return Source(name, from_hub(name, revision, token))
+    return Source(name, from_hub(name, revision, token)[0])
 
 
-def from_hub(name: str, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Return a model's folder in the hub's cache, after fetching the files that transformers reads.
+def from_hub(
+    name: str, revision: str | None = None, token: str | bool | None = None, whole: bool = True
+) -> tuple[Path, list[str]]:
+    """Fetch the files of a model that transformers reads; without ``whole``, no weights.
 
     Without a connection only the cache is used.
+
+    Returns:
+        the folder in the hub's cache, and the names of the files of weights.
 
     Raises:
         MoesaicError: there is no such repository, it holds no such model, or the hub cannot be
             reached and the cache has not all.
     """
-    folder, weights = small_files(name, revision, token)
-    if all((folder / file).exists() for file in weights):
-        return folder
-    return fetched(name, weights, revision=revision, token=token)
+    from huggingface_hub import HfApi, snapshot_download
 
+    def get(files: Iterable[str], because: Exception | None = None) -> Path:
+        only = {"allow_patterns": [*map(escape, files)], "local_files_only": because is not None}
+        try:
+            return Path(snapshot_download(name, revision=revision, token=token, **only))
+        except Exception as error:
+            raise unreachable(name, because or error) from error
 
-def small_files(
-    name: str, revision: str | None = None, token: str | bool | None = None
-) -> tuple[Path, list[str]]:
-    """Fetch a model's files except its weights, as :func:`from_hub` does.
-
-    Returns:
-        the folder in the hub's cache, and the names of the files of weights, fetched or not.
-    """
-    from huggingface_hub import HfApi
-
-    get = partial(fetched, name, revision=revision, token=token)
     try:
         found = HfApi(token=token).model_info(name, revision=revision)
         names = [file.rfilename for file in found.siblings or ()]
     except Exception as error:
-        folder = get(["config.json"], because=error)
+        folder = get(["config.json"], error)
         with suppress(MoesaicError):
             weights = shards(folder)
             if all((folder / file).exists() for file in weights):
@@ -393,8 +390,11 @@ def small_files(
     if "config.json" not in names:
         first_file(names, {}, name)
         raise MoesaicError(f"{name} has no config.json; is it a model?")
-    folder = get([file for file in names if _is_small(file)])
-    return folder, shards(folder, names, name)
+    folder = get(filter(_is_small, names))
+    weights = shards(folder, names, name)
+    if whole and not all((folder / file).exists() for file in weights):
+        folder = get(weights)
+    return folder, weights
 
 
 def _is_small(file: str) -> bool:
@@ -406,33 +406,6 @@ def _is_small(file: str) -> bool:
     if any(fnmatch(file, pattern) for pattern in READ):
         return False
     return any(fnmatch(file, p) and file.count("/") == p.count("/") for p in SMALL)
-
-
-def fetched(
-    name: str,
-    files: Sequence[str],
-    *,
-    because: Exception | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-) -> Path:
-    """Return a folder in the hub's cache with some of a repository's files; only the cache is read
-    if the hub cannot be reached ``because`` of an error."""
-    from huggingface_hub import snapshot_download
-
-    cached = because is not None
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=[escape(file) for file in files],
-                local_files_only=cached,
-                revision=revision,
-                token=token,
-            )
-        )
-    except Exception as error:
-        raise unreachable(name, because or error) from error
 
 
 def unreachable(name: str, error: Exception) -> MoesaicError:

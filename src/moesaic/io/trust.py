@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -152,7 +153,7 @@ def _check_size(file: Path, folder: Path) -> None:
         raise MoesaicError(f"{file} has {size:,} bytes; {LARGEST:,} are the most for such a file.")
 
 
-def side_files(folder: Path) -> Iterator[Path]:
+def _side_files(folder: Path) -> Iterator[Path]:
     """Yield the files that a rewritten checkpoint takes over: no weights, no code, no link out."""
     weights = misread(folder)
     for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
@@ -162,6 +163,14 @@ def side_files(folder: Path) -> Iterator[Path]:
             logging.getLogger(__name__).warning("%s is a link elsewhere and left out.", file)
             continue
         yield file
+
+
+def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
+    """Copy tokenizer, generation settings and licence of a checkpoint, and files of a pattern."""
+    for file in {*_side_files(folder), *(folder.glob(pattern) if pattern else ())}:
+        to = out / file.relative_to(folder)
+        to.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, to)
 
 
 def settle_tokenizer(folder: Path, out: Path) -> None:
