@@ -474,15 +474,12 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
         changed = [k for k in names if k in known and now.get(k) != before.get(k)]
         for other in (k for k in names if k not in known and k in source):
             value = source[other]
-            for key in (k for k in changed if before.get(k) in (value, *_alike(value))):
+            # also the number that a list repeats for every layer
+            alike = value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
+            for key in (k for k in changed if before.get(k) in (value, *alike)):
                 listed = isinstance(value, list) and isinstance(now[key], int)
                 said[other] = [now[key]] * len(value) if listed else now[key]
     return said
-
-
-def _alike(value: object) -> list[object]:
-    """Return the number that a list repeats for every layer, in a list; else an empty one."""
-    return value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
 
 
 def _said_outright(config: Config) -> JSON:

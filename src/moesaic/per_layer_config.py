@@ -87,7 +87,10 @@ def _numbers(plain: Config, arch: Arch, layers: nn.ModuleList) -> dict[str, list
     top_ks = [None if view is None else view.top_k for view in views]
     numbers = {arch.width: widths, **({} if arch.chosen is None else {arch.chosen: top_ks})}
     return {
-        name: [*map(_first, each, _of_layers(plain, name, len(layers)))]
+        name: [
+            other if number is None else number
+            for number, other in zip(each, _of_layers(plain, name, len(layers)), strict=True)
+        ]
         for name, each in numbers.items()
     }
 
@@ -96,10 +99,6 @@ def _of_layers(config: Config, name: str, count: int) -> list[int]:
     """Return a config's number for each layer, given as one number for all of them or as a list."""
     value: int | list[int] | None = getattr(config, name, None)
     return list(value) if isinstance(value, list) else [value or 0] * count
-
-
-def _first(number: int | None, otherwise: int) -> int:
-    return otherwise if number is None else number
 
 
 def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:

@@ -212,7 +212,8 @@ def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence
     if calibration.stats and not verb.observes:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
     own = {entry.name for entry in fields(config)}  # a seed may be the method's, too
-    for entry in fields(Calibration) if calibration.stats and not _reads_text(config) else ():
+    refits = getattr(config, "refit", False)  # on text
+    for entry in fields(Calibration) if calibration.stats and not refits else ():
         value = getattr(calibration, entry.name)
         if entry.name not in ("stats", *own) and value != entry.default:
             raise MoesaicError(
@@ -223,11 +224,6 @@ def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence
         raise MoesaicError(f"{verb.name} compares nothing: leave compare out.")
     for name in compare:
         config.compared(name)
-
-
-def _reads_text(config: MethodConfig) -> bool:
-    """Return True if a step that decides from statistics also reads text, to refit on it."""
-    return bool(getattr(config, "refit", False))
 
 
 def step_config(verb: str, options: object, where: str = "") -> MethodConfig:

@@ -183,17 +183,15 @@ def process_share(
 ) -> tuple[Tokens, list[int]]:
     """Return every ``processes``-th batch from ``number`` on, and the indices of those batches;
     refuse more processes than batches."""
-    batches = list(tokens.batches(tokens_per_batch))
+    rows = max(1, tokens_per_batch // tokens.input_ids.shape[1])
+    batches = torch.arange(len(tokens.input_ids)).split(rows)
     if len(batches) < processes:
         raise MoesaicError(
             f"{processes} processes cannot share {len(batches)} calibration batches; give more "
             "text."
         )
-    own = batches[number::processes]
-    mask = None if tokens.attention_mask is None else torch.cat([batch.real for batch in own])
-    ids = torch.cat([batch.input_ids for batch in own])
-    shared = Tokens(ids, mask, begun=tokens.begun)
-    return shared, list(range(number, len(batches), processes))
+    own = torch.cat(batches[number::processes])
+    return replace(tokens, origins=()).rows(own), list(range(number, len(batches), processes))
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
@@ -586,8 +584,9 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
             f"length {length}: {path} has windows of {stored} tokens; pass length={stored} or less."
         )
     if length is not None and length < stored:
-        ids = ids[:, : stored // length * length].reshape(-1, length)
-        if mask is not None:
-            mask = mask[:, : stored // length * length].reshape(-1, length)
-            ids, mask = ids[mask.any(1)], mask[mask.any(1)]
+        ids, real = (
+            tensor[:, : stored // length * length].reshape(-1, length)
+            for tensor in (ids, tokens.real)
+        )
+        ids, mask = ids[real.any(1)], None if mask is None else real[real.any(1)]
     return Tokens(ids, mask, (RowRange(str(path.resolve()), windows=len(ids)),))

@@ -78,7 +78,10 @@ def of_stored(stored: Mapping[str, Stored]) -> str:
     into files."""
     total = hashlib.sha256()
     digests: dict[str, str] = {}
-    for path, names in _by_file(stored).items():
+    files: dict[Path, list[str]] = {}
+    for name in sorted(stored, key=lambda name: stored[name].begin):
+        files.setdefault(stored[name].path, []).append(name)
+    for path, names in files.items():
         with path.open("rb") as file:
             for name in names:
                 digest = hashlib.sha256()
@@ -93,31 +96,18 @@ def of_stored(stored: Mapping[str, Stored]) -> str:
     return total.hexdigest()[:16]
 
 
-def _by_file(stored: Mapping[str, Stored]) -> dict[Path, list[str]]:
-    """Return tensor names by file, in the order of their bytes there."""
-    files: dict[Path, list[str]] = {}
-    for name in sorted(stored, key=lambda name: stored[name].begin):
-        files.setdefault(stored[name].path, []).append(name)
-    return files
-
-
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the fingerprint of tensors on any device (16 hex digits); meta ones count by shape."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(_sample(tensor, len(tensors)))
+        if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, torch.nn.Parameter):
+            flat, size = tensor.reshape(-1), tensor.element_size()
+            ranges = pieces(flat.numel() * size, len(tensors))
+            sample = torch.cat([flat[a // size : -(-b // size)] for a, b in ranges]).cpu()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _sample(tensor: Tensor, tensors: int) -> bytes:
-    if tensor.is_meta or tensor.numel() == 0 or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return b""
-    flat = tensor.reshape(-1)
-    size = flat.element_size()
-    parts = [flat[a // size : -(-b // size)] for a, b in pieces(flat.numel() * size, tensors)]
-    return torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes()
 
 
 def of_model(model: Model) -> str:

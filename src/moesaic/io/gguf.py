@@ -14,7 +14,6 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -139,7 +138,7 @@ def folder_of(file: Path) -> Path:
 
 
 def _unfold(file: Path, work: Path) -> None:
-    from gguf import GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGUFReader
     from transformers import AutoTokenizer
     from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
@@ -155,8 +154,13 @@ def _unfold(file: Path, work: Path) -> None:
         )
     config, attributes = _config(reader, architecture, file)
     model = skeleton(config, torch.float32)
-    if odd := sorted(k.name for k in {t.tensor_type for t in reader.tensors} if not _is_read(k)):
-        raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
+    for kind in sorted({tensor.tensor_type for tensor in reader.tensors}):
+        try:
+            values(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            raise MoesaicError(
+                f"{file} has tensors of type {kind.name}, which is not read."
+            ) from None
     read: Callable[[str], Tensor]
     if is_gguf_arch_supported(architecture):
         whole = {str(t.name): Part(t, None, _shape(t)) for t in reader.tensors}
@@ -260,17 +264,6 @@ def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> d
     return parts
 
 
-def _is_read(kind: GGMLQuantizationType) -> bool:
-    """Return True if gguf-py can dequantise a type."""
-    from gguf import GGML_QUANT_SIZES
-
-    try:
-        values(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
     """Return a function from a published weight to llama.cpp's possible names of it, stacked."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -334,21 +327,17 @@ def packaged_file(name: str) -> Path:
         raise MoesaicError(f"{name} needs its package: pip install {package}")
     folders: Sequence[str] = spec.submodule_search_locations or ()
     for folder in folders:
-        for file in Path(folder).rglob("*.gguf"):
-            return file
-    try:
-        return _put_together(importlib.import_module(spec.name))
+        for whole in Path(folder).rglob("*.gguf"):
+            return whole
+    try:  # joined once, and checked by its checksum
+        module = importlib.import_module(spec.name)
+        file: Path = cache_folder() / module.MODEL_NAME
+        if not file.is_file():
+            with output_lock(file, wait=True), whole_file(file) as partial:
+                module.assemble(partial, overwrite=True)  # it is there, and empty
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
         raise MoesaicError(
             f"{name} cannot be put together from its package ({error}): pip install "
             f"--force-reinstall {package}"
         ) from error
-
-
-def _put_together(package: ModuleType) -> Path:
-    """Join the parts in a package to one file in the cache, and check its checksum."""
-    file: Path = cache_folder() / package.MODEL_NAME
-    if not file.is_file():
-        with output_lock(file, wait=True), whole_file(file) as partial:
-            package.assemble(partial, overwrite=True)  # it is there, and empty
     return file

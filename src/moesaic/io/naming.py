@@ -220,7 +220,9 @@ class Naming:
                         f"config.json says {spoken(expected.shape)}. The checkpoint is damaged, "
                         "or its config is another model's."
                     )
-                if expected.is_floating_point() and not self._is_floating(name):
+                if expected.is_floating_point() and not all(
+                    self.checkpoint.is_floating(part) for part, _ in self._parts[name]
+                ):
                     raise MoesaicError(
                         f"{name} in {self.checkpoint.folder} is of whole numbers. The checkpoint "
                         "is damaged, or quantised; give one that is not."
@@ -230,9 +232,6 @@ class Naming:
                     f"{self.checkpoint.folder} has no tensor {name!r}. The checkpoint is damaged, "
                     "its config is another model's, or its names are none that are read."
                 )
-
-    def _is_floating(self, name: str) -> bool:
-        return all(self.checkpoint.is_floating(part) for part, _ in self._parts[name])
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor in memory; None if its parts do not fit together."""

@@ -15,7 +15,7 @@ from typing import Any
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import LARGEST, mapping_of
 from moesaic.io.layout import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
-from moesaic.types import Config, Values
+from moesaic.types import Values
 
 NEVER_READ = (*READ, "LICENSE*", "NOTICE*", "README*", "*.md", ".*")
 """Name patterns at the top of a model's folder that are not checked here: weights are checked when
@@ -40,19 +40,11 @@ def pretrained(auto: Any, folder: Path, **options: Any) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise MoesaicError(f"{folder}: {NEEDS_CODE}") from None
-    if hasattr(made, "_attn_implementation"):
-        _compute_by_torch(made)
-    return made
-
-
-def _compute_by_torch(config: Config) -> None:
-    """Set a config's implementations of attention and experts to torch's own, in place.
-
-    For other values transformers may fetch compiled code from the hub, if ``kernels`` is installed.
-    """
+    # for other values transformers may fetch compiled code from the hub, if it has ``kernels``
     for name in ("_attn_implementation", "_experts_implementation"):
-        if getattr(config, name, None) != "eager":
-            setattr(config, name, None)
+        if hasattr(made, "_attn_implementation") and getattr(made, name, None) != "eager":
+            setattr(made, name, None)
+    return made
 
 
 def brings_code(folder: Path) -> bool:
@@ -143,14 +135,12 @@ def check_links(folder: Path) -> None:
             continue
         check_file(file, folder)
         check_fetched(file)
-        _check_size(file, folder)
-
-
-def _check_size(file: Path, folder: Path) -> None:
-    """Refuse a file larger than any tokenizer's, which other libraries would read whole."""
-    side = any(fnmatch(str(file.relative_to(folder)), name) for name in SIDE_FILES)
-    if side and file.is_file() and (size := file.stat().st_size) > LARGEST:
-        raise MoesaicError(f"{file} has {size:,} bytes; {LARGEST:,} are the most for such a file.")
+        # other libraries read these whole
+        side = any(fnmatch(str(file.relative_to(folder)), name) for name in SIDE_FILES)
+        if side and file.is_file() and (size := file.stat().st_size) > LARGEST:
+            raise MoesaicError(
+                f"{file} has {size:,} bytes; {LARGEST:,} are the most for such a file."
+            )
 
 
 def _side_files(folder: Path) -> Iterator[Path]:
