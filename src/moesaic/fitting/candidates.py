@@ -112,12 +112,12 @@ class Candidate:
 
 
 def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the simplest of all candidates that are not significantly worse than the best, and have
-    at most :data:`PLAINER` times its KL: few windows show no difference of less than a tenth.
+    """Return the simplest candidate that is not significantly worse than the best.
 
-    Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a lower KL.
-    Two are compared by :func:`moesaic.plans.regression.significantly_worse`, paired by window; with
-    a single window the best one is returned. None if the list is empty.
+    It has at most :data:`PLAINER` times the best one's KL, as few windows cannot show small
+    differences. Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a
+    lower KL. Two are compared by :func:`moesaic.plans.regression.significantly_worse`, paired by
+    window; with a single window the best one is returned. None if the list is empty.
     """
 
     def order(candidate: Candidate) -> tuple[bool, int, bool, float]:
