@@ -573,17 +573,6 @@ class RunArgs:
         return cls(model=model, calibration=calibration, track=tracked(progress), **options)
 
 
-SHOWN = {
-    "calibration": (
-        "str | Path | Calibration | Sequence[str] | Sequence[Values] | Tokens | Tensor",
-        "Text to calibrate or to train on: a source, texts, rows, or token ids.",
-    ),
-    "progress": (
-        "bool | Track",
-        "Bars on stderr; False for none, or a function (items, label, total). Default: True.",
-    ),
-}
-"""Types and meanings of the arguments of :meth:`RunArgs.of` that are no fields."""
 WRITTEN = {
     "tokenizer": "Tokenizer | None",
     "plan": "Plan | None",
@@ -607,23 +596,21 @@ def _argument(name: str, default: object, annotation: str) -> inspect.Parameter:
 
 def _run_options() -> Iterator[Shown]:
     """Yield the keyword arguments of all verbs, with their meanings."""
-    (type, words), (shows, shown) = SHOWN.values()
+    type = "str | Path | Calibration | Sequence[str] | Sequence[Values] | Tokens | Tensor"
+    words = "Text to calibrate or to train on: a source, texts, rows, or token ids."
     yield _argument("calibration", "", type), words
     for config in (Calibration, RunArgs):
         for entry in fields(config):
             if about(entry).help and entry.name != "source":
                 hint = WRITTEN.get(entry.name) or str(entry.type)
                 yield _argument(entry.name, entry.default, hint), in_words(entry)
-    yield _argument("progress", True, shows), shown
+    words = "Bars on stderr; False for none, or a function (items, label, total). Default: True."
+    yield _argument("progress", True, "bool | Track"), words
 
 
 def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Callable[[V], V]:
-    """Decorate a verb that takes options by name: its signature and docstring list them.
-
-    Args:
-        configs: classes whose fields it takes too, such as those of its methods.
-        without: options of other verbs that it does not take.
-    """
+    """Decorate a verb that takes options by name, also the fields of some classes: its signature
+    and docstring list them, ``without`` those of other verbs."""
     common = {p.name: (p, words) for p, words in _run_options() if p.name not in without}
     shown = dict(_method_options(configs)) | common
 

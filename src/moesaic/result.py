@@ -56,13 +56,18 @@ from moesaic.surgery import (
     check_base,
     kept,
     mtp_blocks,
-    mtp_misfits_config,
-    mtp_plans,
+    mtp_fate,
     rewrite,
 )
 from moesaic.types import JSON, Made, Model, Named, Tokenizer, Values
 
 ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
+FATES = {
+    "kept": "stay as they are",
+    "along": "are reduced as the last layer is",
+    "left_out": "are left out",
+}
+"""Words for what becomes of MTP layers (:func:`moesaic.surgery.mtp_fate`)."""
 
 
 @dataclass
@@ -123,12 +128,8 @@ class Result(Made):
     # --- the model -------------------------------------------------------------------------------
 
     def build(self, plan: Plan, dtype: torch.dtype | None = None) -> Model:
-        """Return the live original with a plan applied; the caller's own model if asked for.
-
-        Args:
-            plan: what was decided.
-            dtype: of a model from disk; None for what was asked for, or its own.
-        """
+        """Return the live original with a plan applied, the caller's own model if asked for; one
+        from disk in a type, None for what was asked for, or its own."""
         model = self.job.original
         if self.job.on_disk:
             model = model.load(self.job.device, dtype or self.job.dtype)
@@ -332,11 +333,10 @@ class Result(Made):
         earlier: Record | None = None,
         measured: Values | None = None,
     ) -> Record:
-        """Everything that is known of the result.
+        """Everything that is known of the result of the model that was asked for first, in a
+        folder.
 
         Args:
-            model: the name that was asked for; of the first step's model.
-            out: the result's folder.
             earlier: the record of the steps before this one.
             measured: what was measured of the result beside its original.
         """
@@ -477,9 +477,9 @@ class Result(Made):
         words = self.method.title_and_text(layers, decision, active)
         summary, text = dict(decision.summary), words.text
         if self.job.mtp_layers:
-            fate, fate_words = self._predicting
+            fate = self._mtp_fate
             summary[fate] = {NEXT: self.job.mtp_layers}
-            text += f" MTP layers, for speculative decoding, {fate_words}."
+            text += f" MTP layers, for speculative decoding, {FATES[fate]}."
         changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
         return Step(
             verb=config.verb,
@@ -499,19 +499,15 @@ class Result(Made):
         )
 
     @property
-    def _predicting(self) -> tuple[str, str]:
-        """A key of records and words for what becomes of the MTP layers."""
+    def _mtp_fate(self) -> str:
+        """What becomes of the MTP layers, a key of :data:`FATES`."""
         job, plan = self.job, self.plan
         if self._carried:
-            return "kept", "stay as they are"
+            return "kept"
         if plan is None or self.decision.trained is not None or not job.on_disk:
-            return "left_out", "are left out"
+            return "left_out"
         changed = hub.convert_config(copy.deepcopy(job.original.config), self.arch, plan)
-        if mtp_misfits_config(job.naming, self.arch, plan, changed):
-            return "left_out", "are left out"
-        if mtp_plans(job.naming, self.arch, plan):
-            return "along", "are reduced as the last layer is"
-        return "kept", "stay as they are"
+        return mtp_fate(job.naming, self.arch, plan, changed)
 
     def _layer(self, index: int, use: LayerUse) -> LayerRecord:
         """Return one layer in words, as this step made it."""
@@ -609,14 +605,12 @@ def save_applied(
     dtype: torch.dtype | None = None,
     writer: Writer | None = None,
 ) -> None:
-    """Write a source with a plan applied, tensor by tensor from disk to disk.
+    """Write a source with a plan applied, tensor by tensor from disk to disk, into an existing
+    folder.
 
     Args:
-        source: the original.
-        plan: made for it.
-        folder: an existing one.
         dtype: floating-point type; None for the source's own.
-        writer: takes the weights; by default one that writes them into ``folder``.
+        writer: takes the weights; by default one that writes them into the folder.
 
     Raises:
         MoesaicError: the plan was made for another model, or makes no model that can be loaded.
@@ -630,7 +624,7 @@ def save_applied(
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     changed = hub.convert_config(config, arch, plan)
-    along = not mtp_misfits_config(naming, arch, plan, changed)
+    along = mtp_fate(naming, arch, plan, changed) != "left_out"
     if not (along and mtp_blocks(naming, arch, plan.base)):
         leave_out(config)  # they go, or are in the config alone
     whole = changed is not None or not source.beside

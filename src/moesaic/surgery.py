@@ -246,23 +246,20 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
     return blocks
 
 
-def mtp_misfits_config(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
-    """Return True if MTP layers would not fit a result's config, and so must be removed.
+def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> str:
+    """Return what becomes of MTP layers: ``kept``; ``along``, some reduced as the last layer is; or
+    ``left_out``, as they would not fit the result's config.
 
     ``changed`` has its changed attributes; None if the result has a class of our own, as then
     nothing else reads the config.
     """
-    if not changed:
-        return False
-    following = mtp_plans(naming, arch, plan)
-    blocks = mtp_blocks(naming, arch, plan.base)
+    following, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
     dense = arch.ties_widths or not plan.base.routed
-    return any(
-        (changed.keys() & arch.with_experts(0).keys() and start not in following)
-        if count
-        else (dense and bool(changed.keys() & arch.with_width(0).keys()))
-        for start, count in blocks.items()
-    )
+    for start, count in mtp_blocks(naming, arch, plan.base).items() if changes else ():
+        fits = start in following if count else not dense
+        if not fits and changes & (arch.with_experts if count else arch.with_width)(0).keys():
+            return "left_out"
+    return "along" if following else "kept"
 
 
 def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
@@ -300,10 +297,6 @@ def rewrite(
     """Convert a checkpoint tensor by tensor; at most one layer's FFN is in memory.
 
     Args:
-        naming: of the source.
-        arch: its architecture.
-        plan: the decision.
-        writer: takes the tensors.
         keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
             layers that are kept are converted by :func:`mtp_plans`.
         dtype: floating-point type by name in memory; None for the checkpoint's own.

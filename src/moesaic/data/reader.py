@@ -130,13 +130,8 @@ class IndexedRows:
 
 
 class StreamedRows:
-    """Rows of a data set that is too large to be read whole.
-
-    Args:
-        data: a streaming data set.
-        taken: the range of its rows.
-        first_shard: True if that range counts within its first shard.
-    """
+    """Rows of a data set that is too large to be read whole; ``first_shard`` if their range counts
+    within its first shard."""
 
     at_hand = False
 
@@ -276,23 +271,21 @@ def _reading(name: str) -> Iterator[None]:
         path, reason = Path(name), " ".join(str(error.__cause__ or error).split())[:200]
         if path.is_file():
             known = path.suffix in FILES or not path.suffix
-            raise MoesaicError(
-                f"{name} cannot be read as {path.suffix if known and path.suffix else 'text'}: "
-                f"{reason}" + ("" if known else f". Give {', '.join(FILES)}.")
-            ) from error
-        if path.is_dir():
-            raise MoesaicError(
-                f"{name} is a folder in which no text can be read: {reason}"
-            ) from error
-        mix = next((mix for mix in MIXES.values() if name in mix.sources), None)
-        instead = (
-            f"text that ships, such as {mix.nearest}" if mix else f"a file: {', '.join(FILES)}"
-        )
-        raise MoesaicError(
-            f"{name!r} is neither a file nor a data set that can be read "
-            f"({type(error).__name__}: {reason:.120}). Pass {instead}. Without a network, "
-            "HF_HUB_OFFLINE=1 reads what is in the cache."
-        ) from error
+            kind = path.suffix if known and path.suffix else "text"
+            message = f"{name} cannot be read as {kind}: {reason}"
+            message += "" if known else f". Give {', '.join(FILES)}."
+        elif path.is_dir():
+            message = f"{name} is a folder in which no text can be read: {reason}"
+        else:
+            mix = next((mix for mix in MIXES.values() if name in mix.sources), None)
+            files = f"a file: {', '.join(FILES)}"
+            message = (
+                f"{name!r} is neither a file nor a data set that can be read "
+                f"({type(error).__name__}: {reason:.120}). Pass "
+                f"{f'text that ships, such as {mix.nearest}' if mix else files}. Without a "
+                "network, HF_HUB_OFFLINE=1 reads what is in the cache."
+            )
+        raise MoesaicError(message) from error
 
 
 def _shipped_rows(split: Use, domain: str = "") -> list[JSON]:

@@ -552,10 +552,8 @@ def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
 def token_file(path: Path, length: int | None = None) -> Tokens:
     """Return the windows of a ``.safetensors`` file, unchanged or cut into shorter ones.
 
-    Args:
-        path: file with ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is
-            padding.
-        length: tokens of a window; the rest of a row is left out, and windows of padding.
+    The file has ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is padding.
+    What is left of a row that is cut is left out, and windows of padding.
 
     Raises:
         MoesaicError: there is no such file, or its windows are shorter.

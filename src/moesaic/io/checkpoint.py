@@ -213,15 +213,11 @@ def first_file(names: Iterable[str], config: Values, where: object) -> str:
 
 
 def shards(folder: Path, names: Iterable[str] | None = None, where: object = None) -> list[str]:
-    """Return the names of the files of weights that a checkpoint's folder has or should have.
+    """Return the names of the files of weights that a checkpoint has or should have, by its
+    config.json and its index in a folder.
 
-    Args:
-        folder: with its config.json and its index.
-        names: of the files of the whole checkpoint; by default those in the folder.
-        where: the repository, for messages; by default the folder.
-
-    Raises:
-        MoesaicError: there are none, or the index is not valid.
+    ``names`` are those of all its files, by default those in the folder; ``where`` names the
+    repository in messages.
     """
     config = folder / "config.json"
     said = mapping_of(config) if config.is_file() else {}
@@ -560,16 +556,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
-    """Make the model of a config with parameters on the meta device and real buffers.
+    """Make the model of a config, or refuse it: parameters on the meta device, and real buffers.
 
     Args:
-        config: of the model.
         dtype: floating-point type; None for the config's own.
         bare: buffers are not initialised either, which takes half the time; such a model cannot
             be run. :func:`shape_of` caches these.
-
-    Raises:
-        MoesaicError: there is no such model.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights

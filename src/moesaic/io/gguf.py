@@ -64,14 +64,10 @@ class Part(NamedTuple):
 
 
 class Tensors(Checkpoint):
-    """Tensors of a GGUF file in float32.
+    """Tensors of a GGUF file in float32, by the names of its parts.
 
-    Args:
-        file: the file.
-        folder: where it is unpacked.
-        parts: of the file, by the names by which they are read.
-        processor: transformers', which undoes what llama.cpp's converter does to values; None if
-            they are taken as they are.
+    A processor of transformers undoes what llama.cpp's converter does to values; without one they
+    are taken as they are.
     """
 
     def __init__(

@@ -98,8 +98,6 @@ class Naming:
     """Names of one checkpoint's tensors in memory, and the way to read them by these.
 
     Args:
-        checkpoint: its tensors by their names on disk.
-        model_type: of its config.
         names: names of the model's tensors in memory. As when transformers reads it, a name on
             disk that is among them is kept, and names may lack the base model's prefix.
         steps: transformers' conversions; by default those of the type.

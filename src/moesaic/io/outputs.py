@@ -100,13 +100,9 @@ def check_file(
     overwrite: bool = False,
     inputs: Iterable[str | Path] = (),
 ) -> None:
-    """Refuse a file that exists and may not be replaced, cannot be made, or is read.
+    """Refuse a file to make that exists and may not be replaced, cannot be made, or is read.
 
-    Args:
-        out: the file to make.
-        kind: pattern of the first bytes of such files.
-        overwrite: replace ``out`` if it is an older one of its kind, or empty.
-        inputs: names of models, files and text that are read.
+    An older one, which begins as its kind does, or an empty one is replaced with ``overwrite``.
     """
     _check_place(out)
     if out.is_dir():
@@ -332,13 +328,8 @@ def whole_folder(
 ) -> Iterator[Path]:
     """Yield a temporary folder beside ``out`` that is renamed to it at the end, or removed.
 
-    Args:
-        out: path of the folder.
-        overwrite: replace an existing one that is our own.
-        inputs: names of models, files and text that are read meanwhile.
-
-    Yields:
-        the folder to write to.
+    An existing one is replaced with ``overwrite``, if all in it is our own; ``inputs`` are names of
+    models, files and text that are read meanwhile.
 
     Raises:
         MoesaicError: as :func:`check_out`; another run is writing it; it exists by then.

@@ -294,10 +294,8 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
 
     Args:
         info: as ``from_pretrained(..., output_loading_info=True)`` returns it.
-        name: of the model, for messages.
-        layers: number of its decoder layers; weights of later ones may be left over.
-        whole: refuse weights of the checkpoint that the model has no place for, as for our own
-            results; otherwise print a warning.
+        layers: number of decoder layers; weights of later ones may be left over.
+        whole: refuse weights that the model has no place for, too; otherwise print a warning.
     """
     unplaced = [key for key in info["unexpected_keys"] if not is_mtp(str(key), layers)]
     info = {**info, "unexpected_keys": unplaced}
@@ -328,10 +326,9 @@ def _some(keys: Collection[str | tuple[str, ...]]) -> str:
 
 
 def resolve(name: str, revision: str | None = None, token: str | bool | None = None) -> Source:
-    """Find a model.
+    """Find a model by its name: a folder, a GGUF file, a model that ships, or a hub id.
 
     Args:
-        name: a folder, a GGUF file, a model that ships, or a hub id.
         revision: of a hub id a branch, tag or commit; None for the default one.
         token: of the hub; None for the one that HF_TOKEN or ``hf auth login`` gives.
 
