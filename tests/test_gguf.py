@@ -462,7 +462,10 @@ def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokeniz
 
 def test_a_folder_in_the_cache_is_of_one_version_of_transformers(tmp_path, monkeypatch):
     """Names of weights and of a config's attributes are its."""
-    monkeypatch.setattr("moesaic.io.gguf._unfolded", lambda file, folder: folder)
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "moesaic.io.gguf._unfold", lambda file, work: (work / "config.json").touch()
+    )
     file = tmp_path / "model.gguf"
     file.touch()
     first, again = folder_of(file), folder_of(file)
