@@ -71,7 +71,11 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
 
 
 def tracked(progress: bool | Track) -> Track:
-    """Return what shows the progress of a verb: bars, nothing, or the caller's own."""
+    """Return what shows the progress of a verb: bars, nothing, or the caller's own.
+
+    Raises:
+        TypeError: it is neither a truth value nor a function.
+    """
     if isinstance(progress, bool):
         return bars if progress else silent
     if not callable(progress):

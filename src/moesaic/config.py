@@ -266,7 +266,11 @@ class MethodConfig(Options):
         return ""
 
     def compared(self, name: str) -> str:
-        """Return a comparison in words: ``static pruning`` for ``static``."""
+        """Return a comparison in words: ``static pruning`` for ``static``.
+
+        Raises:
+            MoesaicError: there is no such comparison.
+        """
         if not self.variants:
             raise MoesaicError(f"compare={name}: {self.title} has no comparisons.")
         check_known("compare", name, self.variants)
@@ -434,7 +438,11 @@ class Bench(Options):
 
 
 def form_of(out: str | Path, to: str = "") -> str:
-    """Return the form to write: ``to`` if given; else by the name, ``gguf`` or native."""
+    """Return the form to write: ``to`` if given; else by the name, ``gguf`` or native.
+
+    Raises:
+        MoesaicError: ``to`` is native, and the name is that of a GGUF file.
+    """
     named = "gguf" if Path(out).suffix == ".gguf" else "native"
     if to == "native" != named:
         raise MoesaicError(f"{out} is a GGUF file's name: give to=gguf, or the name of a folder.")

@@ -125,7 +125,11 @@ class Step:
 
 @contextmanager
 def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
-    """Yield a recipe's steps, carried out on headers; their results are temporary folders."""
+    """Yield a recipe's steps, carried out on headers; their results are temporary folders.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
     with TemporaryDirectory(prefix="moesaic-") as work:
         first = Path(work) / "original"
         first.mkdir()

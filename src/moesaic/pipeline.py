@@ -47,7 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 def convert(config: MethodConfig, args: RunArgs) -> Result:
-    """Carry out one method on one model; all verbs call this."""
+    """Carry out one method on one model; all verbs call this.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
     check_step(config, args.calibration, args.compare)
     method = implementation(config)
     job = Job(args, method.find, config.window)

@@ -137,6 +137,9 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     """Refuse a recipe that can be seen to be wrong without opening the model.
 
     Values are checked first, then inputs, and the output last: an unfinished run hides no error.
+
+    Raises:
+        MoesaicError: names the field, its value and a remedy.
     """
     settings, calibration = recipe.evaluation, recipe.calibration
     compare = settings.compare if settings is not None else ()

@@ -410,7 +410,11 @@ def _data_set(source: TextSource, use: Use) -> Rows:
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:
-    """Return the split to read, and True if rows of a training split are to be held out of it."""
+    """Return the split to read, and True if rows of a training split are to be held out of it.
+
+    Raises:
+        MoesaicError: there is no such split, or the choice is not clear.
+    """
     listed, named = ", ".join(splits), source.split_name
     if named:
         if named not in splits:

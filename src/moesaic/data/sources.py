@@ -175,7 +175,11 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
 
 
 def spelled(value: object) -> str:
-    """Return a text's name as one string, from a recipe's string, mapping or list of mappings."""
+    """Return a text's name as one string, from a recipe's string, mapping or list of mappings.
+
+    Raises:
+        MoesaicError: a field is unknown.
+    """
     if isinstance(value, str):
         return value
     spec = json.dumps(value)
@@ -213,6 +217,9 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
 
     For evaluation, a name that is also a domain of the text that ships is that domain, so that
     figures are the same everywhere.
+
+    Raises:
+        MoesaicError: the name is wrong.
     """
     merged: dict[str, TextSource] = {}
     for part in (part for source in text_sources(spec) for part in _parts(source, use)):
@@ -235,7 +242,11 @@ def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
 
 
 def read_by(config: object) -> list[str]:
-    """Return the names of models, files and text in a dataclass of options; not all are local."""
+    """Return the names of models, files and text in a dataclass of options; not all are local.
+
+    Raises:
+        MoesaicError: a name of text has a wrong form.
+    """
     names: list[str] = []
     for entry in fields(config) if is_dataclass(config) else ():
         value, info = getattr(config, entry.name), about(entry)

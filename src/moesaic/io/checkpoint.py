@@ -218,6 +218,9 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
 
     ``names`` are those of all its files, by default those in the folder; ``where`` names the
     repository in messages.
+
+    Raises:
+        MoesaicError: there are none, or the index is not valid.
     """
     config = folder / "config.json"
     said = mapping_of(config) if config.is_file() else {}
@@ -400,7 +403,11 @@ class ShardWriter:
         self._total = 0
 
     def add(self, name: str, value: Value) -> None:
-        """Take a tensor, or the place of one that is copied as it is."""
+        """Take a tensor, or the place of one that is copied as it is.
+
+        Raises:
+            MoesaicError: a value, of it or of one that waited with it, is not finite.
+        """
         if self._pending and self._pending_bytes + value.nbytes > self.shard_bytes:
             self._flush()
         self._pending[name] = value.contiguous() if isinstance(value, Tensor) else value
@@ -481,7 +488,11 @@ def path_of(model: Model, module: nn.Module) -> str:
 
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     """Return the cached skeleton of a config (no values), which must not be run or changed, in its
-    own floating-point type or another."""
+    own floating-point type or another.
+
+    Raises:
+        MoesaicError: there is no such model.
+    """
     dtype = dtype or config.dtype or torch.get_default_dtype()
     key = f"{type(config).__name__} {dtype} {config.to_json_string(use_diff=False)}"
     model = _SHAPES.pop(key, None)
@@ -562,6 +573,9 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
         dtype: floating-point type; None for the config's own.
         bare: buffers are not initialised either, which takes half the time; such a model cannot
             be run. :func:`shape_of` caches these.
+
+    Raises:
+        MoesaicError: there is no such model.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights

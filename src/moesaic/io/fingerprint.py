@@ -64,7 +64,11 @@ class Stored(NamedTuple):
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file, by name."""
+    """Return the tensors of a safetensors file, by name.
+
+    Raises:
+        MoesaicError: the file is damaged.
+    """
     header, start = header_of(path)
     stored = {}
     for name, entry in header.items():

@@ -48,7 +48,11 @@ def _hub_id(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse a model's name that cannot be valid, without looking for the model on the hub."""
+    """Refuse a model's name that cannot be valid, without looking for the model on the hub.
+
+    Raises:
+        MoesaicError: there is no such folder or file, and it is no hub id either.
+    """
     path = Path(name).expanduser()
     if path.is_dir() and without_slash(name) in NAMES:
         _say_shadowed(name.rstrip("/"), path.resolve())
@@ -77,7 +81,12 @@ def _say_shadowed(name: str, folder: Path) -> None:
 
 def check_repository(name: str, token: str | bool | None = None) -> None:
     """Refuse a repository, ``owner/name``, that nothing can be uploaded to, before any work is
-    done."""
+    done.
+
+    Raises:
+        MoesaicError: it is no name of a repository, nobody is logged in, or the hub is switched
+            off.
+    """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]

@@ -239,6 +239,9 @@ def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
 
     Another run that does is refused or, with ``wait``, waited for. Warns if there is something in
     its place: callers have checked that it may be replaced.
+
+    Raises:
+        MoesaicError: another run writes it.
     """
     with _locked(out, wait) as first:
         if first and (out.is_file() or (out.is_dir() and _inside(out))):
@@ -312,6 +315,9 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside an output for intermediate files; it is removed afterwards.
 
     If this process is killed, the next run of the output removes it.
+
+    Raises:
+        MoesaicError: another run writes it.
     """
     with output_lock(out):
         work = _beside(out)

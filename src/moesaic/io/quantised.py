@@ -135,7 +135,11 @@ class Packed(Tensor):
 
     @classmethod
     def of(cls, format: Format, parts: Parts) -> Packed:
-        """Make a weight from its stored tensors."""
+        """Make a weight from its stored tensors.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
         format.check(parts)
         return cls(format, parts)
 

@@ -296,6 +296,9 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
         info: as ``from_pretrained(..., output_loading_info=True)`` returns it.
         layers: number of decoder layers; weights of later ones may be left over.
         whole: refuse weights that the model has no place for, too; otherwise print a warning.
+
+    Raises:
+        MoesaicError: names some of the weights.
     """
     unplaced = [key for key in info["unexpected_keys"] if not is_mtp(str(key), layers)]
     info = {**info, "unexpected_keys": unplaced}
