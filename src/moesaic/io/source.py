@@ -371,7 +371,8 @@ def from_hub(
     from huggingface_hub import HfApi, snapshot_download
 
     def get(files: Iterable[str], because: Exception | None = None) -> Path:
-        only = {"allow_patterns": [*map(escape, files)], "local_files_only": because is not None}
+        only: JSON = {"allow_patterns": [*map(escape, files)]}
+        only["local_files_only"] = because is not None
         try:
             return Path(snapshot_download(name, revision=revision, token=token, **only))
         except Exception as error:
