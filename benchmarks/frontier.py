@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from moesaic.api import export, verb
 from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.io.packaged import packaged_file
+from moesaic.io.gguf import packaged_file
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Pass, Whole
