@@ -138,7 +138,11 @@ def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
 
 
 def _check_options(config: DataclassInstance) -> None:
-    """Refuse values of another type, none of an option's choices, or out of its range."""
+    """Refuse values of another type, none of an option's choices, or out of its range.
+
+    Raises:
+        MoesaicError: names the field, its value and what would work.
+    """
     for entry in fields(config):
         value, info = getattr(config, entry.name), about(entry)
         hint = types_of(type(config))[entry.name]
@@ -617,8 +621,12 @@ def _run_options() -> Iterator[Shown]:
 
 
 def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Callable[[V], V]:
-    """Decorate a verb that takes options by name, also the fields of some classes: its signature
-    and docstring list them, ``without`` those of other verbs."""
+    """Decorate a verb that takes options by name: its signature and docstring list them.
+
+    Args:
+        configs: classes whose fields it takes too, such as those of its methods.
+        without: options of other verbs that it does not take.
+    """
     common = {p.name: (p, words) for p, words in _run_options() if p.name not in without}
     shown = dict(_method_options(configs)) | common
 
@@ -719,7 +727,11 @@ def in_unit(size: int) -> str:
 
 
 def check_device(name: str) -> str:
-    """Return a device's name; refuse one that this machine does not have."""
+    """Return a device's name if this machine has the device.
+
+    Raises:
+        MoesaicError: it does not.
+    """
     if name == "cpu":
         return name
     if name.partition(":")[0] not in DEVICES:

@@ -39,8 +39,11 @@ def join_processes() -> None:
 
 
 def own_device(name: str) -> str:
-    """Return this process's device: each of several processes on a machine has its own GPU, unless
-    the name has a number."""
+    """Return this process's device: each of several processes on a machine has its own GPU.
+
+    Args:
+        name: the requested device; one with a number is returned unchanged.
+    """
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if name == "cuda" and local is not None else name
 
@@ -73,8 +76,11 @@ def publish_refusal(reason: str) -> None:
 
 
 def peer_failure(error: BaseException) -> tuple[str, bool] | None:
-    """Return the reason if an error means that another process ended while this one waited, and
-    True if it refused a request; None for any other error."""
+    """Return the reason if an error means that another process ended while this one waited.
+
+    Returns:
+        the reason in words, and True if it is a refused request; None for any other error.
+    """
     number, world = process()
     names = [type(error).__name__, str(error)]
     if world == 1 or not any(word in name for name in names for word in LOST):
@@ -103,8 +109,12 @@ def gathered(value: T) -> list[T]:
 
 
 def mean_over_processes(total: Tensor, count: float) -> Tensor:
-    """Return sums over ``count`` tokens of this process, of any shape, as means over the tokens of
-    all; float64, on the CPU."""
+    """Return sums over this process's tokens as means over the tokens of all; float64, on the CPU.
+
+    Args:
+        total: sums, of any shape.
+        count: number of this process's tokens.
+    """
     sums = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
     if process()[1] > 1:
         sums = torch.stack(gathered(sums)).sum(0)

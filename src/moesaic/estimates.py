@@ -145,8 +145,14 @@ def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
 def outlined(
     source: Source, config: MethodConfig, recipe: Recipe, shape: Model | None = None
 ) -> tuple[Job[Arch], Outline]:
-    """Return one step's job and its outline from headers; text, device and type are those of a
-    recipe."""
+    """Return one step's job and its outline, from headers.
+
+    Args:
+        source: the step's input.
+        config: the step.
+        recipe: gives text, device and type.
+        shape: a skeleton of the source, if there is one already.
+    """
     method = implementation(config)
     calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
     args = RunArgs(model=source, calibration=calibration, device=recipe.device, dtype=dtype)
@@ -157,8 +163,14 @@ def outlined(
 
 
 def carried_out(source: Source, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
-    """Carry out one step on headers; write its result's small files, and headers of weights, to a
-    new folder."""
+    """Carry out one step on headers; write its result's small files, and headers of weights.
+
+    Args:
+        source: the step's input.
+        config: the step.
+        recipe: gives text, device and type.
+        folder: the folder to make.
+    """
     job, outline = outlined(source, config, recipe)
     folder.mkdir()
     writer = ShardWriter(folder, outline=True)

@@ -84,8 +84,11 @@ OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_sou
 
 
 def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
-    """Define the classes of ``moesaic_<base>``, subclasses of the base's own: of configs, of models
-    with a head and, if transformers has it, without."""
+    """Define the classes of ``moesaic_<base>``, subclasses of the base's own.
+
+    Returns:
+        the class of configs; those of models, with a head and, if transformers has it, without.
+    """
     base_config = CONFIG_MAPPING[base]
     model, bare = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING.get(base_config, None)
     config = _define_config(base, base_config)
@@ -145,7 +148,12 @@ def _define_model(
 ) -> type[Model]:
     """Define a class of models whose layers follow the headers in their config.
 
-    ``prefix`` is that of its modules' names in models with a head; empty if it has a head itself.
+    Args:
+        base: the base's model type.
+        config: the class of its configs.
+        model: the base's own class.
+        prefix: prefix of its modules' names in models with a head; empty if it has a head.
+        methods: further attributes of the class.
     """
 
     @functools.wraps(model.__init__)  # vLLM compares what it gives with the annotations
@@ -211,8 +219,11 @@ def __getattr__(name: str) -> type:
 
 
 def _await() -> dict[str, str]:
-    """Register every model type that a result may have with transformers; return bases by the names
-    of our classes."""
+    """Register every model type that a result may have with transformers.
+
+    Returns:
+        bases by the names of our classes.
+    """
     deepseek = DeepseekConfig.model_type
     if deepseek not in CONFIG_MAPPING:
         register_conversions("qwen2_moe", deepseek)
@@ -239,8 +250,11 @@ _ = [*KINDS.values()]  # imported now: models are built where new tensors have n
 
 
 def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
-    """Return the changes to a base's config with which the base's own class can load a plan's
-    result; None if it cannot hold it."""
+    """Return the changes to a base's config with which the base's class can load a plan's result.
+
+    Returns:
+        attributes and their values; None if the base's own class cannot hold it.
+    """
     if not plan.layers:
         return {}
     return next((c for c in _proposed(config, arch, plan) if _holds(config, arch, plan, c)), None)
@@ -301,8 +315,16 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
 
 
 def _sized(arch: Arch, native: JSON, width: int) -> JSON | None:
-    """Return the config attributes for new sizes of mixture layers
-    (:meth:`moesaic.plans.base.LayerPlan.native`); None if there is none for one of them."""
+    """Return the config attributes for new sizes of mixture layers.
+
+    Args:
+        arch: the architecture.
+        native: the sizes, as :meth:`moesaic.plans.base.LayerPlan.native` returns them.
+        width: neurons of an expert before.
+
+    Returns:
+        None if there is no attribute for one of the sizes.
+    """
     assert isinstance(arch, MoEArch)
     setters: dict[str, Callable[[int], JSON | None]] = {
         "experts": arch.with_experts,
@@ -336,10 +358,12 @@ def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
 
 
 def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
-    """Change a base's config into that of the plan's result, in place; return the changed
-    attributes if the result is of the base's own class, else None.
+    """Change a base's config into that of the plan's result, in place.
 
     Layers that an earlier plan converted keep their headers; those of this plan are added.
+
+    Returns:
+        the changed attributes if the result is of the base's own class, else None.
     """
     native, before = native_config(config, arch, plan), _every_key(config)
     if native is not None:
@@ -421,13 +445,17 @@ __all__ = {json.dumps(names)}
 
 
 def write_config(config: Config, folder: Path, source: Path | None = None) -> None:
-    """Write ``config.json`` of a result, made from a source's folder if any, so that every reader
-    finds its keys.
+    """Write ``config.json`` so that every reader finds its keys.
 
-    transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE, and
-    writes the new names only. Here both are written, and unchanged values keep the source's names.
-    The config of a multimodal model's language model is a part of the file, unless the result has a
-    class of our own: then it is the whole file.
+    transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE,
+    and writes the new names only. Here both are written, and unchanged values keep the source's
+    names. The config of a multimodal model's language model is a part of the file, unless the
+    result has a class of our own: then it is the whole file.
+
+    Args:
+        config: of the result.
+        folder: an existing folder.
+        source: the folder of the model that it was made from.
     """
     config.save_pretrained(folder)
     file = folder / CONFIG_NAME
@@ -466,8 +494,14 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
 
 
 def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JSON:
-    """Return values for keys of the source's file that are other names of values that changed
-    between a source's config (``before``) and the result's (``now``)."""
+    """Return values for keys of the source's file that are other names of changed values.
+
+    Args:
+        config: of the result.
+        source: content of the source's file.
+        before: all values of the source's config.
+        now: all values of the result's config.
+    """
     known = {*type(config).__dataclass_fields__, *(config.attribute_map or {})}
     said: JSON = {}
     for names in SAME:
@@ -508,8 +542,14 @@ def save_live(
     folder: Path,
     predicting: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a loaded model with all files needed to load it again, its tokenizer if given, and
-    tensors of MTP layers by their names on disk."""
+    """Write a loaded model with all files needed to load it again.
+
+    Args:
+        model: to be written.
+        tokenizer: to be written beside it; None for none.
+        folder: an existing one.
+        predicting: tensors of MTP layers, by their names on disk.
+    """
     if not predicting:
         leave_out(model.config)
     model.save_pretrained(folder)
@@ -530,7 +570,14 @@ def on_disk(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Iterator[str]:
-    """Yield a name by which a model is read from disk: its own, or a temporary copy's folder."""
+    """Yield a name by which a model can be read from disk: its own, or a temporary copy's folder.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        tokenizer: of a loaded model.
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub.
+    """
     if isinstance(model, str | Path):
         name = at_home(str(model))
         at = revision is not None or token is not None

@@ -131,7 +131,11 @@ def _say(config: Config, settings: JSON) -> None:
 
 
 def check(config: Config) -> None:
-    """Refuse lists in a config that are not one number for each layer."""
+    """Refuse lists that are not one number for each layer.
+
+    Raises:
+        MoesaicError: names the list.
+    """
     for name in listed(config):
         each, count = vars(config).get(name), config.num_hidden_layers
         if isinstance(each, list) and len(each) != count:

@@ -98,6 +98,9 @@ def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tup
 
     Some names are both, as on the command line: a seed is that of text and method, and a length is
     that of calibration text if the verb calibrates.
+
+    Raises:
+        TypeError: an option is neither; names it and a similar one.
     """
     configs = [*methods_of(name).values()] if config is None else [type(config)]
     method = {f.name for each in configs for f in fields(each)}

@@ -204,7 +204,11 @@ class Progress:
         self._checked = False
 
     def check(self) -> None:
-        """Refuse to continue another run than the folder holds."""
+        """Refuse to continue another run.
+
+        Raises:
+            MoesaicError: the folder holds another run; names the differences.
+        """
         note = self.folder / "request.json"
         if self._checked or not note.is_file():
             return

@@ -159,8 +159,16 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
 
 
 def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Refuse to begin a run whose output has an unfinished one, neither to be continued nor
-    replaced, after all other checks."""
+    """Refuse to begin a run whose output has an unfinished one, after all other checks.
+
+    Args:
+        recipe: the request.
+        overwrite: start anew.
+        resume: continue the unfinished run.
+
+    Raises:
+        MoesaicError: both are False.
+    """
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
@@ -210,7 +218,11 @@ def command_of(recipe: Recipe) -> str:
 
 
 def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence[str]) -> None:
-    """Refuse statistics, text beside them, and comparisons that a step does not use."""
+    """Refuse statistics, text beside them, and comparisons that a step does not use.
+
+    Raises:
+        MoesaicError: names the field.
+    """
     verb = VERBS[config.verb]
     if calibration.stats and not verb.observes:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
@@ -264,6 +276,10 @@ def method_of(verb: str, options: JSON) -> str:
     """Return the method that options name, or the first that has all the options they name.
 
     Of several methods with the bundle, the only one that has all the options is returned.
+
+    Args:
+        verb: such as ``skip``.
+        options: as for :func:`step_config`.
 
     Raises:
         MoesaicError: several methods have the bundle and the options.

@@ -53,8 +53,12 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 class InWords(Mapping[str, str]):
-    """Mapping from a table's names to words about its entries, such as ``pruning by {.title}``,
-    each looked up when it is used."""
+    """Mapping from a table's names to words about its entries, each looked up when it is used.
+
+    Args:
+        table: the entries by name.
+        words: with a place for an entry: ``pruning by {.title}``.
+    """
 
     def __init__(self, table: Mapping[str, object], words: str) -> None:
         self._table, self._words = table, words

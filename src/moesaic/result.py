@@ -128,8 +128,12 @@ class Result(Made):
     # --- the model -------------------------------------------------------------------------------
 
     def build(self, plan: Plan, dtype: torch.dtype | None = None) -> Model:
-        """Return the live original with a plan applied, the caller's own model if asked for; one
-        from disk in a type, None for what was asked for, or its own."""
+        """Return the live original with a plan applied; the caller's own model if asked for.
+
+        Args:
+            plan: what was decided.
+            dtype: of a model from disk; None for what was asked for, or its own.
+        """
         model = self.job.original
         if self.job.on_disk:
             model = model.load(self.job.device, dtype or self.job.dtype)
@@ -577,6 +581,9 @@ def _check_weights(plan: Plan, source: Source) -> None:
     """Refuse to apply a plan to other weights than it was made from.
 
     A plan that was made from a live model is compared with the source loaded in its type.
+
+    Raises:
+        MoesaicError: names both models.
     """
     expected, actual = plan.base.weights, source.fingerprint
     if expected.startswith(IN_MEMORY):

@@ -55,8 +55,11 @@ def routing_in(config: Config) -> str:
 
 
 def check_base(plan: Plan, model: Model, arch: Arch) -> None:
-    """Refuse to apply a plan to another model than it was made for, or where a layer lacks what it
-    names."""
+    """Refuse to apply a plan to another model than it was made for.
+
+    Raises:
+        MoesaicError: names both models, or what a layer lacks that the plan names.
+    """
     shape = base_shape(model, arch)
     if shape != plan.base:
         raise MoesaicError(
@@ -124,8 +127,11 @@ def _kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | Non
 
 
 def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
-    """Return each decoder layer's parameters and a token's use of them under uniform routing, of a
-    model or a skeleton, converted or not.
+    """Return each decoder layer's parameters and a token's use of them under uniform routing.
+
+    Args:
+        model: dense or converted; a skeleton is enough.
+        arch: its architecture.
 
     Raises:
         MoesaicError: the config's description of its base does not fit the model.
@@ -196,8 +202,12 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
 
 @contextmanager
 def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module]:
-    """Yield a converted copy of a loaded decoder layer, every token as at decoding; it shares the
-    tensors that the plan does not change."""
+    """Yield a converted copy of a loaded decoder layer, which itself is not changed.
+
+    Yields:
+        a layer to call instead, every token as at decoding; it shares the tensors that the plan
+        does not change.
+    """
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
     apply_layer(layers, 0, arch, plan)
@@ -221,8 +231,11 @@ def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
-    """Return copies of the last decoder layer's plan for routed MTP layers, by prefix of the
-    layer's names in memory; others are not changed."""
+    """Return the plans for routed MTP layers: copies of the last decoder layer's plan.
+
+    Returns:
+        plans by prefix of the layer's names in memory; MTP layers without one are not changed.
+    """
     last = max(plan.base.routed, default=-1)
     along = plan.layers[last].mtp_plan() if last in plan.layers else None
     if along is None:
@@ -232,8 +245,11 @@ def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
 
 
 def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
-    """Return the numbers of routed experts, 0 for a dense layer, of MTP layers that are decoder
-    layers, by prefix of their names in memory."""
+    """Return the decoder layers among the tensors of MTP layers.
+
+    Returns:
+        numbers of routed experts, 0 for a dense layer, by prefix of the layer's names in memory.
+    """
     block = f".{arch.inside}"
     blocks: dict[str, int] = {}
     for name in naming.in_memory.values():
@@ -263,8 +279,13 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
 
 
 def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
-    """Return a function of a tensor's name in memory to whether a result keeps it: those of a
-    language model's skeleton, those of MTP layers if ``along``, and those of parts beside it."""
+    """Return a function that is True for names in memory of tensors that are kept in a result.
+
+    Args:
+        model: a skeleton of the language model.
+        along: MTP layers are kept.
+        beside: so are parts beside the language model.
+    """
     names, count = {*model.state_dict()}, model.config.num_hidden_layers
 
     def stays(name: str) -> bool:
@@ -337,8 +358,11 @@ def rewrite(
 
 
 def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield a layer's converted tensors; refuse a plan of neurons, experts or dimensions that do
-    not exist."""
+    """Yield a layer's converted tensors.
+
+    Raises:
+        MoesaicError: the plan names neurons, experts or dimensions that do not exist.
+    """
     try:
         yield from tensors
     except (IndexError, KeyError, ValueError, TypeError, RuntimeError) as error:

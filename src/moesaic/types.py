@@ -77,6 +77,9 @@ def logits_alone(config: Config) -> JSON:
 
     A config may request router logits, from which transformers computes a loss, hidden states or
     attentions; these need whole blocks and fail where one layer at a time is read.
+
+    Args:
+        config: of the model; one without such requests needs no arguments.
     """
     more = ("output_router_logits", "output_hidden_states", "output_attentions")
     return {name: False for name in more if getattr(config, name, False)}

@@ -151,7 +151,11 @@ def read_questions(file: Path) -> list[JSON]:
 
 
 def _question(row: object) -> JSON:
-    """Return the checked question of a line."""
+    """Return the checked question of a line.
+
+    Raises:
+        ValueError: describes the error.
+    """
     if not isinstance(row, Mapping):
         raise ValueError("not a JSON object")
     missing = [name for name in ("question", "choices", "answer") if name not in row]
@@ -176,6 +180,9 @@ def _right_one(answer: object, choices: Sequence[str]) -> int:
 
     >>> [_right_one(label, ["no", "yes"]) for label in (1, "yes", "B")]
     [1, 1, 1]
+
+    Raises:
+        ValueError: the answer is none of the choices.
     """
     letters = [chr(ord("A") + i) for i in range(len(choices))]
     ways: list[list[Any]] = [[*range(len(choices))], [*choices], letters]

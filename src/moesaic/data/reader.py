@@ -130,8 +130,13 @@ class IndexedRows:
 
 
 class StreamedRows:
-    """Rows of a data set that is too large to be read whole; ``first_shard`` if their range counts
-    within its first shard."""
+    """Rows of a data set that is too large to be read whole.
+
+    Args:
+        data: a streaming data set.
+        taken: the range of its rows.
+        first_shard: True if that range counts within its first shard.
+    """
 
     at_hand = False
 
@@ -192,8 +197,11 @@ def _pieces(row: Row) -> Iterator[Row]:
 
 
 def open_rows(source: TextSource, use: Use) -> Rows:
-    """Return a source's rows for one use: text that ships and data sets with several splits have
-    different rows for each.
+    """Return a source's rows for one use.
+
+    Args:
+        source: the source of text.
+        use: text that ships and data sets with several splits have different rows for each.
 
     Raises:
         MoesaicError: the source does not exist or cannot be read.
@@ -215,7 +223,11 @@ def open_rows(source: TextSource, use: Use) -> Rows:
 
 
 def check_there(source: TextSource) -> None:
-    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked."""
+    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
+
+    Raises:
+        MoesaicError: names the file.
+    """
     path = Path(source.name)
     if source.shipped or path.is_dir():
         return

@@ -47,8 +47,13 @@ class Unusable(MoesaicError):
 def usable(
     rows: Iterable[Row], read: Callable[[Row], T], name: str, say: bool = True
 ) -> Iterator[tuple[Row, T]]:
-    """Yield rows of a source, and the result of ``read`` for each, without those that are
-    :class:`Unusable`; ``say`` warns at the end how many were left out.
+    """Yield rows, and the result of ``read`` for each, without those that are :class:`Unusable`.
+
+    Args:
+        rows: rows of one source.
+        read: function of a row.
+        name: name of the source, for messages.
+        say: True to warn at the end how many were left out.
 
     Raises:
         MoesaicError: all rows are unusable, or one has columns that are not known.
@@ -141,7 +146,11 @@ too, and the function from a row to its prompt and answer."""
 def _pair(
     row: Values, needs: Sequence[str], read: Callable[[Values], tuple[str, str]]
 ) -> PromptAnswer:
-    """Return the prompt and the answer of a row that has the columns of a form."""
+    """Return the prompt and the answer of a row that has the columns of a form.
+
+    Raises:
+        Unusable: a column does not hold text.
+    """
     for name in needs[:1] if read is _choices else needs:
         if not isinstance(row[name], str) or not row[name].strip():
             raise Unusable(f"A row has no text in its column {name}: {shown(dict(row), 120)}")
@@ -165,7 +174,11 @@ SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinki
 
 def _turns(row: Row) -> list[JSON]:
     """Return a row's conversation, each turn with all its fields, ``role`` and ``content`` among
-    them; empty if there is none."""
+    them; empty if there is none.
+
+    Raises:
+        Unusable: its turns have an unknown form.
+    """
     if not isinstance(row, Mapping):
         return []
     return [*map(_turn, next((row[n] for n in TURNS if isinstance(row.get(n), list | tuple)), ()))]
@@ -201,7 +214,11 @@ def _tools(row: Row) -> list[Values] | None:
 
 
 def _words(content: object) -> str:
-    """Return a turn's content as one text."""
+    """Return a turn's content as one text.
+
+    Raises:
+        Unusable: a part of it is no text, such as an image.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list | tuple) else [content]
@@ -219,7 +236,17 @@ def _conversation(
     prompt: bool = False,
 ) -> str:
     """Return a conversation as the model sees it: in the tokenizer's own template if it has one,
-    else as texts with blank lines between, tools and their calls as JSON."""
+    else as texts with blank lines between, tools and their calls as JSON.
+
+    Args:
+        turns: turns from :func:`_turns`, passed to the template unchanged.
+        tools: the functions that may be called.
+        tokenizer: the model's tokenizer.
+        prompt: True if the model's answer follows.
+
+    Raises:
+        Unusable: the template refuses it.
+    """
     if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
         texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
         for turn in turns:
@@ -264,8 +291,11 @@ def _conversation(
 
 
 def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
-    """Return the prompt and the answer of a row, a conversation in its tokenizer's template; None
-    for plain text.
+    """Return the prompt and the answer of a row; None for plain text.
+
+    Args:
+        row: a text, or columns.
+        tokenizer: the model's tokenizer, with the template for conversations.
 
     Raises:
         Unusable: its columns hold no text, or the template refuses it.

@@ -114,8 +114,10 @@ class TextSource:
         return "[" in self.split
 
     def rows(self, count: int | None) -> tuple[int, int | None]:
-        """Return the first row of the slice of a split of ``count`` rows (None if unknown), and the
-        row that it ends before; None for the end.
+        """Return the first row of the slice, and the row that it ends before; None for the end.
+
+        Args:
+            count: rows of the split; None if unknown.
 
         Raises:
             MoesaicError: the slice is a share, and ``count`` is unknown.
@@ -212,11 +214,14 @@ def _from_json(spec: str) -> Iterator[TextSource]:
 
 
 def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
-    """Return the sources that a text's name stands for (:func:`text_sources`), with named mixes
-    replaced by theirs.
+    """Return the sources that a text's name stands for, with named mixes replaced by theirs.
 
     For evaluation, a name that is also a domain of the text that ships is that domain, so that
     figures are the same everywhere.
+
+    Args:
+        spec: as for :func:`text_sources`.
+        use: calibration (or training), or evaluation.
 
     Raises:
         MoesaicError: the name is wrong.

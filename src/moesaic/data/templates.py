@@ -35,6 +35,11 @@ MEMORY = 1 << 30
 def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> str:
     """Return a conversation in a tokenizer's chat template, as ``apply_chat_template`` renders it.
 
+    Args:
+        tokenizer: a tokenizer with a template.
+        turns: the turns that the template gets.
+        options: further options of ``apply_chat_template``.
+
     Raises:
         MoesaicError: the template takes more than :data:`SECONDS` or :data:`MEMORY`, or writes more
             than :data:`LONGEST`.
@@ -98,8 +103,11 @@ def _end() -> None:
 
 
 def _asked(tokenizer: Tokenizer, turns: Sequence[Values], options: Values) -> tuple[str, str]:
-    """Return what :func:`_answer` returns in a child, which is kept for the next conversation;
-    EOFError if it has ended or takes too long."""
+    """Return what :func:`_answer` returns in a child, which is kept for the next conversation.
+
+    Raises:
+        EOFError: the child has ended, or takes too long.
+    """
     words = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
     made_of = (os.getpid(), type(tokenizer), *words)
     if not _CHILD or _CHILD[0].made_of != made_of:

@@ -84,7 +84,14 @@ class Tokens:
 
     def check(self, config: Config) -> None:
         """Refuse windows without a token, or longer than a model's positions, and ids outside its
-        vocabulary."""
+        vocabulary.
+
+        Args:
+            config: the model's config.
+
+        Raises:
+            MoesaicError: names the length, or the greatest id.
+        """
         check_length(self.input_ids.shape[1], config)
         vocabulary = config.get_text_config().vocab_size
         if self.count == 0:
@@ -170,7 +177,15 @@ def positions(config: Config) -> int | None:
 
 
 def check_length(length: int, config: Config) -> None:
-    """Refuse windows that are longer than a model's positions."""
+    """Refuse windows that are longer than a model's positions.
+
+    Args:
+        length: tokens of a window.
+        config: the model's config.
+
+    Raises:
+        MoesaicError: names both.
+    """
     most = positions(config)
     if most is not None and length > most:
         raise MoesaicError(
@@ -181,8 +196,11 @@ def check_length(length: int, config: Config) -> None:
 def process_share(
     tokens: Tokens, number: int, processes: int, tokens_per_batch: int = 2048
 ) -> tuple[Tokens, list[int]]:
-    """Return every ``processes``-th batch from ``number`` on, and the indices of those batches;
-    refuse more processes than batches."""
+    """Return every ``processes``-th batch from ``number`` on, and the indices of those batches.
+
+    Raises:
+        MoesaicError: there are fewer batches than processes.
+    """
     rows = max(1, tokens_per_batch // tokens.input_ids.shape[1])
     batches = torch.arange(len(tokens.input_ids)).split(rows)
     if len(batches) < processes:
@@ -226,6 +244,9 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
     each.
 
     A BOS that a chat template wrote there is skipped: each window has one already.
+
+    Raises:
+        MoesaicError: windows are too short for more than BOS.
     """
     body = length - len(begin)
     if body < 1:
@@ -292,8 +313,11 @@ def _domains(
 
 
 def needs_tokenizer(text: object) -> bool:
-    """Return True if a text as verbs accept it must be tokenised: a source, texts or rows, but no
-    :class:`Tokens` nor tensor of ids."""
+    """Return True if a text must be tokenised: a source, texts or rows, but no token ids.
+
+    Args:
+        text: text as verbs accept it: a source, texts, rows, :class:`Tokens` or a tensor of ids.
+    """
     if isinstance(text, str):
         return not all(source.tokenised for source in text_sources(text))
     if isinstance(text, Sequence) and text and isinstance(text[0], Mapping):
@@ -552,8 +576,10 @@ def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
 def token_file(path: Path, length: int | None = None) -> Tokens:
     """Return the windows of a ``.safetensors`` file, unchanged or cut into shorter ones.
 
-    The file has ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is padding.
-    What is left of a row that is cut is left out, and windows of padding.
+    Args:
+        path: file with ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is
+            padding.
+        length: tokens of a window; the rest of a row is left out, and windows of padding.
 
     Raises:
         MoesaicError: there is no such file, or its windows are shorter.

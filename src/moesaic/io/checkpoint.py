@@ -149,10 +149,15 @@ class Checkpoint:
         yield name, self._place(name)
 
     def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of the stored tensors of a result's tensor, in this checkpoint's
-        storage format.
+        """Yield the stored tensors of a result's tensor, in this checkpoint's storage format.
 
-        ``origin`` is the name here of the tensor that it was made from, which may not exist.
+        Args:
+            name: the tensor's name in the result.
+            tensor: its values.
+            origin: name in this checkpoint of the tensor it was made from, which may not exist.
+
+        Yields:
+            name and values of each stored tensor.
         """
         yield name, tensor
 
@@ -213,11 +218,12 @@ def first_file(names: Iterable[str], config: Values, where: object) -> str:
 
 
 def shards(folder: Path, names: Iterable[str] | None = None, where: object = None) -> list[str]:
-    """Return the names of the files of weights that a checkpoint has or should have, by its
-    config.json and its index in a folder.
+    """Return the names of the files of weights that a checkpoint's folder has or should have.
 
-    ``names`` are those of all its files, by default those in the folder; ``where`` names the
-    repository in messages.
+    Args:
+        folder: with its config.json and its index.
+        names: of the files of the whole checkpoint; by default those in the folder.
+        where: the repository, for messages; by default the folder.
 
     Raises:
         MoesaicError: there are none, or the index is not valid.
@@ -241,7 +247,11 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a folder in which a weight file is missing or has a damaged header."""
+    """Refuse a folder in which a weight file is missing or has a damaged header.
+
+    Raises:
+        MoesaicError: names the file.
+    """
     if any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
         Checkpoint(folder)
 
@@ -348,7 +358,11 @@ def _copied(stored: Stored, out: BinaryIO) -> int:
 
 
 def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
-    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the last."""
+    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the one before.
+
+    Raises:
+        MoesaicError: the file ends early.
+    """
     left = stored.nbytes - start
     room = memoryview(bytearray(min(PIECE, left)))
     with reading(stored.path, failure=TRUNCATED), stored.path.open("rb") as file:
@@ -362,7 +376,11 @@ def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
 
 
 def _write(name: str, stored: Stored, out: BinaryIO) -> None:
-    """Copy a tensor's bytes from its file; values that can be wrong are looked at on the way."""
+    """Copy a tensor's bytes from its file; values that can be wrong are looked at on the way.
+
+    Raises:
+        MoesaicError: the file ends early, or a value is not finite.
+    """
     kind = TYPES[stored.kind]
     checked = kind in COMPUTABLE
     for piece in _pieces(stored, 0 if checked else _copied(stored, out)):
@@ -451,7 +469,11 @@ def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse weights that no model can be run with: infinite, or no numbers."""
+    """Refuse weights that no model can be run with.
+
+    Raises:
+        MoesaicError: a value is infinite or no number.
+    """
     if tensor.dtype not in COMPUTABLE or tensor.is_meta:
         return
     if tensor.numel() == 1 and not torch.isnan(tensor).any():
@@ -487,8 +509,11 @@ def path_of(model: Model, module: nn.Module) -> str:
 
 
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
-    """Return the cached skeleton of a config (no values), which must not be run or changed, in its
-    own floating-point type or another.
+    """Return the cached skeleton of a config (no values), which must not be run or changed.
+
+    Args:
+        config: of the model.
+        dtype: floating-point type; None for the config's own.
 
     Raises:
         MoesaicError: there is no such model.

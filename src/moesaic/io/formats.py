@@ -46,8 +46,11 @@ _ONE_EXPERT = re.compile(r"(?<=experts)\\?\.[(\[]?\d+")
 
 
 def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
-    """Return an entry of a config's module list, a module or ``re:`` and a pattern of modules, with
-    the expert numbers of a result; ``moved`` has new names of single experts' modules by old ones.
+    """Return an entry of a config's module list with the expert numbers of a result.
+
+    Args:
+        entry: a module, or a regular expression after ``re:``.
+        moved: new names of single experts' modules, by their old names.
 
     >>> moved = {"layers.1.experts.5.up": "layers.1.experts.2.up"}
     >>> [_renumbered(f"layers.1.experts.{i}", moved) for i in (5, 6)]
@@ -67,8 +70,11 @@ def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
 
 
 class Format(ABC):
-    """Format that stores matrices in few bits, by the ``quantization_config`` of a checkpoint's
-    config."""
+    """Format that stores matrices in few bits.
+
+    Args:
+        config: ``quantization_config`` of a checkpoint's config.
+    """
 
     method: ClassVar[str]
     whole: ClassVar[int] = 0
@@ -211,8 +217,9 @@ class Format(ABC):
     def leaving(self, modules: Collection[str], moved: Mapping[str, str]) -> JSON:
         """Return the ``quantization_config`` of a result in which some modules are not quantised.
 
-        All experts of a layer are one module; ``moved`` has the single experts' modules that were
-        not quantised before, new names by old ones.
+        Args:
+            modules: names of these modules; all experts of a layer are one.
+            moved: single experts' modules that were not quantised: new names by old ones.
         """
         said = dict(self.config)
         for key in (key for key in (self.plainly, *OTHERWISE) if said.get(key)):
@@ -603,11 +610,14 @@ class Compressed(Format):
         return codes.clamp(-highest - 1, highest).to(torch.int8), scales, zeros.to(torch.int8)
 
     def _nearest(self, blocks: Tensor, kind: torch.dtype) -> Tensor:
-        """Return the scale of each block (G, rows, H, columns) with the least squared error of its
-        integer codes (G, H).
+        """Return the scale of each block (G, H) with the least squared error of its integer codes.
 
         Any code is tried for a block's largest value: values that were quantised before are met
         exactly even if the value with the largest code was removed.
+
+        Args:
+            blocks: (G, rows, H, columns).
+            kind: of stored scales.
         """
         highest = 2 ** (self.bits - 1) - 1
         most = blocks.abs().amax((1, 3))
@@ -689,8 +699,14 @@ def _blockwise(
     block: Sequence[int],
     change: Callable[[Tensor, Tensor], object] = Tensor.mul_,
 ) -> Tensor:
-    """Change values (..., O, I), float32, by their block's number in a grid, in place, by default
-    times it; the last blocks may be cut off."""
+    """Change values (..., O, I) by their block's number, in place; the last blocks may be cut off.
+
+    Args:
+        values: float32.
+        grid: a number for each block.
+        block: its rows and columns.
+        change: of a view of the values, in place; by default times the number.
+    """
     rows, columns = block
     grid = grid if grid.dim() > 1 else grid.view(-1, 1)
     wide = grid.repeat_interleave(columns, -1)[..., : values.shape[-1]]

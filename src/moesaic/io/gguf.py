@@ -64,10 +64,14 @@ class Part(NamedTuple):
 
 
 class Tensors(Checkpoint):
-    """Tensors of a GGUF file in float32, by the names of its parts.
+    """Tensors of a GGUF file in float32.
 
-    A processor of transformers undoes what llama.cpp's converter does to values; without one they
-    are taken as they are.
+    Args:
+        file: the file.
+        folder: where it is unpacked.
+        parts: of the file, by the names by which they are read.
+        processor: transformers', which undoes what llama.cpp's converter does to values; None if
+            they are taken as they are.
     """
 
     def __init__(
@@ -207,7 +211,11 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
 
 
 def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
-    """Return the names in memory of a model's weights, after checking that a file has them all."""
+    """Return the names in memory of a model's weights, after checking that a file has them all.
+
+    Raises:
+        MoesaicError: some are not there or of another shape, or more is there.
+    """
     try:
         naming.check(model)
     except MoesaicError as error:
@@ -222,7 +230,11 @@ def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
 
 
 def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
-    """Refuse a file that holds more than its model."""
+    """Refuse a file that holds more than its model.
+
+    Raises:
+        MoesaicError: names some of the tensors.
+    """
     left = sorted(name for name in names if not UNUSED.search(name))
     if left:
         raise MoesaicError(
@@ -233,8 +245,11 @@ def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
 
 
 def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, Part]:
-    """Return a model's weights in a file, by their names in published checkpoints; refuse a file
-    that does not have all, or more."""
+    """Return a model's weights in a file, by their names in published checkpoints.
+
+    Raises:
+        MoesaicError: some are not there or of another shape, or more is there.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     there = {str(tensor.name): tensor for tensor in reader.tensors}
@@ -261,7 +276,11 @@ def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> d
 
 
 def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
-    """Return a function from a published weight to llama.cpp's possible names of it, stacked."""
+    """Return a function to llama.cpp's possible names of a published weight; experts are stacked.
+
+    Raises:
+        MoesaicError: gguf-py does not know the architecture.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next((n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -285,7 +304,11 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
 
 
 def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part:
-    """Return a weight, or an expert's part of a stacked one."""
+    """Return a weight, or an expert's part of a stacked one.
+
+    Raises:
+        MoesaicError: its shape is not the config's.
+    """
     match, stored, count = _NUMBER.search(name), _shape(tensor), 1
     expert = int(match[1]) if match else None
     if expert is not None:

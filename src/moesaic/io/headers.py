@@ -79,7 +79,11 @@ def reading(
 
 
 def parsed(text: str | bytes, where: str) -> Any:
-    """Parse the content of a JSON file, which is named in messages.
+    """Parse JSON from a file.
+
+    Args:
+        text: the file's content.
+        where: the file, for messages.
 
     Raises:
         MoesaicError: it is not JSON, is no text, is larger than :data:`LARGEST`, is nested beyond
@@ -135,6 +139,10 @@ def mapping_of(path: Path) -> JSON:
 def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
     """Refuse values whose type is not their hint's; missing ones pass.
 
+    Args:
+        plain: values by name.
+        hints: types by name.
+
     Raises:
         TypeError: names the first.
 
@@ -149,6 +157,9 @@ def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
 
 def check_counts(plain: object) -> None:
     """Refuse numbers of layers and of experts that no model has, at any depth of a config.
+
+    Args:
+        plain: a config as plain JSON, or a part of one.
 
     Raises:
         ValueError: names the first.
@@ -205,8 +216,16 @@ _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
 def _check_entry(name: str, entry: object, room: int) -> None:
-    """Refuse a tensor's entry in a header (its type, shape and offsets) if it is not valid;
-    ``room`` is the bytes of all data."""
+    """Refuse a tensor's entry in a header if it is not valid.
+
+    Args:
+        name: of the tensor.
+        entry: its type, shape and offsets.
+        room: bytes of all data.
+
+    Raises:
+        ValueError: names the tensor.
+    """
     if isinstance(entry, dict) and entry.keys() == _ENTRY:
         kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(kind) is str and _are_counts(shape) and _are_counts(offsets):

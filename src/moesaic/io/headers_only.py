@@ -25,11 +25,16 @@ LARGEST = 1 << 44
 def headers_of_model(
     name: str, folder: Path, revision: str | None = None, token: str | bool | None = None
 ) -> Source:
-    """Find a model without its weights, as :func:`moesaic.io.source.resolve` does with them.
+    """Find a model without its weights.
 
     Of a hub id only small files and headers are fetched. A folder that has a config and no weights
-    is taken for the model that the config describes. Files that have to be made are put into
-    ``folder``.
+    is taken for the model that the config describes.
+
+    Args:
+        name: as for :func:`moesaic.io.source.resolve`.
+        folder: an existing one, for the files that have to be made.
+        revision: as for :func:`moesaic.io.source.resolve`.
+        token: the same.
 
     Raises:
         MoesaicError: there is no such model, or the hub cannot be reached.

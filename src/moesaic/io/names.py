@@ -80,8 +80,11 @@ def _say_shadowed(name: str, folder: Path) -> None:
 
 
 def check_repository(name: str, token: str | bool | None = None) -> None:
-    """Refuse a repository, ``owner/name``, that nothing can be uploaded to, before any work is
-    done.
+    """Refuse a repository of the hub that nothing can be uploaded to, before any work is done.
+
+    Args:
+        name: ``owner/name``.
+        token: of the hub; None for the one that is stored on this machine.
 
     Raises:
         MoesaicError: it is no name of a repository, nobody is logged in, or the hub is switched

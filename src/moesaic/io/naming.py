@@ -157,8 +157,12 @@ class Naming:
         return self._assembled(name, lambda part: cast(self.checkpoint.tensor(part)))
 
     def ordered(self, disk: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-        """Read a tensor by its name on disk, ``cast`` applied, its values in the order that they
-        have in memory."""
+        """Read a tensor by its name on disk, its values in the order that they have in memory.
+
+        Args:
+            disk: name on disk.
+            cast: function that is applied to the stored tensor first.
+        """
         tensor = cast(self.checkpoint.tensor(disk))
         converter = self._reorders.get(disk)
         return tensor if converter is None else _converted(converter, disk, tensor)
@@ -202,8 +206,14 @@ class Naming:
         return tensor[0] if isinstance(tensor, list) else tensor
 
     def check(self, model: Model) -> None:
-        """Refuse a checkpoint that does not hold all weights of a model or skeleton; no values are
-        read."""
+        """Refuse a checkpoint that does not hold all weights of a model; no values are read.
+
+        Args:
+            model: on any device; a skeleton is enough.
+
+        Raises:
+            MoesaicError: a weight is missing, or of another shape.
+        """
         shared: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
@@ -252,8 +262,15 @@ def _stacks(converter: WeightConverter) -> bool:
 
 
 def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) -> Tensor:
-    """Read experts into one tensor (E, ...), one by one, so that there is no second copy of all;
-    the rows of each expert's matrices, given by name, are joined."""
+    """Read experts into one tensor (E, ...), one by one, so that there is no second copy of all.
+
+    Args:
+        experts: for each expert, names of its matrices, whose rows are joined.
+        read: returns a matrix by its name.
+
+    Raises:
+        ValueError: an expert's shape is not the first one's.
+    """
     stacked = None
     for place, names in enumerate(experts):
         parts = [read(name) for name in names]

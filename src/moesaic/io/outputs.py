@@ -82,8 +82,15 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse an output that is, holds or lies in one of its inputs: names of models, files and
-    text; names without a path pass."""
+    """Refuse an output path that would overwrite an input.
+
+    Args:
+        out: the file or folder to make.
+        inputs: names of models, files and text that are read; names without a path pass.
+
+    Raises:
+        MoesaicError: one of them is ``out``, lies in it, or holds it as a file.
+    """
     place = out.resolve()
     for name in filter(os.path.lexists, filter(None, map(str, inputs))):
         read = Path(name).resolve()
@@ -100,9 +107,16 @@ def check_file(
     overwrite: bool = False,
     inputs: Iterable[str | Path] = (),
 ) -> None:
-    """Refuse a file to make that exists and may not be replaced, cannot be made, or is read.
+    """Refuse a file that exists, cannot be made, or is read.
 
-    An older one, which begins as its kind does, or an empty one is replaced with ``overwrite``.
+    Args:
+        out: the file to make.
+        kind: pattern of the first bytes of such files; None if the caller checks an existing one.
+        overwrite: replace ``out`` if it is an older one of its kind, or empty.
+        inputs: names of models, files and text that are read.
+
+    Raises:
+        MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
     """
     _check_place(out)
     if out.is_dir():
@@ -122,8 +136,12 @@ def check_file(
 
 
 def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse a folder that exists and may not be replaced, cannot be made, is not our own, or holds
-    an input, as the folders of its unfinished run must not either."""
+    """Refuse a folder that exists, cannot be made, is not our own, or holds an input.
+
+    Raises:
+        MoesaicError: it exists and may not be replaced, or has no place; or it is an input, or one
+            lies in it, or in a folder of its unfinished run.
+    """
     _check_place(out)
     if out.name in NAMES and out.parent.resolve() == Path.cwd():
         raise MoesaicError(
@@ -205,7 +223,8 @@ def _acquired(lock: FileLock, file: Path, wait: bool) -> bool:
 def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
     """Hold an output's lock, which ends with this process at the latest; a thread may nest them.
 
-    Yields True if this thread had not held it before. Files that killed runs left are then removed.
+    Yields:
+        True if this thread had not held it before. Files that killed runs left are then removed.
     """
     from filelock import FileLock, Timeout  # which wrong requests need not wait for
 
@@ -237,8 +256,11 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
 def output_lock(out: Path, wait: bool = False) -> Iterator[None]:
     """Context in which no other run, of this process or of another, writes an output.
 
-    Another run that does is refused or, with ``wait``, waited for. Warns if there is something in
-    its place: callers have checked that it may be replaced.
+    Warns if there is something in its place: callers have checked that it may be replaced.
+
+    Args:
+        out: a file or a folder.
+        wait: wait for another run that writes it, instead of refusing.
 
     Raises:
         MoesaicError: another run writes it.
@@ -288,8 +310,16 @@ def _sweep(out: Path) -> None:
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """Yield a new empty file beside another that gets its name when it is complete, or is removed
-    on failure. A file that has the name by then is replaced."""
+    """Yield a temporary file that gets its name when it is complete, or is removed on failure.
+
+    A file that has the name by then is replaced.
+
+    Args:
+        file: path of the file; its folder is made if need be.
+
+    Yields:
+        the path to write to, beside ``file``: a new empty file.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = _empty(_beside(file))
     try:
@@ -300,7 +330,11 @@ def whole_file(file: Path) -> Iterator[Path]:
 
 
 def put_file(work: Path, file: Path, overwrite: bool) -> None:
-    """Rename a complete file; refuse a name that is taken, unless ``overwrite``."""
+    """Rename a complete file.
+
+    Raises:
+        MoesaicError: the name is taken, and ``overwrite`` is False.
+    """
     if not overwrite:
         with suppress(OSError):  # the name is taken, or the file system has no links
             os.link(work, file)  # a rename would replace
@@ -315,6 +349,9 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder beside an output for intermediate files; it is removed afterwards.
 
     If this process is killed, the next run of the output removes it.
+
+    Args:
+        out: a file or a folder, which no other run writes meanwhile.
 
     Raises:
         MoesaicError: another run writes it.
@@ -334,8 +371,13 @@ def whole_folder(
 ) -> Iterator[Path]:
     """Yield a temporary folder beside ``out`` that is renamed to it at the end, or removed.
 
-    An existing one is replaced with ``overwrite``, if all in it is our own; ``inputs`` are names of
-    models, files and text that are read meanwhile.
+    Args:
+        out: path of the folder.
+        overwrite: replace an existing one that is our own.
+        inputs: names of models, files and text that are read meanwhile.
+
+    Yields:
+        the folder to write to.
 
     Raises:
         MoesaicError: as :func:`check_out`; another run is writing it; it exists by then.
@@ -399,7 +441,11 @@ def resumable(out: str | Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove the folder of an unfinished run or search; refuse one that holds files of no run."""
+    """Remove the folder of an unfinished run or search.
+
+    Raises:
+        MoesaicError: it holds files of no run.
+    """
     _check_scratch(folder)
     if folder.exists():
         remove(folder)

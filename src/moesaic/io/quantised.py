@@ -80,8 +80,12 @@ def _method_of(config: JSON) -> str:
 
 
 def described(config: Values, folder: Path) -> JSON:
-    """Return the settings of the format of a folder's weights, of the whole or of its language
-    model; empty if there are none."""
+    """Return the settings of the format of a folder's weights; empty if there are none.
+
+    Args:
+        config: content of ``config.json``, whose language model may have settings of its own.
+        folder: the model's, which may hold ModelOpt's file.
+    """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "quantization"):  # the latter is MLX's
@@ -402,8 +406,11 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def _plain_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint whose config names no format; refuse one of which a weight is quantised all
-    the same."""
+    """Open a checkpoint whose config names no format.
+
+    Raises:
+        MoesaicError: a weight is quantised all the same.
+    """
     checkpoint = Checkpoint(folder)
     for name, stored in checkpoint._stored.items():
         packed = stored.kind in CODES and re.search(r"weight(_packed)?$|_blocks$", name)
@@ -416,8 +423,13 @@ def _plain_checkpoint(folder: Path) -> Checkpoint:
 
 
 def describe_format(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
-    """Write the storage format of a result's weights into its config, in place, after everything
-    was written from the source."""
+    """Write the storage format of a result's weights into its config, in place.
+
+    Args:
+        config: of the result.
+        checkpoint: the source, after everything was written from it.
+        kept: the source's format was kept; otherwise no weight is quantised.
+    """
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return
     if not kept:

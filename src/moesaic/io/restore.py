@@ -23,7 +23,12 @@ from moesaic.types import Made, Model, Tokenizer
 def source_or_model(
     model: object, revision: str | None = None, token: str | bool | None = None
 ) -> Source | Model:
-    """Return the model that a verb was given by name, loaded or as a result: its source or itself.
+    """Return the model that a verb was given: a loaded one itself, or the source of a name.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        revision: as for :func:`~moesaic.io.source.resolve`.
+        token: the same.
 
     Raises:
         MoesaicError: it is neither, or there is no such model.
@@ -41,8 +46,11 @@ def source_or_model(
 
 
 def tokenizer_of(model: object, opened: Source | Model) -> Tokenizer | None:
-    """Return the tokenizer that comes with a model that :func:`source_or_model` opened; None for a
-    loaded one, which has none.
+    """Return the tokenizer that comes with a model; None for a loaded one, which has none.
+
+    Args:
+        model: the argument of a verb.
+        opened: what :func:`source_or_model` returned for it.
 
     Raises:
         MoesaicError: its folder holds no tokenizer that can be used.
@@ -62,6 +70,9 @@ def untouched(*models: object) -> Iterator[None]:
 
     That is each module's mode, which parameters learn, and the state of random numbers. Weights,
     hooks and forwards are restored by the code that changes them.
+
+    Args:
+        models: arguments that verbs take as models; names and None are ignored.
     """
     held = (model.model if isinstance(model, Made) else model for model in models)
     loaded = [model for model in held if isinstance(model, nn.Module)]

@@ -119,8 +119,11 @@ class Source:
         return config, text
 
     def _check_names(self, config: Config) -> None:
-        """Refuse a language model's folder whose tensors have a multimodal model's names:
-        transformers would find none of them."""
+        """Refuse a language model's folder whose tensors have a multimodal model's names.
+
+        Raises:
+            MoesaicError: transformers would find none of these.
+        """
         odd = [name for name in self._stored_names if language(name) != name]
         alone = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if not (odd and alone):
@@ -135,7 +138,11 @@ class Source:
             )
 
     def _check_parts(self, config: Config, text: Config) -> None:
-        """Refuse a multimodal model whose language model's tensors have unknown names."""
+        """Refuse a multimodal model whose language model's tensors have names that are not known.
+
+        Raises:
+            MoesaicError: the embedding is not found.
+        """
         model = shape_of(text)
         embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
         naming = Naming(self.checkpoint, text.model_type, model.state_dict())

@@ -54,7 +54,11 @@ def brings_code(folder: Path) -> bool:
 
 
 def check_config(config: Values, folder: Path) -> None:
-    """Refuse a config.json that names compiled code on the hub."""
+    """Refuse a config.json that names compiled code on the hub.
+
+    Raises:
+        MoesaicError: names the key.
+    """
     for key, value in config.items():
         if isinstance(value, dict):
             check_config(value, folder / key)
@@ -63,7 +67,15 @@ def check_config(config: Values, folder: Path) -> None:
 
 
 def check_adapter(names: set[str], where: object) -> None:
-    """Refuse an adapter, which changes the weights of another model, by the names of its files."""
+    """Refuse an adapter, which changes the weights of another model.
+
+    Args:
+        names: of the files in the folder.
+        where: the folder or repository, for messages.
+
+    Raises:
+        MoesaicError: the files are an adapter's.
+    """
     if "adapter_config.json" in names:
         raise MoesaicError(
             f"{where} holds an adapter (LoRA): merge it into its model first "
@@ -96,7 +108,11 @@ def _is_blob_of(target: Path, folder: Path) -> bool:
 
 
 def check_file(file: Path, folder: Path) -> None:
-    """Refuse a file of a model's folder: a link out of it or to nothing, a pipe or a device."""
+    """Refuse a file of a model's folder that is a link out of it, a pipe or a device.
+
+    Raises:
+        MoesaicError: it is a link out of the folder or to nothing, a pipe or a device.
+    """
     if _leads_out(file, folder):
         raise MoesaicError(
             f"{file} is a link out of its folder, which is not followed. Put the file there."
@@ -107,7 +123,11 @@ def check_file(file: Path, folder: Path) -> None:
 
 
 def check_fetched(file: Path) -> None:
-    """Refuse a file that git-lfs has not fetched: a pointer to it."""
+    """Refuse a file that git-lfs has not fetched.
+
+    Raises:
+        MoesaicError: it is a pointer to the file.
+    """
     if file.is_file() and file.stat().st_size < 1024:
         with file.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
@@ -118,9 +138,12 @@ def check_fetched(file: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model or a result if a file that may be opened is not in its folder, or not fetched.
+    """Refuse a model or a result if a file that may be opened is not in its folder.
 
     Weights are checked where they are opened (:class:`moesaic.io.checkpoint.Checkpoint`).
+
+    Raises:
+        MoesaicError: names a file that is a link out of it, no plain file, or was not fetched.
     """
     for name in (FOLDER, TEMPLATES):
         check_file(folder / name, folder)
@@ -164,8 +187,12 @@ def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
 
 
 def settle_tokenizer(folder: Path, out: Path) -> None:
-    """Remove references to code from a tokenizer that was copied from a folder to another, or warn
-    if it needs that code."""
+    """Remove references to code from a copied tokenizer, or warn if it needs that code.
+
+    Args:
+        folder: of the source.
+        out: where its side files were copied to.
+    """
     if not brings_code(folder):
         return
     from transformers import AutoTokenizer
