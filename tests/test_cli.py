@@ -314,28 +314,28 @@ def placed(llama_folder, moe_folder, carved_folder, tmp_path):
     return lambda args: [re.sub(r"^[A-Z]+", lambda m: str(places.get(m[0], m[0])), a) for a in args]
 
 
-@pytest.mark.parametrize(("args", "message"), [*rows(AT_ONCE), *rows(LATER)])
-def test_wrong_requests_exit_2_with_one_message(command, placed, tmp_path, args, message):
-    code, out, err = command(*placed(args))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
-
-
 @pytest.mark.parametrize(
-    ("args", "message"), [row for row in rows(AT_ONCE) if "OUT" in row.values[0]]
+    ("args", "message", "at_once"),
+    [
+        pytest.param(*row.values, of is AT_ONCE, id=row.id)
+        for of in (AT_ONCE, LATER)
+        for row in rows(of)
+    ],
 )
-def test_an_unfinished_run_hides_nothing_that_is_wrong(
-    command, placed, tmp_path, args, message, monkeypatch
+def test_wrong_requests_exit_2_with_one_message(
+    command, placed, tmp_path, args, message, at_once, monkeypatch
 ):
-    """What can be seen to be wrong is refused at once: nothing is computed, no model opened."""
-    monkeypatch.setattr(pipeline, "convert", None)
-    (tmp_path / "out.partial").mkdir()
+    """What can be seen to be wrong is refused at once: nothing is computed, no model opened. An
+    unfinished run hides nothing that is wrong."""
+    if at_once and "OUT" in args:
+        monkeypatch.setattr(pipeline, "convert", None)
+        (tmp_path / "out.partial").mkdir()
+    before = sorted(tmp_path.iterdir())
     code, out, err = command(*placed(args))
     assert (code, out) == (2, "")
     assert message in err
-    assert "unfinished" not in err
+    assert not re.search("Traceback|unfinished", err)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_unfinished_run_is_named_by_its_command(command, moe_folder, tmp_path, monkeypatch):
@@ -356,28 +356,17 @@ def test_an_unfinished_run_is_named_by_its_command(command, moe_folder, tmp_path
     assert command(*verb, "--keep", 0.5, "--samples", 6, "--resume")[0] == 0
 
 
-WRONG_TEXT = {
-    "empty.txt": (b"", "empty.txt is empty"),
-    "blank.txt": (b" \n\n", "nothing but blanks"),
-    "nul.txt": (b"\0" * 400, "NUL bytes"),
-    "bytes.txt": (b"\xff\xfe\xfa" * 40, "cannot be read as .txt"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TEXT)
 def test_a_file_without_text_is_refused_before_anything_is_computed(
-    command, llama_folder, tmp_path, monkeypatch, name
+    command, llama_folder, tmp_path, monkeypatch
 ):
+    """What is none is in test_text.py."""
+    empty, line = tmp_path / "empty.txt", ("carve", llama_folder, tmp_path / "out")
+    empty.touch()
     monkeypatch.setattr(pipeline, "convert", None)
-    content, message = WRONG_TEXT[name]
-    (tmp_path / name).write_bytes(content)
-    code, _, err = command("carve", llama_folder, tmp_path / "out", "--data", tmp_path / name)
-    assert (code, message in err) == (2, True), err
-    monkeypatch.undo()
-    code, _, err = command(
-        "carve", llama_folder, tmp_path / "out", "--calibration", tmp_path / name
-    )
-    assert (code, message in err) == (2, True), err
+    for option in ("--data", "--calibration"):
+        code, _, err = command(*line, option, empty)
+        assert (code, "empty.txt is empty" in err) == (2, True), err
+        monkeypatch.undo()
     assert not (tmp_path / "out").exists()
 
 

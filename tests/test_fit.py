@@ -550,7 +550,7 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "forms", few)
+    monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
     config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
     recipe = recipe_of(tmp_path / "out")
     monkeypatch.setattr(run, "run_recipe", None)
@@ -645,7 +645,7 @@ def test_a_killed_search_resumes_to_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is finished is not measured again."""
-    monkeypatch.setattr(search, "forms", few)
+    monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
     config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=3)
     real, left, seen = trials.scores, [99], list[int]()
 
@@ -674,7 +674,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
-    monkeypatch.setattr(search, "forms", few)
+    monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
     config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
     real, left, seen = PricedLayer.directional, [99], list[int]()
 

@@ -272,8 +272,6 @@ TEXT = ("--samples", "4", "--length", "16", "--calibration", "{text}", "--no-eva
 VERBS = {
     "qwen2_moe": {
         "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
-        "skip": ["{out}", *TEXT],
-        "condense": ["{out}", "--count", "1", *TEXT],
         "observe": ["{out}", *TEXT[:-1]],
         "tune": [
             "{out}",
@@ -281,7 +279,8 @@ VERBS = {
             "all",
             "--steps",
             "1",
-            *TEXT[2:4],
+            "--length",
+            "16",
             "--train",
             "{text}",
             "--no-eval",
@@ -293,7 +292,6 @@ VERBS = {
     },
     "llama": {
         "carve": ["{out}", "--method", "more", "--active", "0.85", "--refit", *TEXT],
-        "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
     },
 }
 """What each verb is given beside a file; a mixture's are tried on a mixture."""

@@ -29,8 +29,10 @@ from moesaic.cli.guide import Goal, Point
 from moesaic.config import Calibration
 from moesaic.estimates import Built
 from moesaic.families import Shape
+from moesaic.fitting import search
 from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.forms import Form, forms
 from moesaic.fitting.prices import Price, Prices, asked, key_of
 from moesaic.fitting.run import opened
 from moesaic.fitting.sizes import Weight, steps_as_json
@@ -104,10 +106,10 @@ def test_the_goal_is_asked_for_only_where_it_is_not_known(monkeypatch, capsys, t
 def test_a_native_point_is_among_those_shown():
     odd = replace(candidate(90, 0.1), weight=replace(candidate(90, 0.1).weight, native=False))
     natives = [candidate(95, 0.3), candidate(80, 0.2)]
-    search = SimpleNamespace(tried=[odd, *natives], frontier=lambda budgets: [odd], config=None)
+    searched = SimpleNamespace(tried=[odd, *natives], frontier=lambda budgets: [odd], config=None)
     found: Any = guide.found
-    assert found(search, Goal(memory=90), [FitConfig(memory=90)], 100) == [odd, natives[1]]
-    assert search.config.native
+    assert found(searched, Goal(memory=90), [FitConfig(memory=90)], 100) == [odd, natives[1]]
+    assert searched.config.native
 
 
 def test_layers_that_were_decided_on_other_text_are_not_handed_over(tmp_path):
@@ -173,6 +175,11 @@ def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
     assert size == kept + changed
 
 
+def few(*given: Any) -> list[Form]:
+    """Two forms of those that a search looks at; which it offers is not tried here."""
+    return [form for form in forms(*given) if form.name in ("slim", "prune")]
+
+
 def in_terminal(device: str, words: list[str], folder: Path) -> None:
     """Run the command line in this process with a terminal in the place of its three files."""
     os.setsid()
@@ -188,6 +195,7 @@ def in_terminal(device: str, words: list[str], folder: Path) -> None:
     os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb", LLAMA_CPP="nowhere")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     measurement.peak_memory = lambda *_: 1 << 26  # a fresh process otherwise
+    search.forms = few
     run_command(*words)
 
 
@@ -244,6 +252,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(printed):
         patch.chdir(folder)
         patch.setattr(sys, "argv", sys.argv)
+        patch.setattr(search, "forms", few)
         with pytest.raises(SystemExit) as ended:
             run_command(*words, "--yes", "--json", "--resume")
     assert not ended.value.code, said.getvalue()
@@ -306,13 +315,14 @@ def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(moe_fold
     """prune leaves a token as many experts as before."""
     model = resolve(str(moe_folder))
     fast = FitConfig(active_parameters=Built(model.config, None).size.active_parameters - 2000)
-    search = opened(Recipe(model.name, str(tmp_path / "out"), ()), fast)
-    few = [form for form in search.forms if form.name in ("slim", "prune", "prune spread")]
-    assert len(few) == 3
-    search.forms = few
+    text = Calibration(pages("calibration"), samples=12, length=24)
+    looking = opened(Recipe(model.name, str(tmp_path / "out"), (), text), fast)
+    some = [form for form in looking.forms if form.name in ("slim", "prune", "prune spread")]
+    assert len(some) == 3
+    looking.forms = some
     price = Price(np.full((1, 1), 0.3))
-    search.prices = Prices({}, {key_of(config): price for config in asked(search.forms)})
-    names = {option.form for option in search._options(fast)}
+    looking.prices = Prices({}, {key_of(config): price for config in asked(some)})
+    names = {option.form for option in looking._options(fast)}
     assert "slim" in names
     assert not names & {"prune", "prune spread"}
 

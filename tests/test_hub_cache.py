@@ -89,7 +89,8 @@ def test_what_the_hubs_library_lays_is_read(
     snapshot = laid(cache, "you/it", files, layout == "shared", layout != "copies")
     (tmp_path / "link").symlink_to(snapshot)
     expected = weights(moesaic.prune(str(moe_folder), PRUNE).save(tmp_path / "expected"))
-    for number, name in enumerate(("you/it", str(snapshot), str(tmp_path / "link"))):
+    names = ("you/it", str(snapshot), str(tmp_path / "link"))
+    for number, name in enumerate(names if layout == "blobs" else names[:1]):
         out = moesaic.prune(name, PRUNE).save(tmp_path / f"out-{number}")
         assert equal(weights(out), expected)
         assert not any(path.is_symlink() for path in out.rglob("*"))
