@@ -904,13 +904,6 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
     assert "resume=" not in caplog.text, "the command line prints it as it is"
 
 
-def test_steps_are_told_without_their_defaults() -> None:
-    assert steps_as_json((PruneConfig(keep=4), SlimConfig(keep=0.25, refit=True))) == [
-        {"prune": {"method": "naee", "keep": 4}},
-        {"slim": {"method": "neurons", "keep": 0.25, "refit": True}},
-    ]
-
-
 def test_mixtures_have_forms_of_two_steps() -> None:
     source = resolve("tiny-shared-moe")
     assert isinstance(base_arch(source.config), MoEArch)

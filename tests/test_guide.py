@@ -343,8 +343,3 @@ def test_points_are_saved_as_they_are_picked(moe_folder, tmp_path):
     terminal.type("0")
     assert terminal.end() == 0
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_search_needs_a_budget():
-    with pytest.raises(MoesaicError, match="Give a budget"):
-        FitConfig()

@@ -703,13 +703,6 @@ def test_a_folder_that_has_a_known_models_name_is_said(
     assert command("prune", moe_folder, "deep/tiny-moe", *PRUNE)[0] == 0
 
 
-def test_an_adapter_is_named(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_text("")
-    code, _, err = command("inspect", tmp_path)
-    assert (code, "holds an adapter (LoRA): merge it" in err) == (2, True), err
-
-
 # --- killed --------------------------------------------------------------------------------------
 
 
