@@ -264,7 +264,6 @@ pruen MODEL OUT | Did you mean 'prune'?
 """
 LATER = r"""
 carve MODEL OUT --method more --active 0.2 | out of reach
-carve MODEL OUT --samples 100000 | --samples
 carve DONE OUT --method more | already carved
 eval some/model | could not be fetched
 eval MODEL --data a.jsonl,prose | a mix is written as a.jsonl=1,prose=1

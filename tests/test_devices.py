@@ -10,7 +10,7 @@ import faraway
 import pytest
 import test_gpu
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from builders import EQUAL, carved_layer, converted, pages, statistics, tiny_model, tiny_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -102,6 +102,15 @@ MODELS = {
     "gates": weighed,
     "overlapping": overlapping,
 }
+
+
+def test_gates_whose_weights_are_on_disk_compute_the_same(tokens: Any, tmp_path: Any) -> None:
+    """As do results of every other kind: laws/test_layers.py."""
+    model = weighed()
+    with torch.no_grad():
+        expected = model(tokens.input_ids).logits
+        disk_offload(model, str(tmp_path), execution_device="cpu")
+        assert torch.allclose(model(tokens.input_ids).logits, expected, atol=1e-5)
 
 
 def test_a_replica_without_parameters_of_its_own_computes_the_same(tokens: Any) -> None:

@@ -101,11 +101,6 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "experts": lambda: dense(lambda i: carved_layer(40, (12, 12), seed=i)),
         "uneven, fused": lambda: dense(lambda i: carved_layer(40, (8, 16), seed=i), "phi3"),
         "not gated": lambda: dense(lambda i: carved_layer(40, (12, 12), seed=i), "phi"),
-        "gates": lambda: dense(
-            lambda i: carved_layer(
-                32, (8, 8, 8, 8), i, top_k=4, routing="threshold", gate={"tau": 0.5}
-            )
-        ),
         "fewer neurons": lambda: dense(lambda i: carved_layer(40, (), seed=i)),
         "new down projections": lambda: dense(
             lambda i: carved_layer(40, (12, 12), seed=i, down_DM=torch.randn(32, 64))
@@ -177,7 +172,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
 }
 CASES = [(kind, name) for kind, samples in SAMPLES.items() for name in samples]
 BY_DAY = {
-    "carved": {"experts", "gates", "new down projections"},
+    "carved": {"experts", "new down projections"},
     "overlapping": {"shared weights", "attention"},
     "cut": {
         "and padded", "fewer, new down projections", "dense, not gated",
