@@ -16,6 +16,7 @@ from builders import (
     UNEVEN,
     carved_layer,
     condensed_layer,
+    opened,
     same_model,
     saved,
     tiny_config,
@@ -23,7 +24,7 @@ from builders import (
     tiny_moe,
 )
 from gguf import GGUFReader
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from shrunken import small_model, small_whole
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -313,9 +314,8 @@ def test_an_export_that_is_not_the_same_is_refused(tmp_path):
     source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
     out = tmp_path / "native"
     export(str(source.folder), out)
-    weights = load_file(out / "model.safetensors")
-    weights["model.layers.1.block_sparse_moe.router.layer.weight"].neg_()
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    with opened(out) as weights:
+        weights["model.layers.1.block_sparse_moe.router.layer.weight"].neg_()
     with pytest.raises(MoesaicError, match="logits differ"):
         verify(source, out)
 
@@ -504,9 +504,8 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     folder = tmp_path / "base"
     tiny_moe("qwen3_moe").save_pretrained(folder)
     if predicting:
-        tensors = load_file(folder / "model.safetensors")
-        tensors["mtp.fc.weight"] = torch.ones(32, 64)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with opened(folder) as tensors:
+            tensors["mtp.fc.weight"] = torch.ones(32, 64)
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
         llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
     assert told == [

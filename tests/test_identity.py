@@ -11,8 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, carved_model, loaded, logits, tiny_model, tiny_moe, weights
-from safetensors.torch import load_file, save_file
+from builders import (
+    VOCAB,
+    carved_model,
+    edited,
+    loaded,
+    logits,
+    opened,
+    tiny_model,
+    tiny_moe,
+    weights,
+)
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -55,9 +65,8 @@ def text(tokens: Tokens, folder: Path) -> str:
 def changed(source: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a model's folder with other tensors in its one file."""
     shutil.copytree(source, out)
-    tensors = load_file(out / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with opened(out) as tensors:
+        change(tensors)
     return out
 
 
@@ -254,9 +263,7 @@ def test_older_plans_are_refused_in_one_message(
     plan = moesaic.prune(pair[0], PruneConfig(keep=5), calibration=tokens).plan
     assert plan is not None
     plan.save(tmp_path)
-    header = json.loads((tmp_path / "plan.json").read_text())
-    header["format"] = 2
-    (tmp_path / "plan.json").write_text(json.dumps(header))
+    edited(tmp_path / "plan.json", format=2)
     with pytest.raises(MoesaicError, match="Make the plan again"):
         Plan.load(tmp_path)
 

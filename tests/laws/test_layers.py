@@ -172,8 +172,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
 }
 CASES = [(kind, name) for kind, samples in SAMPLES.items() for name in samples]
 BY_DAY = {
-    "carved": {"experts", "new down projections"},
-    "overlapping": {"shared weights", "attention"},
+    "carved": {"experts", "new down projections"}, "overlapping": {"shared weights", "attention"},
     "cut": {
         "and padded", "fewer, new down projections", "dense, not gated",
         "dense, new down projection", "a shared path", "of different widths",
