@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +17,11 @@ from torch import nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
+from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities
 from moesaic.observation.branches import changed as changed_by
 from moesaic.observation.branches import divergences
-from moesaic.observation.estimates import estimated, estimates, priced_layers
+from moesaic.observation.estimates import PricedLayer, estimated, estimates, priced_layers
 from moesaic.observation.stream import BEFORE, LayerStream
 
 
@@ -81,6 +83,20 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
     places = [getattr(part, "block", None) for part in priced_layers(stream)]
     assert [block and block.index for block in places] == [2, 1, 0, None]
     assert opened == [0, 1, 2, 2, 1, 0]
+
+
+def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_path: Path) -> None:
+    """What remembers a layer's computation would keep its weights, beside those of the next one."""
+    tiny_moe("mixtral", num_hidden_layers=3).save_pretrained(tmp_path)
+    source = resolve(str(tmp_path))
+    arch = base_arch(source.config)
+    stream = LayerStream.from_disk(source.checkpoint, source.config, arch, tokens, view=arch.view)
+    seen: list[Any] = []
+    for part in priced_layers(stream, draws=2):
+        assert not any(weight() is not None for weight in seen)
+        if isinstance(part, PricedLayer):
+            seen += map(weakref.ref, part.block.layer.parameters())
+        del part
 
 
 def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:

@@ -755,6 +755,7 @@ def test_what_may_come_out_best_is_measured(
     [
         ((0.9, 0.7, 1.0, 0.7), "one"),  # by .04 on average, not on every window
         ((0.9, 0.9, 0.8, 0.9), "two"),
+        ((1.4, 0.4, 1.2, 0.6), "two"),  # by .1, which so few windows cannot show
         ((), "two"),  # of one window no error is known
     ],
 )

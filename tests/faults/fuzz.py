@@ -36,7 +36,9 @@ LONGEST = 1000
 """Characters of a message at most."""
 QUICK = ("--keep", "6", "--score", "aimer", "--no-refit", "--no-eval")
 MEASURING = ("--data", "TEXT", "--length", "16", "--max-tokens", "64")
-READING = ("--keep", "6", "--score", "frequency", "--samples", "2", "--length", "16", "--no-eval")
+SHORT = ("--samples", "2", "--length", "16")
+READING = ("--keep", "6", "--score", "frequency", *SHORT, "--no-eval")
+FITTING = ("--memory", "BUDGET", *SHORT, "--windows", "4", "--max-tokens", "64")
 
 
 @dataclass(frozen=True)
@@ -402,6 +404,10 @@ KINDS = (
          ("prune", "IN", "out", *READING, "--calibration", "TURNS")),
     Kind("files of a partial run", "out.partial", unfinished,
          ("prune", "MOE", "out", *READING, "--calibration", "TEXT", "--resume")),
+    Kind("price tables", "prices.json", json_file(),
+         ("fit", "MOE", "out", *FITTING, "--calibration", "TEXT", "--prices", "IN")),
+    Kind("files of a partial search", "out.search", unfinished,
+         ("fit", "MOE", "out", *FITTING, "--calibration", "TEXT", "--resume")),
 )  # fmt: skip
 
 
@@ -441,6 +447,7 @@ def prepare(place: Path) -> None:
     from safetensors.torch import save_file
 
     from moesaic import plan
+    from moesaic.fitting import trials
 
     groups = {"quantization_config": PUBLISHED["Kimi-K2.5"]["quantization_config"]}
     rebuilt({**PUBLISHED["Qwen3-30B-A3B-FP8"], **groups}, place / "int4")
@@ -496,6 +503,27 @@ def prepare(place: Path) -> None:
         code, said = called([*line, "--calibration", str(place / "text.jsonl")])
         plan.Progress.add = add  # type: ignore[method-assign]
         assert (place / "out.partial").exists(), (code, said)
+    if not (place / "out.search").exists():
+        measured = trials.Trials.measured
+
+        def once(self: trials.Trials, candidate: Any) -> Any:
+            measured(self, candidate)
+            raise KeyboardInterrupt
+
+        trials.Trials.measured = once  # type: ignore[method-assign]
+        there = {"BUDGET": budget(place), "TEXT": str(place / "text.jsonl")}
+        line = [there.get(part, part) for part in (*FITTING, "--calibration", "TEXT")]
+        prices = ["--prices", str(place / "prices.json")]
+        code, said = called(["fit", str(place / "moe"), str(place / "found"), *line, *prices])
+        trials.Trials.measured = measured  # type: ignore[method-assign]
+        assert (place / "found.search").exists(), (code, said)
+        (place / "found.search").rename(place / "out.search")
+        assert (place / "prices.json").exists(), (code, said)
+
+
+def budget(place: Path) -> str:
+    """Four fifths of the mixture's bytes."""
+    return f"{0.8 * sum(f.stat().st_size for f in (place / 'moe').glob('*.safetensors')):.0f}"
 
 
 def called(line: Sequence[str]) -> tuple[int, str]:
@@ -527,7 +555,7 @@ def tried(number: int, sound: Path, watch: Watch | None = None) -> tuple[str, st
         (cwd / name).symlink_to(sound / name)
     kind.change(random, copy)
     there = {"IN": copy, "TEXT": sound / "text.jsonl", "TURNS": sound / "turns.jsonl",
-             "DENSE": sound / "dense", "MOE": sound / "moe"}  # fmt: skip
+             "DENSE": sound / "dense", "MOE": sound / "moe", "BUDGET": budget(sound)}  # fmt: skip
     os.chdir(cwd)
     before = tree(cwd, cwd / "out.partial")
     if watch is not None:

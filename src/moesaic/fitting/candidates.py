@@ -19,10 +19,10 @@ from moesaic.types import JSON
 BY_WINDOW = "kl_N"
 """The key of ``kl`` by window."""
 ALIKE = 1.03
-"""Sizes of which one is less than so many times the other are alike: what loses less counts, or
-is plainer and loses no more for good."""
-
-
+"""Sizes of which one is less than so many times the other are alike: of two such candidates the one
+of less KL counts, or the plainer one."""
+PLAINER = 1.05
+"""A plainer candidate is preferred up to so many times the KL of the best."""
 FAR = 1.2
 """Candidates estimated at more than this many times the KL of the best, by more than the error of
 estimates, are not measured."""
@@ -112,11 +112,12 @@ class Candidate:
 
 
 def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the simplest of all candidates that are not significantly worse than the best.
+    """Return the simplest candidate that is not significantly worse than the best.
 
-    Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a lower KL.
-    Two are compared by :func:`moesaic.plans.regression.significantly_worse`, paired by window; with
-    a single window the best one is returned. None if the list is empty.
+    It has at most :data:`PLAINER` times the best one's KL, as few windows cannot show small
+    differences. Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a
+    lower KL. Two are compared by :func:`moesaic.plans.regression.significantly_worse`, paired by
+    window; with a single window the best one is returned. None if the list is empty.
     """
 
     def order(candidate: Candidate) -> tuple[bool, int, bool, float]:
@@ -127,8 +128,8 @@ def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
     best = min(ordered, key=lambda c: c.kl, default=None)
     if best is None or len(best.kl_N) < 2:
         return best
-    best_N = torch.tensor(best.kl_N)
-    return next(c for c in ordered if not significantly_worse(torch.tensor(c.kl_N), best_N))
+    best_N, near = torch.tensor(best.kl_N), [c for c in ordered if c.kl <= PLAINER * best.kl]
+    return next(c for c in near if not significantly_worse(torch.tensor(c.kl_N), best_N))
 
 
 def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:

@@ -152,19 +152,27 @@ def priced_layers(
             mine = [entering[block.index * batches + b] for b in range(batches)]
             yield PricedLayer(block, mine, handed[block.index], gradients, leaving)
             for b, before in enumerate(mine):
-                with torch.enable_grad():
-                    leaf = before.detach().requires_grad_()
-                    after = block.output(b, leaf, handed[block.index][b])
-                    for k, spill in enumerate(gradients):
-                        (gradient,) = torch.autograd.grad(
-                            after, leaf, spill[b].to(after.device), retain_graph=k < draws - 1
-                        )
-                        spill.replace(b, gradient)
+                _carry_back(block, b, before, handed[block.index][b], gradients)
                 leaving.replace(b, before)
         yield PricedEnds(stream, gradients, leaving)
     finally:
         for spill in (states, entering, leaving, *gradients):
             spill.clear()
+
+
+@torch.enable_grad()
+def _carry_back(
+    block: Block, b: int, before: Tensor, handed: object, gradients: Sequence[SpilledList]
+) -> None:
+    """Replace gradients at a layer's output by those at its input, one batch of every draw.
+
+    The graph ends here: it holds the layer's weights, beside which the next ones are read.
+    """
+    leaf = before.detach().requires_grad_()
+    after = block.output(b, leaf, handed)
+    for k, spill in enumerate(gradients, 1):
+        given, more = spill[b].to(after.device), k < len(gradients)
+        spill.replace(b, *torch.autograd.grad(after, leaf, given, retain_graph=more))
 
 
 def _draw(

@@ -389,6 +389,7 @@ class LayerStream(Generic[V_co]):
                 for name, parameter in empty.items():  # head and embedding may be one
                     owner, _, leaf = name.rpartition(".")
                     setattr(module.get_submodule(owner), leaf, parameter)
+                state.clear()
                 give_back()  # else each layer's memory would add up
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
