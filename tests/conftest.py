@@ -26,6 +26,7 @@ from transformers.utils import logging
 from moesaic.data.text import Tokens
 from moesaic.exports.form import run_script
 
+gc.disable()  # until all that stays to the end, as test modules do, is there
 logging.disable_progress_bar()
 torch.set_num_threads(1)
 # The same examples every time: a run that fails, fails again.
@@ -49,9 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep all that stays to the end, as modules do, out of the collector's later passes."""
+    """Keep all that is there by now out of the collector's passes."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _memory(model: Path, length: int, new_tokens: int, device: str, dtype: Any) -> int:

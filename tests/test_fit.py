@@ -528,13 +528,13 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
 
 def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = form_of("shared", [CondenseConfig(count=1, keep="shared")])
-    monkeypatch.setattr(search, "forms", lambda *_: [*few(), shared])
+    monkeypatch.setattr(search, "forms", lambda *_: [*few()[:2], shared])
     out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
     config = FitConfig(memory=budget, windows=4)
     record = fit(recipe_of(out), config)
     assert record is not None
     tried, chosen = record.measured["tried"], record.measured["chosen"]
-    assert {c["form"] for c in tried} <= {"prune", "slim", "random"}
+    assert {c["form"] for c in tried} <= {"prune", "slim"}
     assert all(c["estimated_kl"] > 0 for c in tried)
     assert chosen["kl"] == min(c["kl"] for c in tried)
     ((form, reason),) = (said.values() for said in record.measured["refused"])
