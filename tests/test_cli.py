@@ -420,6 +420,17 @@ def test_help_and_wrong_requests_need_nothing_heavy(placed, tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
+def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "moesaic", "inspect", str(llama_folder), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout)["model_type"] == "llama"
+    assert run.stderr == ""
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ Times are not asserted, imports are: torch alone costs a second of CPU time, tra
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -34,11 +33,6 @@ from moesaic.io.source import resolve
 resolve("tiny-dense").config
 check("a model's config", "transformers.trainer")
 """
-INSPECTED = """
-import runpy
-sys.argv = ["moesaic", "inspect", FOLDER, "--json"]
-runpy.run_module("moesaic", run_name="__main__")
-"""
 LOADED = """
 import transformers
 config = transformers.AutoConfig.from_pretrained(FOLDER)
@@ -53,12 +47,10 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_no_more_is_imported_than_is_used_and_nothing_is_said_of_it(carved_folder):
-    """Configs need no torch, reading a model no trainer; a command prints what was asked for."""
-    done = run(USED + INSPECTED, carved_folder)
+def test_no_more_is_imported_than_is_used(carved_folder):
+    """Configs need no torch, loading a model no trainer; transformers then loads a result."""
+    done = run(USED + LOADED, carved_folder)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["model_type"] == "moesaic_llama"
-    assert done.stderr == ""
 
 
 STATE = """
