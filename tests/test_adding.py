@@ -305,7 +305,7 @@ def done(package, llama_folder, moe_folder, tmp_path_factory):
     beforehand = ["--dry-run", "--json"]
     commands = [
         ["carve", dense, "halves", "--method", "halves", "--share", "0.75", *text, *brief],
-        ["prune", mixture, "quietest", "--keep", "6", "--score", "quietest", *once],
+        ["prune", mixture, "quietest", "--keep", "6", "--score", "quietest", "--no-refit", *once],
         ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *once],
         ["dampen", dense, "dampen", "--factor", "0.5", *brief],
         ["apply", dense, "dampen", "applied"],

@@ -333,7 +333,7 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native").eval()
     torch.testing.assert_close(native(ids()).logits, result.model(ids()).logits, atol=1e-5, rtol=0)
     experts = torch.arange(24).repeat(4, 1) + torch.arange(4)[:, None]
-    layers = {i: OverlappingLayer(experts, torch.randn(4, 32)) for i in range(4)}
+    layers = {i: OverlappingLayer(experts.clone(), torch.randn(4, 32)) for i in range(4)}
     saved(tmp_path / "shared", tiny_model("mistral"), layers)
     with pytest.raises(MoesaicError, match="materialize"):
         moesaic.export(str(tmp_path / "shared"), tmp_path / "never")
