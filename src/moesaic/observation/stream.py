@@ -283,7 +283,8 @@ class LayerStream(Generic[V_co]):
         follow: pass two sets of tokens through the layers: one through the model as it is, one
             through every ``site.change``. Sites show the inputs of the second and, as targets, the
             outputs of the first. Takes up to three times as long.
-        open_rest: returns a context in which the weights besides layers and head are loaded.
+        open_rest: returns a context in which the weights besides layers and head are loaded;
+            given False, without the embeddings.
         open_head: returns one for the head.
         open_layer: returns one for the layer of an index.
     """
@@ -300,7 +301,7 @@ class LayerStream(Generic[V_co]):
         spill_bytes: int = 4 << 30,
         cache_bytes: int = 2 << 30,
         follow: bool = False,
-        open_rest: Callable[[], AbstractContextManager[None]] = nullcontext,
+        open_rest: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext(),
         open_head: Callable[[], AbstractContextManager[None]] = nullcontext,
         open_layer: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
@@ -331,8 +332,11 @@ class LayerStream(Generic[V_co]):
     def _opened(self, place: int) -> Iterator[None]:
         inside = 0 <= place < self.count
         part = self.arch.layers(self.model)[place] if inside else self.model
-        opening = self._open_rest if place == BEFORE else self._open_head
-        with self._open_layer(place) if inside else opening(), self.change(part, place):
+        if inside:
+            opening = self._open_layer(place)
+        else:
+            opening = self._open_rest(True) if place == BEFORE else self._open_head()
+        with opening, self.change(part, place):
             yield
 
     @classmethod
@@ -370,7 +374,7 @@ class LayerStream(Generic[V_co]):
             tied |= {other: one} if one in stored and other not in stored else {one: other}
 
         @contextmanager
-        def opened(module: nn.Module, prefix: str, skip: str = "\0") -> Iterator[None]:
+        def opened(module: nn.Module, prefix: str, *skip: str) -> Iterator[None]:
             state = {}
             for name in module.state_dict():
                 if not name.startswith(skip):
@@ -393,16 +397,20 @@ class LayerStream(Generic[V_co]):
                 give_back()  # else each layer's memory would add up
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
+        embeddings_name = path_of(model, embedding).removeprefix(f"{prefix}.")
         return cls(
             model,
             arch,
             tokens,
             layers,
             view=view,
-            open_rest=lambda: opened(
-                model.get_submodule(prefix), f"{prefix}.", skip=f"{layers_name}."
+            open_rest=lambda embeddings: opened(
+                model.get_submodule(prefix),
+                f"{prefix}.",
+                f"{layers_name}.",
+                *(() if embeddings else (f"{embeddings_name}.",)),
             ),
-            open_head=lambda: opened(model, "", skip=f"{prefix}."),
+            open_head=lambda: opened(model, "", f"{prefix}."),
             open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
             **options,
         )
@@ -508,14 +516,21 @@ class LayerStream(Generic[V_co]):
             (B, L, vocabulary).
         """
 
+        embedding = self.model.get_input_embeddings()
+
         def finish(batch: Tokens, last: Tensor) -> Tensor:
             def replay(_: int, states: Tensor, options: JSON) -> Tensor:
                 return last.to(states.device)
 
-            with self._replaced(replay), torch.set_grad_enabled(gradients):
+            def embedded(ids: Tensor) -> Tensor:  # nothing depends on its values
+                return last.new_zeros(*ids.shape, embedding.embedding_dim, device=self._device)
+
+            unread = embedding.weight.is_meta
+            stand_in = forward_replaced(embedding, embedded) if unread else nullcontext()
+            with stand_in, self._replaced(replay), torch.set_grad_enabled(gradients):
                 return self._run(self.model if logits else self._body, batch)[0]
 
-        with self._opened(BEFORE), self._opened(self.count) if logits else nullcontext():
+        with self._open_rest(False), self._opened(self.count) if logits else nullcontext():
             yield finish
 
     def heads(
@@ -634,9 +649,13 @@ class LayerStream(Generic[V_co]):
             return body
         return self.model.get_submodule(self.arch.layers_path.rpartition(".")[0])  # Llama 4
 
+    @property
+    def _device(self) -> torch.device:
+        """Where the open parts of the model are."""
+        return next(p.device for p in self.model.parameters() if not p.is_meta)
+
     def _run(self, model: Model, batch: Tokens) -> Sequence[Tensor]:
-        device = self.model.get_input_embeddings().weight.device
-        mask = batch.attention_mask
+        device, mask = self._device, batch.attention_mask
         return model(
             input_ids=batch.input_ids.to(device),
             attention_mask=None if mask is None else mask.to(device),
