@@ -247,6 +247,15 @@ def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
         moesaic.tune(model, TuneConfig(what="routers", teacher="given"), text=rows(), teacher=model)
 
 
+def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:
+    result = condensed_model("deepseek_v2", tokens)
+    model = result.model.to(torch.bfloat16)
+    before = copy.deepcopy(model)
+    tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan)
+    assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
+    assert changed(before, tuned.model)
+
+
 def test_parameters_get_their_type_back_however_it_ends() -> None:
     model = tiny_moe("mixtral").to(torch.bfloat16)
     with suppress(KeyboardInterrupt), _learning(model, dict(model.named_parameters()), "cpu"):

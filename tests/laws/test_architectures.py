@@ -184,6 +184,18 @@ def test_weights_are_the_bases_own_only_permuted(model_type):
 # --- mixtures of experts -------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def test_an_experts_weights_are_its_output(moe):
+    x_TD = torch.randn(8, 32)
+    view = views(moe)[0]
+    gate, up, down = view.weights_of(3)
+    if moe.config.model_type == "gpt_oss":  # biases and a clamped gate besides
+        assert (gate.shape, up.shape, down.shape) == ((16, 32), (16, 32), (32, 16))
+        return
+    y_TD = (view.experts.act_fn(x_TD @ gate.T) * (x_TD @ up.T)) @ down.T
+    torch.testing.assert_close(y_TD, view.expert(3, x_TD))
+
+
 def test_candidate_sets_can_share_one_call(moe):
     """Choice biases are masked row by row, too."""
     view = views(moe)[0]
