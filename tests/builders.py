@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -364,10 +365,33 @@ def quantise(folder: Path, form: Any, chosen: Callable[[str, Tensor], bool]) -> 
         else:
             out[name] = tensor.to(torch.bfloat16)
     save_file(out, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": form.config, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
+    edited(folder / "config.json", quantization_config=form.config, dtype="bfloat16")
     return folder
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def edited(file: Path, **changes: Any) -> None:
+    """Change keys of a JSON file, or begin one."""
+    before = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    file.write_text(json.dumps({**before, **changes}), "utf-8")
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a folder's one file, which are written again at the end."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def finish(writer: Any) -> None:
+    """Write a GGUF file of which all is added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 # --- comparisons ---------------------------------------------------------------------------------

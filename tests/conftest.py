@@ -8,6 +8,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 # Laws hold bitwise. MKL may round otherwise where memory is aligned otherwise, unless told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from transformers.utils import logging
 from moesaic.data.text import Tokens
 from moesaic.exports.form import run_script
 
+gc.disable()  # until all that stays to the end, as test modules do, is there
 logging.disable_progress_bar()
 torch.set_num_threads(1)
 # The same examples every time: a run that fails, fails again.
@@ -32,6 +34,8 @@ settings.register_profile("moesaic", derandomize=True)
 settings.load_profile("moesaic")
 
 
+collect_ignore = ["faults"]
+"""Folders of scripts; what tests need of them they import themselves."""
 BY_DAY = {"llama", "gemma2", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"}
 """Architectures that span the rules; laws are tried on the others by ``make test-all``."""
 
@@ -43,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = {value for value in values if isinstance(value, str)} & {*DENSE, *MOE}
         if named - BY_DAY:
             item.add_marker("nightly")
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that is there by now out of the collector's passes."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _memory(model: Path, length: int, new_tokens: int, device: str, dtype: Any) -> int:

@@ -299,14 +299,14 @@ def done(package, llama_folder, moe_folder, tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "seed")
     brief = ["--max-tokens", "256", "-o", "rounds=0", "-o", "new_tokens=2", "--json"]
     text = ["--samples", "8", "--length", "32", "--calibration", pages("calibration")]
+    once = [*text, "--no-eval", "--json"]
     text += ["--data", pages("evaluation")]
     dense, mixture = str(llama_folder), str(moe_folder)
-    once = ["--no-refit", *text]
     beforehand = ["--dry-run", "--json"]
     commands = [
         ["carve", dense, "halves", "--method", "halves", "--share", "0.75", *text, *brief],
-        ["prune", mixture, "quietest", "--keep", "6", "--score", "quietest", *once, *brief],
-        ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *text, *brief],
+        ["prune", mixture, "quietest", "--keep", "6", "--score", "quietest", "--no-refit", *once],
+        ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *once],
         ["dampen", dense, "dampen", "--factor", "0.5", *brief],
         ["apply", dense, "dampen", "applied"],
         ["inspect", "dampen", "--json"],
@@ -362,7 +362,8 @@ def test_checkpoint_card_and_page(name, done):
     assert CARDS[name][0] in page
     assert losses[name] > 0
     record = json.loads((folder / name / "moesaic/result.json").read_text())
-    assert record["scores"]["result"]["perplexity"] > 1
+    if name in ("halves", "dampen"):
+        assert record["scores"]["result"]["perplexity"] > 1
 
 
 def test_a_new_layer_kind_is_what_it_says(done):

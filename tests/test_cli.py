@@ -84,24 +84,6 @@ def test_generate(command, carved_folder):
     assert out.startswith(prompt.replace("\x1b", "\N{REPLACEMENT CHARACTER}")), "as it was given"
 
 
-def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
-    code, _, _ = command(
-        "apply", llama_folder, carved_folder / "moesaic/plan.json", tmp_path / "again"
-    )
-    assert code == 0
-    assert (tmp_path / "again" / "config.json").exists()
-    code, _, _ = command("report", carved_folder, "--out", tmp_path / "r.html")
-    assert code == 0
-    assert "<html" in (tmp_path / "r.html").read_text()
-
-
-def test_a_record_of_an_older_version_is_refused(command, tmp_path):
-    (tmp_path / "result.json").write_text('{"moesaic": "0.0.1", "layers": {}}')
-    code, _, err = command("report", tmp_path, "--out", tmp_path / "r.html")
-    assert code == 2
-    assert "make the result anew" in err
-
-
 @pytest.mark.parametrize("value", ["x", [1], {"x": 1}, None, 3, [[]]])
 def test_a_record_of_wrong_types_is_refused_in_words(command, carved_folder, tmp_path, value):
     """Whatever is wrong with it: it may be anybody's."""
@@ -260,6 +242,8 @@ eval MODEL --draw x.svg | No such option of eval: --draw
 eval MODEL --tasks none.jsonl | --tasks: no file
 eval MODEL --shots 1 | --shots 1 needs tasks
 eval MODEL --card | --card needs --against
+eval MODEL --limit 3 | --limit 3 needs tasks
+eval MODEL --tasks arc_easy --limit 0 | --limit 0 must be at least 1
 export MODEL OUT --to paper | --to 'paper' is none of native, gguf
 export MODEL OUT.gguf --to native | is a GGUF file's name
 export MODEL OUT --memory 3MB | to=gguf
@@ -280,7 +264,6 @@ pruen MODEL OUT | Did you mean 'prune'?
 """
 LATER = r"""
 carve MODEL OUT --method more --active 0.2 | out of reach
-carve MODEL OUT --samples 100000 | --samples
 carve DONE OUT --method more | already carved
 eval some/model | could not be fetched
 eval MODEL --data a.jsonl,prose | a mix is written as a.jsonl=1,prose=1
@@ -314,28 +297,28 @@ def placed(llama_folder, moe_folder, carved_folder, tmp_path):
     return lambda args: [re.sub(r"^[A-Z]+", lambda m: str(places.get(m[0], m[0])), a) for a in args]
 
 
-@pytest.mark.parametrize(("args", "message"), [*rows(AT_ONCE), *rows(LATER)])
-def test_wrong_requests_exit_2_with_one_message(command, placed, tmp_path, args, message):
-    code, out, err = command(*placed(args))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
-
-
 @pytest.mark.parametrize(
-    ("args", "message"), [row for row in rows(AT_ONCE) if "OUT" in row.values[0]]
+    ("args", "message", "at_once"),
+    [
+        pytest.param(*row.values, of is AT_ONCE, id=row.id)
+        for of in (AT_ONCE, LATER)
+        for row in rows(of)
+    ],
 )
-def test_an_unfinished_run_hides_nothing_that_is_wrong(
-    command, placed, tmp_path, args, message, monkeypatch
+def test_wrong_requests_exit_2_with_one_message(
+    command, placed, tmp_path, args, message, at_once, monkeypatch
 ):
-    """What can be seen to be wrong is refused at once: nothing is computed, no model opened."""
-    monkeypatch.setattr(pipeline, "convert", None)
-    (tmp_path / "out.partial").mkdir()
+    """What can be seen to be wrong is refused at once: nothing is computed, no model opened. An
+    unfinished run hides nothing that is wrong."""
+    if at_once and "OUT" in args:
+        monkeypatch.setattr(pipeline, "convert", None)
+        (tmp_path / "out.partial").mkdir()
+    before = sorted(tmp_path.iterdir())
     code, out, err = command(*placed(args))
     assert (code, out) == (2, "")
     assert message in err
-    assert "unfinished" not in err
+    assert not re.search("Traceback|unfinished", err)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_unfinished_run_is_named_by_its_command(command, moe_folder, tmp_path, monkeypatch):
@@ -356,43 +339,27 @@ def test_an_unfinished_run_is_named_by_its_command(command, moe_folder, tmp_path
     assert command(*verb, "--keep", 0.5, "--samples", 6, "--resume")[0] == 0
 
 
-WRONG_TEXT = {
-    "empty.txt": (b"", "empty.txt is empty"),
-    "blank.txt": (b" \n\n", "nothing but blanks"),
-    "nul.txt": (b"\0" * 400, "NUL bytes"),
-    "bytes.txt": (b"\xff\xfe\xfa" * 40, "cannot be read as .txt"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TEXT)
 def test_a_file_without_text_is_refused_before_anything_is_computed(
-    command, llama_folder, tmp_path, monkeypatch, name
+    command, llama_folder, tmp_path, monkeypatch
 ):
+    """What is none is in test_text.py."""
+    empty, line = tmp_path / "empty.txt", ("carve", llama_folder, tmp_path / "out")
+    empty.touch()
     monkeypatch.setattr(pipeline, "convert", None)
-    content, message = WRONG_TEXT[name]
-    (tmp_path / name).write_bytes(content)
-    code, _, err = command("carve", llama_folder, tmp_path / "out", "--data", tmp_path / name)
-    assert (code, message in err) == (2, True), err
-    monkeypatch.undo()
-    code, _, err = command(
-        "carve", llama_folder, tmp_path / "out", "--calibration", tmp_path / name
-    )
-    assert (code, message in err) == (2, True), err
+    for option in ("--data", "--calibration"):
+        code, _, err = command(*line, option, empty)
+        assert (code, "empty.txt is empty" in err) == (2, True), err
+        monkeypatch.undo()
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_text_is_refused_in_words(command, llama_folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = command("carve", llama_folder, "out", "--calibration", ".")
-    assert code == 2
-    assert "dataset_name" not in err
-    assert "is a folder in which no text can be read" in err
-
-
-def test_a_folder_of_another_encoding_is_told_so(command, llama_folder, tmp_path):
+def test_a_folder_without_text_is_refused_in_words(command, llama_folder, tmp_path):
+    said = "is a folder in which no text can be read"
+    code, _, err = command("carve", llama_folder, tmp_path / "out", "--calibration", tmp_path)
+    assert (code, said in err, "dataset_name" in err) == (2, True, False), err
     (tmp_path / "a.txt").write_bytes("Un café. ".encode("latin-1") * 90)
     code, _, err = command("eval", llama_folder, "--data", tmp_path)
-    assert (code, "is a folder in which no text can be read: 'utf-8'" in err) == (2, True), err
+    assert (code, f"{said}: 'utf-8'" in err) == (2, True), err
 
 
 def test_a_slash_behind_the_name_of_a_model_that_ships_is_none(command):
@@ -640,6 +607,14 @@ def test_time_left_is_told_from_the_second_item_on_however_long_it_takes():
         assert str(column.render(task)) == "0:03:10"
 
 
+def test_a_verb_shows_what_rounding_alone_costs(command, moe_folder, tmp_path):
+    words = ["--no-refit", *SMALL, "--data", pages("evaluation"), "--max-tokens", "256"]
+    words += ["-o", "rounds=0", "-o", "new_tokens=2", "--baseline", "q8_0"]
+    code, said, err = command("prune", moe_folder, tmp_path / "out", "--keep", "5", *words)
+    assert code == 0, err
+    assert "q8_0" in said
+
+
 def test_nothing_is_drawn_where_there_is_nothing_to_do(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
     monkeypatch.setattr(bars, "err_console", told)
@@ -660,24 +635,3 @@ def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     assert "Training" in drawn
     assert "loss                    █▇▆▅▄▃▂▁ 1" in drawn
     assert "union                   ▁▁▁▁▁▁▁▁ 0" in drawn
-
-
-def test_a_verb_shows_what_rounding_alone_costs(command, moe_folder, tmp_path):
-    words = ["--keep", "5", "--no-refit", "--samples", "6", "--length", "24", "--max-tokens", "256"]
-    code, said, err = command(
-        "prune",
-        moe_folder,
-        tmp_path / "out",
-        *words,
-        *TEXT,
-        "--data",
-        pages("evaluation"),
-        "-o",
-        "rounds=0",
-        "-o",
-        "new_tokens=2",
-        "--baseline",
-        "q8_0",
-    )
-    assert code == 0, err
-    assert "q8_0" in said

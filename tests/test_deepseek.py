@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import loaded, logits, tiny_moe, weights
+from builders import edited, loaded, logits, tiny_moe, weights
 from torch import Tensor, nn
 
 import moesaic
@@ -134,7 +134,6 @@ def test_no_code_of_the_checkpoint_is_run(tokens: Tokens, tmp_path: Path) -> Non
 
 def test_other_scores_are_refused(tmp_path: Path) -> None:
     tiny_moe("deepseek").save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**said, "scoring_func": "sigmoid"}))
+    edited(tmp_path / "config.json", scoring_func="sigmoid")
     with pytest.raises(MoesaicError, match="scoring_func"):
         _ = resolve(str(tmp_path)).config

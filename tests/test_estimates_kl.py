@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from builders import MOE, tiny_model, tiny_moe
+from test_branches import narrower
 from torch import nn
 
 from moesaic.arch.lookup import base_arch
@@ -22,14 +23,6 @@ from moesaic.observation.branches import changed as changed_by
 from moesaic.observation.branches import divergences
 from moesaic.observation.estimates import PricedLayer, estimated, estimates, priced_layers
 from moesaic.observation.stream import BEFORE, LayerStream
-from moesaic.plans.cut import CutLayer
-
-
-def narrower(model_type: str, width: int) -> Any:
-    order = torch.arange(width)
-    if model_type in MOE:
-        return CutLayer(torch.arange(8), order.repeat(8, 1), 16)
-    return CutLayer(None, order[None], 64)
 
 
 @contextmanager

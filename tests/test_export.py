@@ -16,6 +16,7 @@ from builders import (
     UNEVEN,
     carved_layer,
     condensed_layer,
+    opened,
     same_model,
     saved,
     tiny_config,
@@ -23,7 +24,7 @@ from builders import (
     tiny_moe,
 )
 from gguf import GGUFReader
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from shrunken import small_model, small_whole
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -170,11 +171,9 @@ def test_what_no_architecture_holds_is_refused(message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_forms_and_targets(tmp_path):
+def test_unknown_targets(tmp_path):
     layers = {i: carved_layer(*EQUAL[i]) for i in range(4)}
     source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
-    with pytest.raises(MoesaicError, match="'onnx' is none of native, gguf"):
-        export(str(source.folder), tmp_path / "out", to="onnx")
     with pytest.raises(MoesaicError, match="'llama4' is none of mixtral, granitemoeshared"):
         export(str(source.folder), tmp_path / "out", target="llama4")
     with pytest.raises(MoesaicError, match="mixtral lacks a backbone that every token runs"):
@@ -219,11 +218,6 @@ def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, 
     ]
 
 
-def test_a_native_model_is_checked_and_copied(tmp_path, tokens):
-    source = saved(tmp_path / "plain", tiny_moe("mixtral"), {})
-    assert same_model(source, tmp_path / "native", tokens)[0].model_type == "mixtral"
-
-
 def test_what_says_no_number_of_positions_is_compared_too(tmp_path):
     small_model("mpt").save_pretrained(tmp_path / "model")
     assert export(str(tmp_path / "model"), tmp_path / "out")["exact"]
@@ -266,7 +260,7 @@ def test_condensed_layers_get_one_width(tmp_path, tokens):
     assert decided.costs["dense_neurons"] == [48, 64]
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])  # others: laws/test_mixtures.py
 def test_layers_that_are_gone_are_left_out(model_type, tmp_path, tokens):
     source = saved(tmp_path / "dropped", tiny_moe(model_type), {1: DroppedLayer()})
     assert source.config.model_type == f"moesaic_{model_type}"
@@ -320,9 +314,8 @@ def test_an_export_that_is_not_the_same_is_refused(tmp_path):
     source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
     out = tmp_path / "native"
     export(str(source.folder), out)
-    weights = load_file(out / "model.safetensors")
-    weights["model.layers.1.block_sparse_moe.router.layer.weight"].neg_()
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    with opened(out) as weights:
+        weights["model.layers.1.block_sparse_moe.router.layer.weight"].neg_()
     with pytest.raises(MoesaicError, match="logits differ"):
         verify(source, out)
 
@@ -511,9 +504,8 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     folder = tmp_path / "base"
     tiny_moe("qwen3_moe").save_pretrained(folder)
     if predicting:
-        tensors = load_file(folder / "model.safetensors")
-        tensors["mtp.fc.weight"] = torch.ones(32, 64)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with opened(folder) as tensors:
+            tensors["mtp.fc.weight"] = torch.ones(32, 64)
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
         llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
     assert told == [

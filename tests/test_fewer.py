@@ -17,7 +17,6 @@ from moesaic.cli import app
 from moesaic.hub import native_config
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.recipe import step_config
 from moesaic.surgery import base_shape
 
 
@@ -78,22 +77,6 @@ def test_skipping_after_it_counts_the_experts_that_are_left(tokens):
 
 
 # --- asked for -----------------------------------------------------------------------------------
-
-
-def test_a_router_that_knows_one_number_is_said(tokens):
-    """phimoe's mixes two experts."""
-    with pytest.raises(MoesaicError, match="runs 2 experts a token, whatever"):
-        moesaic.skip(tiny_moe("phimoe"), TopKConfig(top_k=1), calibration=tokens)
-
-
-def test_the_method_is_the_one_that_has_the_option():
-    assert isinstance(step_config("skip", {"top_k": 1}), TopKConfig)
-    assert isinstance(step_config("skip", {}), SkipConfig)
-    assert isinstance(step_config("skip", {"calls": 1.5}), SkipConfig)
-    with pytest.raises(MoesaicError, match="is not an option"):
-        step_config("skip", {"method": "naee", "top_k": 1})
-    with pytest.raises(MoesaicError, match="is not an option"):
-        step_config("skip", {"calls": 1.5, "top_k": 1})
 
 
 def test_the_command(tmp_path):

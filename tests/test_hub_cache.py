@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from builders import equal, inside, weights
+from builders import edited, equal, inside, weights
 from huggingface_hub import constants, file_download, snapshot_download
 from huggingface_hub.file_download import _create_symlink, _get_pointer_path, repo_folder_name
 from test_sharing import COMMIT, Hub, hub
@@ -89,7 +87,8 @@ def test_what_the_hubs_library_lays_is_read(
     snapshot = laid(cache, "you/it", files, layout == "shared", layout != "copies")
     (tmp_path / "link").symlink_to(snapshot)
     expected = weights(moesaic.prune(str(moe_folder), PRUNE).save(tmp_path / "expected"))
-    for number, name in enumerate(("you/it", str(snapshot), str(tmp_path / "link"))):
+    names = ("you/it", str(snapshot), str(tmp_path / "link"))
+    for number, name in enumerate(names if layout != "copies" else names[:1]):
         out = moesaic.prune(name, PRUNE).save(tmp_path / f"out-{number}")
         assert equal(weights(out), expected)
         assert not any(path.is_symlink() for path in out.rglob("*"))
@@ -268,11 +267,8 @@ def test_weights_of_another_name_are_those_that_transformers_reads(
     theirs = Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
     names = resolve(str(theirs)).checkpoint.names()
     (theirs / "model.safetensors.index.json").rename(theirs / "own.safetensors.index.json")
-    config = json.loads((theirs / "config.json").read_text())
-    said: dict[str, Any] = {"transformers_weights": "own.safetensors.index.json"}
-    (theirs / "config.json").write_text(json.dumps(config | said))
+    edited(theirs / "config.json", transformers_weights="own.safetensors.index.json")
     assert resolve(str(theirs)).checkpoint.names() == names
-    said = {"transformers_weights": "../other.safetensors"}
-    (theirs / "config.json").write_text(json.dumps(config | said))
+    edited(theirs / "config.json", transformers_weights="../other.safetensors")
     with pytest.raises(MoesaicError, match="transformers_weights"):
         resolve(str(theirs)).checkpoint  # noqa: B018

@@ -24,6 +24,7 @@ from builders import (
     UNEVEN,
     VOCAB,
     carved_layer,
+    finish,
     saved,
     tiny_model,
     tiny_moe,
@@ -372,10 +373,7 @@ def counting(file, counts, out):
             writer.add_key_value(name, field.contents(), kind, *inner[-1:])
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return out
 
 
@@ -545,10 +543,7 @@ def layers_of(file, arch, layers, experts, key_heads, width, tied):
         shapes |= {f"blk.{i}.ffn_gate_inp": (experts, 256)} if experts else {}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", generator.standard_normal(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def by_its_own_program(file, out, type, weights):

@@ -9,8 +9,10 @@ import torch
 from builders import (
     APART,
     BEHIND,
+    edited,
     equal,
     logits,
+    opened,
     pages,
     predicting,
     quantise,
@@ -18,7 +20,6 @@ from builders import (
     tiny_tokenizer,
     weights,
 )
-from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic import CondenseConfig, PruneConfig, SkipConfig, SlimConfig, TopKConfig, TuneConfig
@@ -123,10 +124,9 @@ def test_a_live_model_has_none(tokens, tmp_path):
 def test_what_cannot_come_along_is_left_out(tmp_path):
     """Of another number of experts than the last layer, it would not be as the config says."""
     base = published("glm4_moe", tmp_path / "base")
-    tensors = load_file(base / "model.safetensors")
-    gate = f"{LAYOUTS['glm4_moe']}mlp.gate.weight"
-    tensors[gate] = tensors[gate][:6].clone()
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with opened(base) as tensors:
+        gate = f"{LAYOUTS['glm4_moe']}mlp.gate.weight"
+        tensors[gate] = tensors[gate][:6].clone()
     model = loaded(base)
     arch = moe_arch(model.config)
     layers = {i: CutLayer(torch.arange(4)) for i in arch.moe_layers(model)}
@@ -143,8 +143,7 @@ def test_one_that_the_config_names_and_no_file_holds_is_named_no_more(model_type
     """transformers writes such folders: it drops the layers and keeps their number."""
     base = tmp_path / "base"
     tiny_moe(model_type, num_nextn_predict_layers=1).save_pretrained(base)
-    said = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**said, "num_nextn_predict_layers": 1}))
+    edited(base / "config.json", num_nextn_predict_layers=1)
     config = PruneConfig(keep=6, score="frequency", refit=False)
     out = moesaic.prune(str(base), config, calibration=tokens).save(tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0

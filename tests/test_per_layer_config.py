@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, converted, loaded, logits, same_model, saved, tiny_moe
+from builders import MOE, converted, loaded, logits, saved, tiny_moe
 from shrunken import small_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -136,21 +136,6 @@ def test_only_what_engines_read_may_be_a_list():
     assert config.num_experts_per_tok == config.moe_k == [2, 2, 1]
     with pytest.raises(Exception, match="vocab_size"):
         config.vocab_size = [1, 2, 3]
-
-
-@pytest.mark.parametrize("moe_type", ["mixtral", "deepseek_v3"])
-def test_exported_every_layer_has_the_width_of_the_widest(moe_type, tokens, tmp_path):
-    """With neurons that are zero; the config of the base's own class tells nothing by layer."""
-    model = tiny_moe(moe_type)
-    layers = {i: slimmed(WIDTHS[i]) for i in routed(model)}
-    if moe_type == "mixtral":
-        layers[2] = slimmed(12)
-    source = saved(tmp_path / "out", converted(model, layers), {})
-    export, again = same_model(source, tmp_path / "native", tokens)
-    assert export.model_type == moe_type
-    width = getattr(again.config, moe_arch(again.config).width)
-    assert width == max(layer.width for layer in layers.values())
-    assert not again.config.is_heterogeneous
 
 
 def test_llamacpp_lacks_experts_a_token_by_layer():

@@ -309,11 +309,9 @@ def test_gram_matrices_keep_to_their_memory(tokens):
     assert int(few["sampled_T"].sum()) == 2, "a batch of its own holds too few for one"
 
 
-def test_foreign_or_poor_statistics_are_refused(tokens, tmp_path):
-    mixtral, olmoe = tiny_moe("mixtral"), tiny_moe("olmoe")
+def test_poor_statistics_are_refused(tokens, tmp_path):
+    mixtral = tiny_moe("mixtral")
     moesaic.observe(mixtral, tmp_path / "stats", calibration=tokens, gram_mb=0)
-    with pytest.raises(MoesaicError, match="another model"):
-        moesaic.prune(olmoe, PruneConfig(keep=6), stats=tmp_path / "stats")
     with pytest.raises(MoesaicError, match="no Gram matrices"):
         moesaic.prune(mixtral, PruneConfig(keep=6), stats=tmp_path / "stats")
     config = PruneConfig(keep=6, score="reap")
@@ -390,13 +388,9 @@ def test_padding_is_native_and_never_chosen(moe_type, groups, tokens, tmp_path):
     assert type(loaded) is type(model)
     found, wanted = (m(tokens.input_ids).logits for m in (loaded, differs.model))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    model.save_pretrained(tmp_path / "base")
-    moesaic.apply(str(tmp_path / "base"), tmp_path / "out", tmp_path / "disk")
-    disk = AutoModelForCausalLM.from_pretrained(tmp_path / "disk").eval()
-    assert torch.equal(disk(tokens.input_ids).logits, found)
 
 
-def test_too_little_memory_for_any_gram_matrix_is_refused(tokens, tmp_path):
+def test_too_little_memory_for_any_gram_matrix_is_refused(tokens):
     """C6: a division by zero."""
     with pytest.raises(MoesaicError, match="gram_mb 0 must be at least 1"):
         PruneConfig(keep=5, gram_mb=0)
@@ -404,9 +398,6 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens, tmp_path):
     for site in sites(model, tokens):
         with pytest.raises(MoesaicError, match=r"gram_mb 9.54e-07 is too small for 8 experts"):
             observed(site, {"sampled_T", "gram_SP"}, tokens, [0], 1)
-    moesaic.observe(model, tmp_path / "stats", calibration=tokens, gram_mb=0)
-    with pytest.raises(MoesaicError, match="holds no Gram matrices"):
-        moesaic.prune(model, PruneConfig(keep=5), stats=str(tmp_path / "stats"))
 
 
 # --- requests that cannot be met -----------------------------------------------------------------

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import int4_config, loaded, logits, quantise, tiny_moe, weights
+from builders import edited, int4_config, loaded, logits, opened, quantise, tiny_moe, weights
 from released import deepseek_v4
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -571,9 +571,8 @@ def drawn_ids():
 
 def damaged(folder, out, change):
     shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with opened(out) as tensors:
+        change(tensors)
     return out
 
 
@@ -741,12 +740,13 @@ def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, t
     """Wherever it stands; or weights in few bits of which nothing stands anywhere."""
     base = tmp_path / "base"
     tiny_moe("qwen3_moe").save_pretrained(base)
-    tensors = load_file(base / "model.safetensors")
     name = EXPERT.format(1, 3, "up_proj")
-    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(())}
-    save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    file = base / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
+    with opened(base) as tensors:
+        tensors[name], tensors[f"{name}_scale"] = (
+            tensors[name].to(torch.float8_e4m3fn),
+            torch.ones(()),
+        )
+    edited(base / "config.json", **said)
     if beside:
         (base / "hf_quant_config.json").write_text(json.dumps(NVFP4))
     for act in (
@@ -764,9 +764,7 @@ def drawn_text():
 
 def test_packed_codes_of_no_known_format_are_refused(tmp_path):
     tiny_moe("qwen3_moe").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = EXPERT.format(1, 3, "up_proj")
-    tensors[name] = torch.zeros(16, 4, dtype=torch.int32)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with opened(tmp_path) as tensors:
+        tensors[EXPERT.format(1, 3, "up_proj")] = torch.zeros(16, 4, dtype=torch.int32)
     with pytest.raises(MoesaicError, match="stored as I32, and config.json names no format"):
         _ = resolve(str(tmp_path)).checkpoint

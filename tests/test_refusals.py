@@ -65,6 +65,7 @@ REFUSED: dict[str, list[Case]] = {
         ("mixtral", {"top_k": 3}, "runs 2 experts now; from 1 to 2 works"),
         ("mixtral", {"top_k": 1.5}, "whole number"),
         ("mixtral", {"top_k": 0}, "at least 1"),
+        ("phimoe", {"top_k": 1}, "runs 2 experts a token, whatever"),
     ],
     "condense.cd-moe": [
         ("mixtral", {"count": 1}, "no shared experts"),

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from builders import inside
+from builders import edited, inside
 from filelock import FileLock
 
 import moesaic
@@ -404,12 +404,6 @@ def theirs(moe_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
 
 
-def edited(folder: Path, name: str, **said: Any) -> None:
-    file = folder / name
-    before = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(before | said))
-
-
 @pytest.mark.parametrize("kind", ["config", "tokenizer"])
 def test_no_code_of_a_model_is_run(
     command: Command, theirs: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -419,11 +413,11 @@ def test_no_code_of_a_model_is_run(
     (theirs / "evil.py").write_text(EVIL.format(str(ran)))
     if kind == "config":
         auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
-        edited(theirs, "config.json", auto_map=auto, model_type="evil")
+        edited(theirs / "config.json", auto_map=auto, model_type="evil")
     else:
         (theirs / "tokenizer.json").unlink()
         auto = {"AutoTokenizer": ["evil.T", "evil.T"]}
-        edited(theirs, "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
+        edited(theirs / "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     lines: list[tuple[Any, ...]] = [("prune", theirs, theirs.parent / "out", "--keep", 6)]
     lines += [("eval", theirs), ("observe", theirs, theirs.parent / "stats")]
@@ -439,7 +433,7 @@ def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) ->
     """Of an architecture that transformers knows the source's code is not needed, nor copied."""
     (theirs / "evil.py").write_text(EVIL.format("ran"))
     (theirs / "tokenizer_evil.py").write_text("")
-    edited(theirs, "config.json", auto_map={"AutoConfig": "evil.C"})
+    edited(theirs / "config.json", auto_map={"AutoConfig": "evil.C"})
     result = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer"))
     out = result.save(tmp_path / "out")
     assert "auto_map" not in json.loads((out / "config.json").read_text())
@@ -459,11 +453,11 @@ def test_every_auto_class_is_told_to_run_no_code() -> None:
 
 
 def test_a_config_has_nothing_fetched(command: Command, theirs: Path) -> None:
-    edited(theirs, "config.json", attn_implementation="evil/kernel")
+    edited(theirs / "config.json", attn_implementation="evil/kernel")
     code, _, err = command("inspect", theirs)
     assert (code, "code of the hub" in err) == (2, True)
-    edited(theirs, "config.json", attn_implementation="sdpa")
-    edited(theirs, "adapter_config.json", base_model_name_or_path="/elsewhere", peft_type="LORA")
+    edited(theirs / "config.json", attn_implementation="sdpa")
+    edited(theirs / "adapter_config.json", base_model_name_or_path="/elsewhere", peft_type="LORA")
     code, _, err = command("inspect", theirs)
     assert (code, "adapter" in err) == (2, True)
 
@@ -539,7 +533,7 @@ def test_a_config_of_any_size_is_answered_without_memory(
     try:
         for key, value in asked.items():
             shutil.copyfile(theirs / "config.json", tmp_path / "m" / "config.json")
-            edited(tmp_path / "m", "config.json", **{key: value})
+            edited(tmp_path / "m" / "config.json", **{key: value})
             dry = ("prune", "m", "out", "--keep", 6, "--dry-run")  # maps an empty file of that size
             for line in (("inspect", "m"), *([dry] if value < 2**20 else [])):
                 code, _, err = command(*(tmp_path / "m" if x == "m" else x for x in line))
@@ -608,7 +602,7 @@ def test_weights_that_the_index_names_lie_in_the_folder(
     index = json.loads((theirs / "model.safetensors.index.json").read_text())
     first = next(iter(index["weight_map"].values()))
     places = {k: shard if v == first else v for k, v in index["weight_map"].items()}
-    edited(theirs, "model.safetensors.index.json", weight_map=places)
+    edited(theirs / "model.safetensors.index.json", weight_map=places)
     (theirs / first).unlink()
     makers: dict[str, Callable[[Path], Any]] = {
         "link out of its folder": lambda file: file.symlink_to(moe_folder / first),
@@ -624,7 +618,7 @@ def test_weights_that_the_index_names_lie_in_the_folder(
         (theirs / shard).unlink(missing_ok=True)
     for odd in ("../moe/w.safetensors", str(moe_folder / first), "..", "a/../../w"):
         places = {k: odd if v == shard else v for k, v in places.items()}
-        edited(theirs, "model.safetensors.index.json", weight_map=places)
+        edited(theirs / "model.safetensors.index.json", weight_map=places)
         code, _, err = command("inspect", theirs)
         assert (code, "no file's name" in err) == (2, True), err
         places = {k: shard if v == odd else v for k, v in places.items()}
@@ -667,14 +661,14 @@ def test_what_a_config_asks_for_is_computed_by_torch(
         monkeypatch.setattr(hub_kernels, name, fetch)
     for kind in ("flash_attention_2", "flash_attention_3", "paged|eager", "flex_attention"):
         for key in ("attn_implementation", "_attn_implementation"):
-            edited(theirs, "config.json", **{key: kind, "_experts_implementation": "deepgemm"})
+            edited(theirs / "config.json", **{key: kind, "_experts_implementation": "deepgemm"})
             source = resolve(str(theirs))
             assert source.config._attn_implementation is None
             model = source.load()
             assert model.config._attn_implementation in ("eager", "sdpa")
             assert model.config._experts_implementation in ("eager", "grouped_mm")
-    edited(theirs, "config.json", use_kernels=True, attn_implementation="eager")
-    edited(theirs, "config.json", _attn_implementation="eager")
+    edited(theirs / "config.json", use_kernels=True, attn_implementation="eager")
+    edited(theirs / "config.json", _attn_implementation="eager")
     assert resolve(str(theirs)).load().config._attn_implementation == "eager"
     code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
     assert code == 0, err
@@ -701,13 +695,6 @@ def test_a_folder_that_has_a_known_models_name_is_said(
         assert any(f"{name} is the folder {tmp_path / name} here" in m for m in caplog.messages)
     (tmp_path / "deep").mkdir()
     assert command("prune", moe_folder, "deep/tiny-moe", *PRUNE)[0] == 0
-
-
-def test_an_adapter_is_named(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_text("")
-    code, _, err = command("inspect", tmp_path)
-    assert (code, "holds an adapter (LoRA): merge it" in err) == (2, True), err
 
 
 # --- killed --------------------------------------------------------------------------------------
@@ -818,14 +805,14 @@ def test_a_tokenizer_that_is_dead_in_the_result_is_said(
 ) -> None:
     """As a warning and on the card; one that needs no code names none."""
     auto = {"AutoTokenizer": ["evil.T", None]}
-    edited(theirs, "tokenizer_config.json", auto_map=auto)
+    edited(theirs / "tokenizer_config.json", auto_map=auto)
     said = "The tokenizer cannot be loaded from the result"
     code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
     assert (code, said in caplog.text) == (0, False), err
     assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
     (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
-    edited(theirs, "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
+    edited(theirs / "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
     code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
     assert code == 0, err
     assert caplog.text.count(said) == 1

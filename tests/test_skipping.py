@@ -33,15 +33,6 @@ def calls(model, tokens):
 # --- the rules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["top2", "tail"])
-def test_beta_zero_never_skips_and_above_one_leaves_the_first(rule):
-    weights_TK = falling(100, 2)
-    assert survivors(weights_TK, 0.0, rule).all()
-    stays_TK = survivors(weights_TK, 1.01, rule)
-    assert stays_TK[:, 0].all()
-    assert not stays_TK[:, 1:].any()
-
-
 @pytest.mark.parametrize(("rule", "top_k"), [("top2", 2), ("tail", 2), ("tail", 4)])
 def test_the_median_skips_for_half_of_the_tokens(rule, top_k):
     weights_TK = falling(1000, top_k)
@@ -90,13 +81,6 @@ def test_weights_of_few_bits_are_shared_out_exactly_and_rounded_once():
     exact_TK, _ = skip(weights_TK.float(), chosen_TK, 0.3, "tail", 8)
     assert (left_TK == 0).any()
     assert torch.equal(left_TK, exact_TK.bfloat16())
-
-
-def test_survivors_keep_the_tokens_whole_weight():
-    weights_TK = torch.tensor([[0.5, 0.3], [0.05, 0.4]])
-    left_TK, chosen_TK = skip(weights_TK, torch.tensor([[1, 6], [3, 2]]), 0.5, "top2", 8)
-    assert chosen_TK.tolist() == [[1, 6], [2, 8]]
-    torch.testing.assert_close(left_TK, torch.tensor([[0.5, 0.3], [0.45, 0.0]]))
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def shape_of(layer):
     ("model_type", "experts"),
     [("mixtral", False), ("mixtral", True), ("llama", False)],
 )
-def test_widths_spread_by_what_layers_lose(model_type, experts, tokens, tmp_path):
+def test_widths_spread_by_what_layers_lose(model_type, experts, tokens):
     """The budget is met, the result is moesaic_<base>, and no uniform width loses less."""
     model = any_model(model_type)
     with torch.no_grad():  # a layer that does little, and one that does much
@@ -277,8 +277,6 @@ def test_widths_spread_by_what_layers_lose(model_type, experts, tokens, tmp_path
     assert sum(neurons) <= 0.5 * whole * len(neurons)
     assert neurons[0] < neurons[1]
     assert spread.model.config.model_type == f"moesaic_{model_type}"
-    again = loaded(spread.save(tmp_path / "out"))
-    assert torch.equal(logits(again, tokens), logits(spread.model, tokens))
 
     def lost(result):
         pairs = result.plan.layers.items()

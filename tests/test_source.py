@@ -1,11 +1,10 @@
 """Models by name: found, or refused with what would work."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from builders import equal, loaded, logits, tiny_model, tiny_moe, weights
+from builders import edited, equal, loaded, logits, tiny_model, tiny_moe, weights
 from safetensors.torch import save_file
 
 from moesaic.api import evaluate, verb
@@ -124,9 +123,7 @@ def test_head_and_embedding_are_one_where_transformers_has_them_so(stored, token
 def test_attention_that_is_not_here_is_no_obstacle(tokens, tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    said = json.loads(file.read_text())
-    file.write_text(json.dumps({**said, "_attn_implementation": "flash_attention_2"}))
+    edited(tmp_path / "config.json", _attn_implementation="flash_attention_2")
     source = resolve(str(tmp_path))
     assert torch.equal(logits(source.load(), tokens), logits(model, tokens))
     assert evaluate(str(tmp_path), data=Tokens(tokens.input_ids), stream=True).perplexity > 1

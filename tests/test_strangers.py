@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from builders import edited
 from jinja2 import TemplateError
 
 import moesaic
@@ -45,10 +46,6 @@ def little_memory() -> Iterator[None]:
 @pytest.fixture
 def theirs(moe_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
-
-
-def edited(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def is_message(err: str) -> bool:

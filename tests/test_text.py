@@ -264,12 +264,6 @@ def test_damaged_parquet(tmp_path):
             documents(str(tmp_path / "b.parquet"))
 
 
-@pytest.mark.parametrize("name", ["none.txt", "/no/such.jsonl", "./nothing"])
-def test_missing_file(name):
-    with pytest.raises(MoesaicError, match="No text file"):
-        documents(name)
-
-
 # --- names ---------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, configured, tiny_model
+from builders import VOCAB, configured, saved, tiny_model
 from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -332,10 +332,9 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
     assert told["model_type"] == "mixtral"
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native").eval()
     torch.testing.assert_close(native(ids()).logits, result.model(ids()).logits, atol=1e-5, rtol=0)
-    shared = moesaic.carve(
-        tiny_model("mistral"), configured(ToMoEConfig, **SHORT), calibration=ids()
-    )
-    shared.save(tmp_path / "shared")
+    experts = torch.arange(24).repeat(4, 1) + torch.arange(4)[:, None]
+    layers = {i: OverlappingLayer(experts.clone(), torch.randn(4, 32)) for i in range(4)}
+    saved(tmp_path / "shared", tiny_model("mistral"), layers)
     with pytest.raises(MoesaicError, match="materialize"):
         moesaic.export(str(tmp_path / "shared"), tmp_path / "never")
 

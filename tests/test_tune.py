@@ -215,18 +215,13 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path) -> None:
+def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens) -> None:
     result = condensed_model("qwen2_moe", tokens)
     before = copy.deepcopy(result.model)
     tuned = moesaic.tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), text=rows())
     names = changed(before, tuned.model)
     assert any(".q_proj." in name for name in names)
     assert any(".embed_tokens." in name for name in names) == (what == "all")
-    tuned.save(tmp_path / "out")
-    loaded = type(before).from_pretrained(tmp_path / "out")
-    with torch.no_grad():
-        got, want = (m(tokens.input_ids).logits for m in (loaded, tuned.model))
-    assert torch.equal(got, want)
 
 
 def test_low_rank_updates_start_at_the_seed_alone() -> None:
