@@ -10,7 +10,7 @@ if [ "${1:?FOLDER, or --wheels WHEELS}" = --wheels ]; then
     python3 -m pip --disable-pip-version-check --quiet download --no-deps --only-binary=:all: \
         --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
         --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest "${2:?WHEELS}" \
-        gguf
+        gguf pydantic==2.12.5 pydantic-core==2.41.5 typing-inspection annotated-types
     exit
 fi
 folder=$1
@@ -21,7 +21,7 @@ shape=${SHAPE:-qwen1.5-moe-a2.7b}
 end=$(($(date +%s) + ${SECONDS_LEFT:-540}))
 mkdir -p "$folder" "$folder/made"
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$folder/site${PYTHONPATH:+:$PYTHONPATH}"
-if ! "$python" -c 'import gguf' 2>/dev/null; then
+if ! "$python" -c 'import gguf, pydantic' 2>/dev/null; then
     "$python" -m pip --disable-pip-version-check --quiet install --no-index --no-deps \
         --target "$folder/site" "$wheels"/*.whl
 fi

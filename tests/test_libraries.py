@@ -27,6 +27,7 @@ YOUNG = (
     "accelerate",
     "safetensors",
     "gguf",
+    "pydantic",
 )
 """Libraries of which a next release may do without what an earlier one had."""
 

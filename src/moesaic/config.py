@@ -31,11 +31,13 @@ from typing import (
 
 from moesaic.errors import MoesaicError, check_known, shown
 from moesaic.families import Family, Shape
-from moesaic.types import Model, Named, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
+
+STRICT: JSON = {"extra": "forbid"}
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def _check_options(config: DataclassInstance) -> None:
         if allowed:
             check_known(entry.name, value, allowed)
         if not suits(value, hint):
-            raise MoesaicError(f"{entry.name} must be {kind_in_words(hint)}; got {shown(value)}.")
+            raise MoesaicError(f"{entry.name} must be {_kind_in_words(hint)}; got {shown(value)}.")
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),
             (operator.le, "at most", info.maximum),
@@ -172,19 +174,21 @@ WORDS: dict[object, str] = {
 """Words for the types of options."""
 
 
-def kind_in_words(hint: object) -> str:
+def _kind_in_words(hint: object) -> str:
     """Return a field's type in words: ``a number or text``."""
     kinds = get_args(hint)
     if get_origin(hint) is tuple:
-        return f"several ({kind_in_words(kinds[0])} each)"
+        return f"several ({_kind_in_words(kinds[0])} each)"
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(kind_in_words(kind) for kind in kinds if kind is not NoneType)
+        return " or ".join(_kind_in_words(kind) for kind in kinds if kind is not NoneType)
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 @dataclass(frozen=True)
 class Options:
     """Base of dataclasses whose fields are made with :func:`option`, checked and documented."""
+
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     def __init_subclass__(cls, **options: object) -> None:
         """Add the options to the docstring; this runs before ``@dataclass``."""

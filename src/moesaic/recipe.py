@@ -13,22 +13,22 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 
 from moesaic.config import (
     DTYPES,
+    STRICT,
     Calibration,
     Evaluation,
     MethodConfig,
     about,
     check_device,
+    choices,
     flag_of,
-    kind_in_words,
     option,
     parse_bytes,
     types_of,
@@ -94,6 +94,8 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
 @dataclass(frozen=True)
 class Recipe:
     """Description of one run: model, calibration, steps, evaluation."""
+
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     model: str
     out: str
@@ -301,8 +303,26 @@ def method_of(verb: str, options: JSON) -> str:
     )
 
 
+def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
+    """Return options with sizes and names of text as a dataclass's fields hold them."""
+    values = dict(options)
+    for entry in fields(config):
+        value = options.get(entry.name)
+        if about(entry).parse == "bytes" and isinstance(value, str):
+            try:
+                values[entry.name] = parse_bytes(value)
+            except MoesaicError as error:
+                raise MoesaicError(f"{entry.name} {error}") from None
+        if about(entry).parse == "text" and isinstance(value, dict | list):
+            values[entry.name] = spelled(value)
+        hint: object = types_of(config)[entry.name]
+        if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
+            values[entry.name] = value.split(",")  # numbers, as a command line has them
+    return values
+
+
 def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
-    """Return the options of a bundle."""
+    """Return the options that a bundle's name stands for."""
     bundles = {other: config.bundles for other, config in methods_of(verb).items()}
     options = bundles[method].get(name)
     if options is not None:
@@ -313,77 +333,54 @@ def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
 
-def checked(cls: type[D], data: JSON, where: str) -> D:
-    """Return plain data as a dataclass, every field checked; numbers and truth may be words.
+def checked(cls: type[D], data: object, where: str) -> D:
+    """Return plain data as a dataclass, every field checked.
 
     Args:
         cls: the dataclass.
-        data: a mapping of its fields; sizes as ``4GB``, names of text as mappings or lists too.
+        data: a mapping of its fields.
         where: named in messages.
 
     Raises:
         MoesaicError: a field is unknown, missing or of the wrong type.
     """
-    known, values = {entry.name: entry for entry in fields(cls)}, JSON()
-    for name, value in data.items():
-        place = f"{where}.{name}".strip(".")
-        if name not in known:
-            owner = ""
-            if issubclass(cls, MethodConfig):
-                several = len(methods_of(cls.verb)) > 1
-                owner = f" of {cls.verb}{f', method {cls.name}' if several else ''}"
-            raise MoesaicError(
-                f"{place} is not an option{owner}; known: {', '.join(known)}.{meant(name, known)}"
-            )
-        parse = about(known[name]).parse
-        if parse == "bytes" and isinstance(value, str):
-            try:
-                value = parse_bytes(value)
-            except MoesaicError as error:
-                raise MoesaicError(f"{name} {error}") from None
-        if parse == "text" and isinstance(value, dict | list):
-            value = spelled(value)
-        values[name] = _typed(value, types_of(cls)[name], place)
-    for name, entry in known.items():
-        if name not in values and entry.default is entry.default_factory is MISSING:
-            raise MoesaicError(f"{f'{where}.{name}'.strip('.')} is missing.")
-    return cls(**values)
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = plain_values(cls, data) if isinstance(data, dict) else data
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise MoesaicError(_in_words(cls, error.errors()[0], where)) from None
 
 
-TRUTH = {"true": True, "yes": True, "on": True, "1": True}
-TRUTH |= {"false": False, "no": False, "off": False, "0": False}
-"""Words for a truth value."""
+PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+WRONG = {"float": "not a number", "int": "not a whole number", "bool": "neither true nor false"}
+"""Words for a wrong value, by prefixes of pydantic's names of errors."""
 
 
-def _typed(value: Any, hint: Any, place: str) -> Any:
-    """Return plain data as a value of a type: words as numbers or truth, lists as tuples."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
-        return None
-    for kind in kinds:
-        origin, parts = get_origin(kind), get_args(kind)
-        if origin is Literal:
-            check_known(place, value, parts)
-            return value
-        if origin is tuple:
-            if isinstance(value, str) and str not in parts:
-                value = value.split(",")  # numbers, as a command line has them
-            if isinstance(value, list | tuple):
-                each = enumerate(value)
-                return tuple(_typed(part, parts[0], f"{place}.{i}") for i, part in each)
-        elif kind is bool and not isinstance(value, bool):
-            if (word := str(value).lower()) in TRUTH:
-                return TRUTH[word]
-        elif kind in (int, float):
-            with suppress(ValueError, TypeError, OverflowError):
-                number = kind(value)
-                if not isinstance(value, bool) and (isinstance(value, str) or number == value):
-                    return number
-        elif isinstance(value, kind):
-            return value
-    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
-    remedy = f"; give {float(share[1]) / 100:g}" if share and float in kinds else ""
-    raise MoesaicError(f"{place} {shown(value)} is not {kind_in_words(hint)}{remedy}.")
+def _in_words(cls: type[DataclassInstance], error: Any, where: str) -> str:
+    """Return pydantic's first error as a message with a remedy."""
+    kind, value = str(error["type"]), error["input"]
+    place = ".".join([where, *map(str, error["loc"])]).strip(".")
+    names = [f.name for f in fields(cls)]
+    if kind == "unexpected_keyword_argument":
+        owner = ""
+        if issubclass(cls, MethodConfig):
+            several = len(methods_of(cls.verb)) > 1
+            owner = f" of {cls.verb}{f', method {cls.name}' if several else ''}"
+        listed, word = ", ".join(names), meant(error["loc"][-1], names)
+        return f"{place} is not an option{owner}; known: {listed}.{word}"
+    if kind == "missing":  # what is given is all the rest
+        return f"{place} is missing."
+    if kind == "literal_error":
+        allowed = choices(cls, str(error["loc"][0]))
+        return f"{place} {shown(value)} is none of {', '.join(allowed)}.{meant(value, allowed)}"
+    wrong = WRONG.get(kind.partition("_")[0])
+    if wrong is None:
+        return f"{place}: {error['msg']} (got {shown(value)})."
+    share = PERCENT.fullmatch(value) if isinstance(value, str) and kind[0] == "f" else None
+    hint = f"; give {float(share[1]) / 100:g}" if share else ""
+    return f"{place} {shown(value)} is {wrong}{hint}."
 
 
 # --- files ---------------------------------------------------------------------------------------

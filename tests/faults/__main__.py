@@ -31,6 +31,7 @@ WARM = (
     "moesaic.methods.prune.pruning", "moesaic.observation.files", "moesaic.train.loop",
     "moesaic.metrics.measurement", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2_moe.modeling_qwen2_moe", "sklearn.cluster", "scipy.optimize",
+    "pydantic.type_adapter", "pydantic.dataclasses",
 )  # fmt: skip
 """What children would import one after the other."""
 KINDS = ("kills", "disk", "damage", "fuzz")
