@@ -34,14 +34,12 @@ from moesaic.exports.quantiser import held_rows, values_of
 from moesaic.io.checkpoint import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
-from moesaic.observation.estimates import estimated
+from moesaic.observation.estimates import draws_for, estimated
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
 from moesaic.types import Model, Track, silent
 
 Types = Mapping[str, str]
 """Types of tensors by group."""
-DRAWS = 16
-"""Draws of labels by which the KL of rounding is estimated."""
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
 AT_ONCE = 1 << 24
@@ -250,7 +248,8 @@ class Rounder:
             self.tokens.rows(slice(WINDOWS)),
             view=lambda layer: layer,
         )
-        kl_XN = estimated(stream, self.changes(types), DRAWS, track=self.track)
+        draws = draws_for(sum(tensor.numel for tensor in self.layout.tensors.values()))
+        kl_XN = estimated(stream, self.changes(types), draws, track=self.track)
         kls: dict[str, dict[str, float]] = {type: {} for type in types}
         for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
             kls[type][group] = self.scale(group) * float(kl)

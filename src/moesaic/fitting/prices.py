@@ -22,7 +22,7 @@ from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.exports.mixed import Numbers
-from moesaic.exports.rounder import DRAWS, Rounder
+from moesaic.exports.rounder import Rounder
 from moesaic.fitting.forms import Form, places_priced
 from moesaic.fitting.sizes import steps_as_json
 from moesaic.io.headers import mapping_of, reading
@@ -132,6 +132,7 @@ class Prices:
         plans: Mapping[MethodConfig, Change],
         types: Sequence[str],
         rounder: Rounder | None,
+        draws: int,
         track: Track,
         folder: Path | None = None,
     ) -> None:
@@ -142,6 +143,7 @@ class Prices:
             plans: by config the layers that it makes.
             types: of tensors.
             rounder: of the model; None where no types are asked for.
+            draws: of labels; see :func:`moesaic.observation.estimates.draws_for`.
             track: shows progress.
             folder: keeps what is found of each layer until all is; another call with the same
                 request goes on from there.
@@ -150,11 +152,11 @@ class Prices:
         keys = [*product(groups, types)]
         changes = rounder.changes(types) if rounder is not None and keys else []
         if folder is not None:
-            asked_for = [self.request, keys, [*map(key_of, plans)], DRAWS]
+            asked_for = [self.request, keys, [*map(key_of, plans)], draws]
             name = hashlib.sha256(json.dumps(asked_for).encode()).hexdigest()[:16]
             folder /= name
         stream = job.stream((), lambda layer: layer)
-        found = estimates(stream, [*changes, *plans.values()], DRAWS, track=track, folder=folder)
+        found = estimates(stream, [*changes, *plans.values()], draws, track=track, folder=folder)
         v_CKN = (found.v_CKN / (2 * max(found.tokens, 1.0)) ** 0.5).numpy()
         prices = [*map(Price, v_CKN, found.head_C.tolist())]
         for (group, type), price in zip(keys, prices, strict=False):

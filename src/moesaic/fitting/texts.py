@@ -13,7 +13,7 @@ from moesaic.io.source import Source
 
 LEAST = 4
 """Windows that choose, at least."""
-PRICED, SHORT = 2048, 128
+PRICED, SHORT = 2048, 64
 """Tokens by which alternatives are priced, and those of a window."""
 PART = 4
 """Where there is too little text, every n-th window is used for choosing."""
