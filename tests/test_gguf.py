@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+import transformers
 from builders import equal, finish, loaded, logits, pages, tiny_model, tiny_moe, weights
 from gguf import GGMLQuantizationType as Type
+from packaging.version import Version
 from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +73,9 @@ NAMES = {
 }
 
 
+OLD = Version(transformers.__version__) < Version("5.23")
+
+
 def stacked(model, folder):
     """A model's published tensors with experts stacked, by llama.cpp's names."""
     model.save_pretrained(folder)
@@ -93,6 +98,8 @@ def add_vocabulary(writer, tokenizer):
     writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
     writer.add_eos_token_id(0)
+    if OLD:  # it reads no file without one
+        writer.add_bos_token_id(0)
 
 
 def interleaved(rows, heads):
@@ -390,6 +397,7 @@ def hybrid(model_type, tokenizer, file, missing=""):
     return file
 
 
+@pytest.mark.skipif(OLD, reason="this transformers reads no such file")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_hybrids_are_converted_tensor_by_tensor(model_type, tmp_path, tokenizer, command):
     """As transformers converts them, which reads them whole; and on to a result."""
