@@ -72,8 +72,8 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
     arch = moe_arch(live.config)
     wanted = arch.moe_layers(live)
     stream = LayerStream(live, arch, tokens, wanted, view=arch.mixture)
-    for turn in stream.turns():
-        view = arch.mixture(turn.block.layer)
+    for block, states in stream.turns():
+        view = arch.mixture(block.layer)
         into, down = (f"{arch.inside}{arch.experts}.{name}" for name in view.matrices)
         tally = Tally()
 
@@ -86,8 +86,8 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
         ) -> None:
             tally.add(path, square_sums(x_NI), expert, count)
 
-        with tapped(turn.block.layer, arch, (into, down), note):
-            for _ in turn.block.outputs(turn.states):
+        with tapped(block.layer, arch, (into, down), note):
+            for _ in block.outputs(states):
                 pass
         for i in range(view.count):
             *ups, last = view.weights_of(i)
@@ -95,6 +95,7 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
                 norm_I = tally.added[path][i].sqrt().float()
                 norm_I = norm_I if norm_I.any() else torch.ones_like(norm_I)
                 weight_OI.mul_(two_of_four(weight_OI, norm_I))
+        block.run(states)
     return kept(source, live, out, layers=len(wanted))
 
 
@@ -103,12 +104,12 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
 
 def entering(live: nn.Module, arch: Arch, tokens: Tokens) -> list[Tensor]:
     """What enters each layer, and what leaves the last (T, D)."""
-    states = []
-    for turn in LayerStream(live, arch, tokens, view=arch.view).turns():
-        states.append(torch.cat([s.flatten(0, 1) for s in turn.states]))
-        turn.run()
-        left = torch.cat([s.flatten(0, 1) for s in turn.states])
-    return [*states, left]
+    passed = []
+    for block, states in LayerStream(live, arch, tokens, view=arch.view).turns():
+        passed.append(torch.cat([s.flatten(0, 1) for s in states]))
+        block.run(states)
+        left = torch.cat([s.flatten(0, 1) for s in states])
+    return [*passed, left]
 
 
 def cosine(x_TD: Tensor, y_TD: Tensor) -> Tensor:

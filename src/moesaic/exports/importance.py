@@ -51,11 +51,11 @@ def importance(
         source.checkpoint, source.config, arch, tokens, view=lambda layer: layer
     )
     tally = Tally()
-    for turn in track(stream.turns(), "Importance", len(stream)):
-        layer = turn.block.layer
-        names = dict(names_in(layer, turn.block.index, arch, named))
+    for block, states in track(stream.turns(), "Importance", len(stream)):
+        layer = block.layer
+        names = dict(names_in(layer, block.index, arch, named))
         with tapped(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
-            turn.run()
+            block.run(states)
     return means(tally.stats())
 
 

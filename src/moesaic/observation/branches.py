@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
@@ -23,8 +23,9 @@ from moesaic.types import Track, silent
 
 StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Function from a layer to a context with the module that replaces it."""
-Original = Callable[[Sequence[Tokens]], Iterator[tuple[torch.Tensor, Tokens]]]
-"""Function from batches of tokens to the logits (B, L, V) and tokens of each."""
+Metric = Callable[[Tensor, Tokens], Callable[[Tensor], Tensor]]
+"""Function of one window's output and its tokens to a function that compares another output of the
+window: its losses by token, or by whatever else it counts (T,)."""
 Change = Mapping[int, LayerPlan | StandIn]
 """Plans, or functions that replace a layer, by layer index."""
 LIMIT = 4 << 30
@@ -76,57 +77,82 @@ def changed(
     return applied(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
 
 
+def of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:
+    """Return a function of other logits of a window to KL(these || those) of each token (T,)."""
+    labels = window.labels.to(logits_BLV.device)
+    chunks = [*in_chunks(logits_BLV, labels)]
+
+    def compare(other_BLV: Tensor) -> Tensor:
+        pairs = zip(chunks, in_chunks(other_BLV, labels), strict=True)
+        return torch.cat([divergence(p_TV, q_TV) for p_TV, q_TV in pairs])
+
+    return compare
+
+
 @torch.no_grad()
-def divergences(
+def measured(
     stream: LayerStream[object],
     changes: Sequence[Change],
     track: Track = silent,
-    original: Original | None = None,
-) -> torch.Tensor:
+    metric: Metric = of_next_token,
+    *,
+    logits: bool = True,
+    original: SpilledList | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return how much changes alter a model's output, summed over each window.
+
+    Args:
+        stream: the model, and the tokens.
+        changes: as for :func:`branches`.
+        track: shows progress.
+        metric: compares the outputs of one window; by default by KL of the next token.
+        logits: False to compare the last hidden states after the final norm.
+        original: the unchanged last layer's output, from :func:`branches`; by default it is run.
+
+    Returns:
+        sums by change and window (C, N), and the number of tokens of each window, or of whatever
+        else the metric returns values of (N,); float64.
+    """
+    first: list[Change] = [{}] if original is None else []
+    finals = branches(stream, [*first, *changes], track)
+    ours = finals[len(first) :]
+    different = [*dict.fromkeys(ours)]  # equal changes share one object
+    windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
+    sums_NC, tokens_N = list[Tensor](), list[int]()
+    try:
+        with stream.headed(logits=logits) as finish:
+            unchanged = finals[0] if original is None else original
+            together = zip(windows, *map(_rows, [unchanged, *different]), strict=True)
+            for window, before, *states in track(together, "Comparing outputs", len(windows)):
+                compare = metric(finish(window, before), window)
+                losses = [compare(finish(window, last)) for last in states]
+                sums_NC.append(torch.stack([loss_T.double().sum().cpu() for loss_T in losses]))
+                tokens_N.append(len(losses[0]))
+        places_C = [different.index(spill) for spill in ours]
+        return torch.stack(sums_NC, 1)[places_C], torch.tensor(tokens_N).double()
+    finally:
+        for spill in finals:
+            spill.clear()
+
+
+def divergences(
+    stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
+) -> Tensor:
     """Return KL(original || changed) of the next token's distribution, in nats per token.
 
     Args:
         stream: the model, and the tokens.
         changes: as for :func:`branches`.
         track: shows progress.
-        original: logits to compare with; by default those of the unchanged stream.
 
     Returns:
         KL by change and window (C, N), float64. Windows are weighted by their tokens: the mean over
         windows is the mean over all tokens.
     """
-    first: list[Change] = [] if original else [{}]
-    finals = branches(stream, [*first, *changes], track)
-    ours = finals[len(first) :]
-    different = [*dict.fromkeys(ours)]  # equal changes share one object
-    windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
-    sums_CN, tokens_N = list[torch.Tensor](), list[int]()
-    try:
-        with stream.headed(logits=True) as finish:
-            unchanged = (
-                (logits for logits, _ in original(windows))
-                if original
-                else map(finish, windows, _rows(finals[0]))
-            )
-            together = zip(windows, unchanged, *map(_rows, different), strict=True)
-            tracked = track(together, "Comparing outputs", len(windows))
-            for window, logits, *states in tracked:
-                labels = window.labels.to(logits.device)
-                chunks = [*in_chunks(logits, labels)]
-                sums = []
-                for last in states:
-                    pairs = zip(chunks, in_chunks(finish(window, last), labels), strict=True)
-                    sums.append(torch.cat([divergence(p_TV, q_TV) for p_TV, q_TV in pairs]).sum())
-                sums_CN.append(torch.stack(sums))
-                tokens_N.append(sum(map(len, chunks)))
-        share = torch.tensor(tokens_N).double().mean().clamp(min=1.0)
-        places_C = [different.index(spill) for spill in ours]
-        return torch.stack(sums_CN, 1)[places_C] / share
-    finally:
-        for spill in finals:
-            spill.clear()
+    sums_CN, tokens_N = measured(stream, changes, track)
+    return sums_CN / tokens_N.mean().clamp(min=1.0)
 
 
-def _rows(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _rows(batches: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield windows as batches of their own: logits of several would be too large."""
     return (window for batch in batches for window in batch.split(1))

@@ -250,24 +250,6 @@ class Block:
             states.replace(b, after)
 
 
-@dataclass
-class NextLayer:
-    """Layer that comes next, and its input hidden states."""
-
-    block: Block
-    states: SpilledList
-    """Hidden states, one entry per batch (B, L, D)."""
-    masks: Sequence[Tensor | None]
-    """Masks per batch; False on padding."""
-    passed: bool = False
-    """True if the states have passed the layer."""
-
-    def run(self) -> None:
-        """Pass every batch through the layer once; hooks on it see each batch."""
-        self.block.run(self.states)
-        self.passed = True
-
-
 class LayerStream(Generic[V_co]):
     """Iterable of a :class:`LayerTokens` for each wanted layer, in order.
 
@@ -463,22 +445,21 @@ class LayerStream(Generic[V_co]):
                     spill.clear()
 
     @torch.no_grad()
-    def turns(self, layers: Collection[int] | None = None) -> Iterator[NextLayer]:
-        """Yield the wanted layers, each open, before any batch has passed it.
+    def turns(self, layers: Collection[int] | None = None) -> Iterator[tuple[Block, SpilledList]]:
+        """Yield the wanted layers, each open, with their input hidden states, one entry per batch
+        (B, L, D); the loop's body passes these on by :meth:`Block.run`.
 
         Args:
             layers: indices of those to yield; None for all.
         """
         wanted = self.layers if layers is None else layers
         states, kwargs = self.record()
-        masks, last = [*self.masks()], max(wanted)
         try:
-            for block in self.blocks(kwargs, last + 1):
-                turn = NextLayer(block, states, masks)
+            for block in self.blocks(kwargs, max(wanted) + 1):
                 if block.index in wanted:
-                    yield turn
-                if block.index < last and not turn.passed:
-                    turn.run()
+                    yield block, states
+                else:
+                    block.run(states)
         finally:
             states.clear()
 

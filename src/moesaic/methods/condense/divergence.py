@@ -1,4 +1,4 @@
-"""Divergences between two sets of hidden states, which CD-MoE's searches minimise.
+"""Divergences between two sets of hidden states or two outputs, which CD-MoE's searches minimise.
 
 The released code turns each hidden state into a distribution by a softmax over the hidden
 dimension, in float32, and takes natural logarithms; so do we.
@@ -8,8 +8,16 @@ Shape suffixes: N any number of tokens or candidates, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from moesaic.data.text import Tokens
+from moesaic.losses import next_token_loss, predicting
+from moesaic.observation.branches import Metric
+from moesaic.observation.stream import valid
 
 TINY = torch.finfo(torch.float32).tiny
 """Lower bound of a mean of two probabilities, so that the logarithm of two zeros is finite."""
@@ -44,3 +52,26 @@ def cosine(p_ND: Tensor, q_ND: Tensor) -> Tensor:
 
 DIVERGENCES = {"js": js, "kl": kl}
 """Divergences of hidden states, by name."""
+
+
+def _of_states(
+    divergence: Callable[[Tensor, Tensor], Tensor], before_1LD: Tensor, window: Tokens
+) -> Callable[[Tensor], Tensor]:
+    mask = window.attention_mask
+    before_TD = valid(before_1LD, mask)
+    return lambda after_1LD: divergence(before_TD, valid(after_1LD, mask))
+
+
+def _of_perplexity(before_1LV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:
+    labels = window.labels.to(before_1LV.device)
+    count = predicting(labels).sum().clamp(min=1)
+    before = (next_token_loss(before_1LV, labels) / count).exp()
+    return lambda logits: ((next_token_loss(logits, labels) / count).exp() - before)[None]
+
+
+METRICS: dict[str, Metric] = {
+    **{name: partial(_of_states, divergence) for name, divergence in DIVERGENCES.items()},
+    "ppl": _of_perplexity,
+}
+"""Changes of a window's output by name: of the hidden states after the final norm by token, or of
+the perplexity (Tab. 8)."""

@@ -32,7 +32,6 @@ Deviations from the paper or its code, and options that restore theirs:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,60 +44,42 @@ BLOCK_BYTES = 64 << 20
 """Bytes of candidates' outputs in memory at once."""
 
 
-# --- Eq. 2 ---------------------------------------------------------------------------------------
-
-
-def fixed_gates(sum_E: Tensor, calls_E: Tensor) -> Tensor:
-    """Return g_i of Eq. 2, the mean of g_{i,t} over the tokens that chose expert i (E,); NaN if
-    none did.
-
-    >>> fixed_gates(torch.tensor([1.5, 0.0]), torch.tensor([3, 0]))
-    tensor([0.5000,    nan])
-    """
-    return sum_E / calls_E
-
-
 # --- Alg. 1 --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Terms of a condensed layer's output, for one batch of its tokens."""
-
-    reference_TD: Tensor
-    """Output O_ref of the decoder layer before it is condensed."""
-    start_TD: Tensor
-    """Residual, plus the kept part of the shared path."""
-    experts_TED: Tensor
-    """Outputs E_i(x) of all routed experts, scaled as they are added to the residual."""
-
-
 def candidate_losses(
-    batches: Iterable[Outputs],
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
     chosen: list[int],
     g_E: Tensor,
     candidates: list[int],
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the mean divergence from O_ref with each candidate added to the chosen experts
-    (candidates,).
+    (candidates,); without candidates, that of the chosen experts alone (1,).
 
-    Without candidates, return that of the chosen experts alone (1,).
+    Args:
+        batches: O_ref (T, D), the layer's output before it is condensed; the residual plus the kept
+            part of the shared path (T, D); and the outputs E_i(x) of all routed experts, scaled as
+            they are added to the residual (T, E, D).
+        chosen: the experts chosen so far.
+        g_E: the fixed weights of Eq. 2.
+        candidates: experts to add, one at a time.
+        divergence: of two outputs, by token.
     """
     total = torch.zeros(max(1, len(candidates)), dtype=torch.float64)
     tokens = 0
-    for batch in batches:
-        now_TD = batch.start_TD.float()
+    for reference_TD, start_TD, experts_TED in batches:
+        now_TD = start_TD.float()
         g = g_E.to(now_TD)
         for i in chosen:
-            now_TD = now_TD + g[i] * batch.experts_TED[:, i].float()
+            now_TD = now_TD + g[i] * experts_TED[:, i].float()
         rows = max(1, BLOCK_BYTES // (4 * total.numel() * now_TD.shape[1]))
         for at in torch.arange(len(now_TD)).split(rows):
             trial = now_TD[at, None]
             if candidates:
-                f = batch.experts_TED[at][:, candidates].float()
+                f = experts_TED[at][:, candidates].float()
                 trial = trial + g[candidates, None] * f
-            total += divergence(batch.reference_TD[at, None], trial).double().sum(0).cpu()
+            total += divergence(reference_TD[at, None], trial).double().sum(0).cpu()
         tokens += len(now_TD)
     return mean_over_processes(total, tokens)
 

@@ -16,14 +16,12 @@ Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's ow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import hands_on
@@ -31,21 +29,18 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, mean_over_processes
 from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.condense.divergence import DIVERGENCES, cosine
+from moesaic.methods.condense.divergence import DIVERGENCES, METRICS, cosine
 from moesaic.methods.condense.experts import (
-    Outputs,
     candidate_losses,
-    fixed_gates,
     greedy_experts,
     ranked_experts,
     weight_scores,
 )
-from moesaic.observation.branches import branches
+from moesaic.observation.branches import branches, changed, measured
 from moesaic.observation.stream import Block, LayerStream, SpilledList, valid
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
 from moesaic.plans.dropped import DroppedLayer
 from moesaic.plans.regression import significantly_worse
-from moesaic.surgery import applied
 from moesaic.types import JSON
 
 Replaced: TypeAlias = CondensedLayer | DroppedLayer
@@ -96,11 +91,9 @@ class ExpertSearch:
 
     def _outputs(self, plan: Replaced | None = None) -> Iterator[Tensor]:
         """Yield the layer's output for each batch (T, D), as it is or with a plan applied."""
-        instead = nullcontext() if plan is None else applied(self.block.layer, self.arch, plan)
-        with instead as layer:
+        with changed(self.block.layer, self.arch, plan) as layer:
             outputs = self.block.outputs(self.hidden, layer)
-            for out, mask in zip(outputs, self.stream.masks(), strict=False):
-                yield valid(out, mask)
+            yield from map(valid, outputs, self.stream.masks())
 
     def _decide(self) -> tuple[Replaced, JSON]:
         config, view = self.config, self.view
@@ -118,28 +111,31 @@ class ExpertSearch:
                 analysis["scores"] = scores
                 order = ranked_experts(scores, g_E, k)
             routed = torch.tensor(order, dtype=torch.int64)
-        with_experts = self._with_experts(shared, routed, g_E)
         variants: dict[str, Replaced] = {"attention": NO_FFN}
         if not hands_on(type(self.block.layer).forward):
             variants["nothing"] = DroppedLayer()
         if shared.shared and not view.apart(routed=False):
             variants["shared"] = shared
-        variants[config.keep] = variants.get(config.keep, with_experts)
+        variants.setdefault(config.keep, self._with_experts(shared, routed, g_E))
+        entering = map(valid, self.hidden, self.stream.masks())
+        befores = {"attention": self._outputs(NO_FFN), "nothing": entering}
         analysis |= {
             "divergence": {name: self._cost(plan) for name, plan in variants.items()},
-            "cosine": self._importance(),
+            # 1 - cos of input and output, of block plus residual and of the whole layer
+            "cosine": {name: self._mean(cosine, before) for name, before in befores.items()},
         }
         return variants[config.keep], analysis
 
     def _gates(self) -> tuple[Tensor, Tensor]:
-        """Return g of Eq. 2 over all processes' tokens (A,), and each expert's calls (E,)."""
+        """Return g of Eq. 2 over all processes' tokens (A,), NaN for experts that none chose, and
+        each expert's calls (E,)."""
         view = self.view
         sums_2A = torch.zeros(2, view.weighed, dtype=torch.float64)
         for x_TD in self.stream.entered(self.block, self.inputs):
             w_TA = view.routing.every_weight(view.logits(x_TD.to(view.device)).float())
             sums_2A += torch.stack([w_TA.double().sum(0), (w_TA != 0).double().sum(0)]).cpu()
         sums_2A = torch.stack(gathered(sums_2A)).sum(0)
-        return fixed_gates(sums_2A[0], sums_2A[1]), sums_2A[1, : view.count]
+        return sums_2A[0] / sums_2A[1], sums_2A[1, : view.count]
 
     def _shared(self, g_S: Tensor) -> CondensedLayer:
         """Return the plan with the shared path alone; ``g_S`` are gates of weighed shared
@@ -192,7 +188,7 @@ class ExpertSearch:
                 experts.append(torch.cat(parts) * factor)
 
             def losses(chosen: list[int], left: list[int]) -> Tensor:
-                batches = map(Outputs, self.reference, start, experts)
+                batches = zip(self.reference, start, experts, strict=True)
                 return candidate_losses(batches, chosen, g_E, left, self.divergence)
 
             return greedy_experts(losses, g_E, k)
@@ -224,23 +220,17 @@ class ExpertSearch:
 
     def _cost(self, plan: Replaced) -> float:
         """Return the divergence of the layer's output under a plan from its original output."""
-        pairs = zip(self.reference, self._outputs(plan), strict=True)
-        return _mean([self.divergence(o_TD, out_TD) for o_TD, out_TD in pairs])
+        return self._mean(self.divergence, self._outputs(plan))
 
-    def _importance(self) -> dict[str, float]:
-        """Return 1 - cos of input and output, of block plus residual and of the whole layer."""
-        entering = map(valid, self.hidden, self.stream.masks())
-        befores = {"attention": self._outputs(NO_FFN), "nothing": entering}
-        return {
-            name: _mean([cosine(x, o) for x, o in zip(before, self.reference, strict=True)])
-            for name, before in befores.items()
-        }
-
-
-def _mean(parts: Sequence[Tensor]) -> float:
-    """Return the mean over the tokens of all processes."""
-    total = sum(part.double().sum().cpu() for part in parts)
-    return mean_over_processes(torch.as_tensor(total), sum(len(part) for part in parts)).item()
+    def _mean(
+        self, divergence: Callable[[Tensor, Tensor], Tensor], outputs: Iterable[Tensor]
+    ) -> float:
+        """Return the mean divergence from the original output over the tokens of all processes."""
+        total, count = torch.zeros(1, dtype=torch.float64), 0
+        for o_TD, out_TD in zip(self.reference, outputs, strict=True):
+            total += divergence(o_TD, out_TD).double().sum().cpu()
+            count += len(o_TD)
+        return mean_over_processes(total, count).item()
 
 
 # --- Alg. 2 --------------------------------------------------------------------------------------
@@ -279,62 +269,45 @@ class LayerSearch:
         self.streams = streams
         self.plans = plans
         self.metric = metric
-        self._references: dict[int, SpilledList] = {}
+        self._originals: dict[int, SpilledList] = {}
 
-    def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
-        """Return the change of the output with each candidate condensed besides the chosen
-        layers."""
-        parts = [self.sums(chosen, candidates, n) for n in range(len(self.streams))]
-        return {i: _mean_of([part[i] for part in parts]) for i in candidates}
-
-    @torch.no_grad()
     def sums(
         self, chosen: Collection[int], candidates: Collection[int], leg: int
     ) -> dict[int, Tensor]:
         """Return, by candidate, the change of the output summed over each window of one leg, and
         the tokens or windows summed over, float64 (2, N); of all processes."""
         some, stream = {i: self.plans[i] for i in chosen}, self.streams[leg]
-        changes = [{**some, i: self.plans[i]} for i in candidates]
-        if leg not in self._references:
-            reference = self._references[leg] = SpilledList(1 << 30)
-            (final,) = branches(stream, [{}])
-            for output, _ in self._judged(stream, final):
-                reference.append(output)
-            final.clear()
-        sums: dict[int, Tensor] = {}
-        for i, final in zip(candidates, branches(stream, changes), strict=True):
-            local = self._by_window(stream, self._references[leg], final)
-            sums[i] = torch.cat(gathered(local), 1)
-            final.clear()
-        return sums
+        if leg not in self._originals:
+            (self._originals[leg],) = branches(stream, [{}])
+        sums_CN, count_N = measured(
+            stream,
+            [{**some, i: self.plans[i]} for i in candidates],
+            metric=METRICS[self.metric],
+            logits=self.metric == "ppl",
+            original=self._originals[leg],
+        )
+        both_C2N = torch.stack([sums_CN, count_N.expand_as(sums_CN)], 1)
+        return dict(zip(candidates, torch.cat(gathered(both_C2N), 2), strict=True))
 
-    def _judged(
-        self, stream: LayerStream[MoEFFN], final: SpilledList
-    ) -> Iterator[tuple[Tensor, Sequence[int]]]:
-        """Yield per batch the outputs that are compared, (T, D) after the final norm or (B,)
-        perplexities, and the number of rows of each window."""
-        for out, batch in stream.heads(final, logits=self.metric == "ppl"):
-            windows, mask = len(batch.input_ids), batch.attention_mask
-            if self.metric == "ppl":
-                yield _window_perplexities(out, batch), [1] * windows
-            elif mask is None:
-                yield valid(out, None), [out.shape[1]] * windows
-            else:
-                yield valid(out, mask), mask.sum(1).tolist()
+    def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
+        """Return the change of the output with each candidate condensed besides the chosen layers.
 
-    def _by_window(
-        self, stream: LayerStream[MoEFFN], reference: SpilledList, final: SpilledList
-    ) -> Tensor:
-        """Return the sums and counts of :meth:`sums` for this process's windows (2, N)."""
-        sums, counts = list[float](), list[int]()
-        for before, (after, rows) in zip(reference, self._judged(stream, final), strict=True):
-            if self.metric == "ppl":
-                losses = after - before
-            else:
-                losses = DIVERGENCES[self.metric](before, after)
-            sums += [part.double().sum().item() for part in losses.split([*rows])]
-            counts += rows
-        return torch.tensor([sums, counts], dtype=torch.float64)
+        Candidates are compared leg by leg; those that are significantly worse than the best one are
+        left out.
+        """
+        running, parts = [*candidates], {i: list[Tensor]() for i in candidates}
+        losses = dict[int, float]()
+        for leg in range(len(self.streams)):
+            for i, sums_2N in self.sums(chosen, running, leg).items():
+                parts[i].append(sums_2N)
+            every = {i: torch.cat(parts[i], 1) for i in running}
+            losses = {i: (x.sum() / n.sum().clamp(min=1)).item() for i, (x, n) in every.items()}
+            by_window = {i: sums_N / n_N.clamp(min=1) for i, (sums_N, n_N) in every.items()}
+            best_N = by_window[min(running, key=lambda i: (losses[i], i))]
+            running = [i for i in running if not significantly_worse(by_window[i], best_N, SURE)]
+            if len(running) == 1:
+                break
+        return losses
 
     def order(
         self, search: str, scores: Mapping[int, float], done: Sequence[int] = ()
@@ -349,56 +322,18 @@ class LayerSearch:
         """
         chosen = [*done]
         left = [i for i in self.plans if i not in chosen]
-        losses: dict[int, float] = dict(scores)
+        losses = dict(scores)
         if search == "global-rank" and left:
             losses = self.losses((), left)
         while left:
-            if search == "greedy":
+            if search in ("greedy", "racing"):
                 losses = self.losses(chosen, left)
-            elif search == "racing":
-                losses = self._raced(chosen, left)
             best = min(losses.keys() & left, key=lambda i: (losses[i], i))
             yield best, {i: losses[i] for i in left if i in losses}
             chosen.append(best)
             left.remove(best)
 
-    def _raced(self, chosen: Sequence[int], left: Sequence[int]) -> dict[int, float]:
-        """Race the candidates; return the losses of the last leg's survivors, over all text."""
-        running, collected = [*left], {i: list[Tensor]() for i in left}
-        losses = dict[int, float]()
-        for leg in range(len(self.streams)):
-            for i, sums_2N in self.sums(chosen, running, leg).items():
-                collected[i].append(sums_2N)
-            losses = {i: _mean_of(collected[i]) for i in running}
-            by_window = {i: _by_window(collected[i]) for i in running}
-            best_N = by_window[min(running, key=lambda i: (losses[i], i))]
-            running = [i for i in running if not significantly_worse(by_window[i], best_N, SURE)]
-            if len(running) == 1:
-                break
-        return losses
-
     def close(self) -> None:
-        """Delete the references kept on disk."""
-        for reference in self._references.values():
-            reference.clear()
-
-
-def _mean_of(parts: Sequence[Tensor]) -> float:
-    """Return the mean loss, from sums and counts by window (2, N) each."""
-    total, count = torch.cat([*parts], 1).sum(1).tolist()
-    return float(total / max(1.0, count))
-
-
-def _by_window(parts: Sequence[Tensor]) -> Tensor:
-    """Return the loss of each window (N,), from sums and counts by window (2, N) each."""
-    sums_N, count_N = torch.cat([*parts], 1)
-    return sums_N / count_N.clamp(min=1)
-
-
-def _window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:
-    """Return exp of the mean next-token loss of each window (B,); padding is not scored."""
-    ids = batch.input_ids.to(logits_BLV.device)[:, 1:]
-    losses = F.cross_entropy(logits_BLV[:, :-1].float().transpose(1, 2), ids, reduction="none")
-    mask = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask[:, 1:]
-    mask = mask.to(losses)
-    return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).exp()
+        """Delete the outputs kept on disk."""
+        for original in self._originals.values():
+            original.clear()

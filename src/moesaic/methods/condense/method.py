@@ -7,8 +7,12 @@ Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,15 +21,18 @@ from torch import nn
 from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
+from moesaic.hub import convert_config
+from moesaic.io.checkpoint import shape_of
+from moesaic.io.dtypes import sizes_in
 from moesaic.io.naming import read_as
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
-from moesaic.methods.condense.footprint import Footprint
 from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.methods.refit import recover
 from moesaic.methods.sentences import credited
+from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
@@ -47,9 +54,8 @@ class Target:
         self, job: Job[MoEArch], config: CondenseConfig, plans: Mapping[int, Replaced]
     ) -> None:
         self.job, self.config, self.plans = job, config, plans
-        self.size = Footprint(job)
         if not self.met([*plans]):
-            memory, active = self.size.applied(self.finish([*plans]))
+            memory, active = self.sizes([*plans])
             raise MoesaicError(
                 f"The target is out of reach: with all {len(plans)} layers condensed the "
                 f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
@@ -63,15 +69,36 @@ class Target:
             return {**padded(condensed, job.base, job.arch, job.original.config)}
         return {**some}
 
+    def sizes(self, chosen: Sequence[int]) -> tuple[int, int]:
+        """Return bytes and active parameters of the model with these layers condensed."""
+        job, config = self.job, copy.deepcopy(self.job.original.config)
+        if chosen:
+            convert_config(config, job.arch, Plan(self.config.name, job.base, self.finish(chosen)))
+        model = shape_of(config, job.dtype or next(job.shape.parameters()).dtype)
+        size, layers = model_size(model), job.arch.layers(model)
+        return size.total_bytes + sum(map(_tables, layers)), size.active_parameters
+
+    def shapes(self, chosen: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return all that :meth:`sizes` depends on, for comparison with another choice."""
+        layers = ((self.job.layers[i], plan) for i, plan in self.finish(chosen).items())
+        sizes = ((sum(sizes_in(x)) + _tables(x), json.dumps(plan.header())) for x, plan in layers)
+        return tuple(sorted(sizes))
+
     def met(self, chosen: Sequence[int]) -> bool:
         """Return True if the layers chosen so far are enough."""
         config = self.config
         if config.count is not None:
             return len(chosen) >= config.count
-        memory, active = self.size.applied(self.finish(chosen))
+        memory, active = self.sizes(chosen)
         if config.memory is not None:
             return memory <= config.memory
         return config.active is not None and active <= config.active
+
+
+def _tables(layer: nn.Module) -> int:
+    """Return the bytes of stored tensors that are no parameters, such as a router's table."""
+    parameters = {name for name, _ in layer.named_parameters(remove_duplicate=False)}
+    return sum(t.nbytes for name, t in layer.state_dict().items() if name not in parameters)
 
 
 class Condenser(Method[CondenseConfig, MoEArch]):
@@ -90,50 +117,42 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         target = Target(job, config, plans)
         count = next(n for n in range(len(candidates) + 1) if target.met(candidates[:n]))
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
-        others = {target.size.applied(target.finish([*first, i])) for i in rest} if count else set()
+        others = {target.shapes([*first, i]) for i in rest} if count else set()
         return Outline(
             Plan(config.name, job.base, target.finish(candidates[:count]), asdict(config)),
             exact=len(others) <= 1,
         )
 
     def run(self, job: Job[MoEArch]) -> Decision:
-        config, options = self.config, asdict(self.config)
+        config = self.config
         candidates = _candidates(job, config)
-        fingerprint = job.tokens.fingerprint
         finished = job.finished({**job.asked(config), "text": job.text})
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
+        analyses: dict[int, JSON] = {i: dict(finished["experts", i][1]) for i in candidates}
         target = Target(job, config, plans)
-        chosen: list[int] = []
         steps: list[JSON] = []
-        order = self._in_order(job, stream, plans, finished)
-        while not target.met(chosen):
-            i, losses = next(order)
-            chosen.append(i)
-            steps.append({"layer": i, "losses": {str(j): x for j, x in losses.items()}})
-        order.close()
+        with closing(self._in_order(job, stream, plans, finished)) as order:
+            while not target.met(chosen := [step["layer"] for step in steps]):
+                steps.append(next(order))
+                analyses[steps[-1]["layer"]]["order"] = len(chosen)
         for name in job.args.compare:
             config.check_compared(name, len(chosen))
-        layers = target.finish(chosen)
-        analyses: dict[int, JSON] = {i: dict(finished["experts", i][1]) for i in candidates}
-        for place, i in enumerate(chosen):
-            analyses[i]["order"] = place
-        size = target.size
-        memory, active = size.applied(layers)
+        (bytes_, active), (memory, runs) = target.sizes(()), target.sizes(chosen)
         summary = {
             "layers": chosen,
             "experts": {str(i): plans[i].describe(0).shape.get("chosen", []) for i in chosen},
             "search": steps,
-            "memory_bytes": {"original": size.bytes, "result": memory},
-            "active_parameters": {"original": size.active, "result": active},
+            "memory_bytes": {"original": bytes_, "result": memory},
+            "active_parameters": {"original": active, "result": runs},
         }
-
-        def plan(some: dict[int, LayerPlan]) -> Plan:
-            return Plan(config.name, job.base, some, options, fingerprint)
-
-        results = {name: plan(target.finish(chosen[: int(name)])) for name in job.args.compare}
-        results["result"] = plan(layers)
+        counts = {**{name: int(name) for name in job.args.compare}, "result": len(chosen)}
+        made = partial(Plan, config.name, job.base, config=asdict(config))
+        results = {
+            name: made(target.finish(chosen[:n]), calibration=job.tokens.fingerprint)
+            for name, n in counts.items()
+        }
         if config.refit:
             results, refits = recover(job, results, finished)
             for i, refit in refits["result"].items():
@@ -143,6 +162,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
 
     # --- searches --------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _search_experts(
         self,
         job: Job[MoEArch],
@@ -154,10 +174,11 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         missing = [i for i in candidates if ("experts", i) not in finished]
         if not missing:
             return
-        with torch.no_grad():
-            for turn in job.track(stream.turns(missing), "Choosing experts", len(missing)):
-                search = ExpertSearch(self.config, stream, job.arch, turn.block, turn.states)
-                finished.add("experts", turn.block.index, *search.decide())
+        for block, states in job.track(stream.turns(missing), "Choosing experts", len(missing)):
+            search = ExpertSearch(self.config, stream, job.arch, block, states)
+            finished.add("experts", block.index, *search.decide())
+            if block.index < missing[-1]:
+                block.run(states)
 
     def _in_order(
         self,
@@ -165,40 +186,31 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         stream: LayerStream[MoEFFN],
         plans: Mapping[int, Replaced],
         finished: Finished,
-    ) -> Generator[tuple[int, dict[int, float]], None, None]:
-        """Yield layers in the order of choice, those of an unfinished run first."""
+    ) -> Generator[JSON, None, None]:
+        """Yield layers in the order of choice, each with the losses it was chosen by, those of an
+        unfinished run first."""
         config = self.config
-        rounds = sorted((name, i) for name, i in finished if name.startswith("round"))
-        done = [
-            (i, {int(j): loss for j, loss in finished[name, i][1]["losses"].items()})
-            for name, i in rounds
-        ]
-        yield from done
+        rounds = sorted(key for key in finished if key[0].startswith("round"))
+        yield from ({"layer": i, **finished[name, i][1]} for name, i in rounds)
         streams = [stream]
         if config.layer_search == "racing":
             parts = legs(job.own_tokens[0])
             streams = [job.stream(list(plans), job.arch.mixture, part) for part in parts]
         search = LayerSearch(streams, plans, config.metric)
-        scores = self._scores(plans, finished)
-        order = search.order(config.layer_search, scores, [i for i, _ in done])
+        measure, key = "divergence", config.keep
+        if config.layer_search == "cosine":
+            measure, key = "cosine", "nothing" if key == "nothing" else "attention"
+        scores = {i: finished["experts", i][1][measure][key] for i in plans}
+        order = search.order(config.layer_search, scores, [i for _, i in rounds])
         total = len(plans) if config.count is None else config.count
         try:
-            for n, (i, losses) in enumerate(job.track(order, "Choosing layers", total), len(done)):
+            tracked = job.track(order, "Choosing layers", total)
+            for n, (i, losses) in enumerate(tracked, len(rounds)):
                 analysis = {"losses": {str(j): x for j, x in losses.items()}}
                 finished.add(f"round-{n:04d}", i, plans[i], analysis)
-                yield i, losses
+                yield {"layer": i, **analysis}
         finally:
             search.close()
-
-    def _scores(self, plans: Mapping[int, Replaced], finished: Finished) -> dict[int, float]:
-        """Return a score by layer, lowest first, for searches that do not measure the whole
-        model."""
-        config = self.config
-        analyses = {i: finished["experts", i][1] for i in plans}
-        if config.layer_search == "cosine":
-            key = "nothing" if config.keep == "nothing" else "attention"
-            return {i: analysis["cosine"][key] for i, analysis in analyses.items()}
-        return {i: analysis["divergence"][config.keep] for i, analysis in analyses.items()}
 
     # --- words -----------------------------------------------------------------------------------
 
