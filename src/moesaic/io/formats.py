@@ -175,7 +175,7 @@ class Format(ABC):
         whole = (self.loose or scales.dim() < 2) and axis > -3 and grids[0].shape[axis] == 1
         if not whole and grids[0].dim() >= -axis:
             size = 1 if axis < -2 else self._block(codes.shape, scales.shape)[axis]
-            blocks = _whole_blocks(order, size)
+            blocks = order if size == 1 else _whole_blocks(order, size)
             if blocks is None:
                 return None
             scales, *others = (_like(_rows(grid, axis, blocks), scales) for grid in grids)
