@@ -230,8 +230,10 @@ class Estimates:
 
     @property
     def kl_CN(self) -> Tensor:
-        """Estimated KL, nats a token."""
-        return kl_of(self.v_CKN, self.tokens) + self.head_C[:, None]
+        """Estimated KL, nats a token, of windows that weigh as much as they have tokens: the mean
+        over windows is the mean over all tokens."""
+        kl_CN = self.v_CKN.square().mean(1) / 2 / max(self.tokens, 1.0)
+        return kl_CN + self.head_C[:, None]
 
 
 def draws_for(parameters: int) -> int:
@@ -241,17 +243,6 @@ def draws_for(parameters: int) -> int:
     tensors, whose errors are independent, and its draws take long.
     """
     return DRAWS if parameters < LARGE else FEW
-
-
-def kl_of(v_KN: Tensor, tokens: float) -> Tensor:
-    """Estimated KL (N) in nats a token, of ``v`` (..., K, N) and the tokens of a window.
-
-    Windows weigh as much as they have tokens: the mean over windows is the mean over all tokens.
-
-    >>> kl_of(torch.tensor([[0.2, 0.0], [0.4, 0.0]]), 5)
-    tensor([0.0100, 0.0000])
-    """
-    return v_KN.square().mean(-2) / 2 / max(tokens, 1.0)
 
 
 def estimated(

@@ -44,7 +44,7 @@ from moesaic.types import JSON, Named, Values
 FORMAT = 5
 """Version of statistics files; others are refused."""
 PAIRS = frozenset({"gram_EMM", "shared_gram_SS", "down_EDM", "shared_down_DS"})
-FILED = frozenset({*OF_WEIGHTS, *OF_TOKENS} - PAIRS)
+FILED = (OF_WEIGHTS | OF_TOKENS) - PAIRS
 """Statistics that a file holds of a mixture."""
 FILED_DENSE = frozenset({"calls_E", "energy_EM", "reach_EM", "size_EM"})
 """Statistics that a file holds of a dense model."""
@@ -81,7 +81,7 @@ class Observation:
         file = self._opened(path) if path else None
         self._file = file if self.needs else None
         job.observed = self._file.header if self._file is not None else {}
-        self.reads_text = self._file is None and not self.needs <= OF_WEIGHTS.keys()
+        self.reads_text = self._file is None and not self.needs <= OF_WEIGHTS
         self._own = own if self.reads_text else None
 
     def _opened(self, path: str) -> StatsFile:

@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 
 import torch
@@ -179,8 +180,11 @@ def tallied(
         gram_share: share of tokens whose Gram matrices are kept.
     """
     tally, asked = Tally(), {*names}
-    for name in sorted(asked & OF_WEIGHTS.keys()):
-        tally.keep(name, OF_WEIGHTS[name](site.view))
+    for together, statistics in _OF_WEIGHTS.items():
+        if asked.intersection(together):
+            for name, value in zip(together, statistics(site.view), strict=True):
+                if name in asked:
+                    tally.keep(name, value)
     if not asked & OF_TOKENS:
         return tally
     numbers = range(len(site)) if numbers is None else numbers
@@ -192,12 +196,12 @@ def tallied(
 # --- weights -------------------------------------------------------------------------------------
 
 
-def _bias(view: FFN) -> Tensor:
+def _bias(view: FFN) -> list[Tensor]:
     bias_E = view.routing.bias_E if isinstance(view, MoEFFN) else None
-    return torch.zeros(0) if bias_E is None else bias_E.float().cpu()
+    return [torch.zeros(0) if bias_E is None else bias_E.float().cpu()]
 
 
-def _spread(view: FFN) -> Tensor:
+def _spread(view: FFN) -> list[Tensor]:
     """Return mean |w| / rms(w) over gate, up and down of each expert (E,); 1 if all are equal."""
     spread_E = torch.zeros(view.count, dtype=torch.float64)
     for i in range(view.count):
@@ -206,48 +210,51 @@ def _spread(view: FFN) -> Tensor:
         mean = sum(w.abs().sum(dtype=torch.float64).item() for w in weights) / count
         square = sum(w.square().sum(dtype=torch.float64).item() for w in weights) / count
         spread_E[i] = mean / max(square, 1e-300) ** 0.5
-    return spread_E
+    return [spread_E]
 
 
-def _norms(view: FFN, whole: bool) -> Tensor:
-    """Return the norm of each neuron's down column, or with ``whole`` of all its weights (E, M)."""
-    norm_EM = torch.empty(view.count, view.width, dtype=torch.float64)
+def _norms(view: FFN) -> list[Tensor]:
+    """Return the norms of each neuron's down column, and of all its weights (E, M)."""
+    reach_EM, size_EM = torch.empty(2, view.count, view.width, dtype=torch.float64)
     for i in range(view.count):
         *rows, down = view.weights_of(i)
         # 32 rows at a time: as float64 they fit into a processor's cache
         square_M = torch.stack([w.double().square().sum(0) for w in down.split(32)]).sum(0)
-        for weight in rows if whole else ():
+        reach_EM[i] = square_M.sqrt().cpu()
+        for weight in rows:
             square_M += torch.cat([w.double().square().sum(1) for w in weight.split(32)])
-        norm_EM[i] = square_M.sqrt().cpu()
-    return norm_EM
+        size_EM[i] = square_M.sqrt().cpu()
+    return [reach_EM, size_EM]
 
 
-def _downs(view: FFN) -> Tensor:
+def _downs(view: FFN) -> list[Tensor]:
     downs = (view.weights_of(i)[-1] for i in range(view.count))
-    return torch.stack([down.detach().double().cpu() for down in downs])
+    return [torch.stack([down.detach().double().cpu() for down in downs])]
 
 
-def _of_shared(statistic: Callable[[FFN], Tensor]) -> Callable[[FFN], Tensor]:
-    """Return a function of a layer that computes a statistic of its shared path."""
+def _of_shared(statistics: Callable[[FFN], list[Tensor]], count: int) -> _Statistics:
+    """Return a function of a layer that computes ``count`` statistics of its shared path."""
 
-    def of(view: FFN) -> Tensor:
-        ffn = view.shared_ffn
-        return torch.zeros(0, dtype=torch.float64) if ffn is None else statistic(ffn)[0]
+    def of(view: FFN) -> list[Tensor]:
+        if (ffn := view.shared_ffn) is None:
+            return [torch.zeros(0, dtype=torch.float64)] * count
+        return [tensor[0] for tensor in statistics(ffn)]
 
     return of
 
 
-OF_WEIGHTS: Mapping[str, Callable[[FFN], Tensor]] = {
-    "bias_E": _bias,
-    "spread_E": _spread,
-    "reach_EM": partial(_norms, whole=False),
-    "size_EM": partial(_norms, whole=True),
-    "down_EDM": _downs,
-    "shared_reach_S": _of_shared(partial(_norms, whole=False)),
-    "shared_size_S": _of_shared(partial(_norms, whole=True)),
-    "shared_down_DS": _of_shared(_downs),
+_Statistics = Callable[[FFN], list[Tensor]]
+_OF_WEIGHTS: Mapping[tuple[str, ...], _Statistics] = {
+    ("bias_E",): _bias,
+    ("spread_E",): _spread,
+    ("reach_EM", "size_EM"): _norms,
+    ("down_EDM",): _downs,
+    ("shared_reach_S", "shared_size_S"): _of_shared(_norms, 2),
+    ("shared_down_DS",): _of_shared(_downs, 1),
 }
-"""Statistics that need no text, each with its function of a layer's view."""
+"""Functions of a layer's view by the names of what they return together."""
+OF_WEIGHTS = frozenset(chain.from_iterable(_OF_WEIGHTS))
+"""Statistics that need no text."""
 
 
 # --- tokens --------------------------------------------------------------------------------------
