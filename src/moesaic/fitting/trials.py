@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
+from moesaic.config import MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
@@ -24,9 +24,7 @@ from moesaic.io.headers import mapping_of, reading
 from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.outputs import remove, unfinished, whole_file, whole_folder
 from moesaic.io.source import Source
-from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner
-from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
 from moesaic.observation.branches import Change
 from moesaic.observation.files import observe
@@ -110,19 +108,6 @@ class Trials:
                 assert plan is not None  # those of families decide layer by layer
                 plans[config] = plan.layers
         return plans
-
-    def baselines(self) -> list[JSON]:
-        """Return the scores of quantising alone; nothing where there is no room for it."""
-        device = self.recipe.device
-        if not have_room((self.source,), device, torch.float32):
-            return []
-        types = self.track(ROUNDED, "Quantising alone", len(ROUNDED))
-        choosing = self.texts.both[1]
-        rounded = rounded_scores(self.source, self._reference, choosing, types, device)
-        return [
-            {"form": f"quantised to {type}", "memory": ours.total_bytes, **figures(ours, theirs)}
-            for type, ours, theirs in rounded
-        ]
 
     def filed(self, chosen: Candidate, folder: Path) -> JSON:
         """Write the file of the chosen candidate beside its result.
