@@ -27,8 +27,6 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.file_types import FILES
 from moesaic.exports.quantiser import WHOLE, Rounded, bits
 
-WINDOWS = 16
-"""Windows of text on which the KL of groups is estimated."""
 GAP = 1e-4
 """Relative gap to the least possible sum of KL at which the solver stops."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"

@@ -25,7 +25,6 @@ from moesaic.exports.mixed import (
     EMBEDDINGS,
     HEAD,
     OUTSIDE,
-    WINDOWS,
     Layout,
     choice,
     tensor_types,
@@ -34,7 +33,7 @@ from moesaic.exports.quantiser import held_rows, values_of
 from moesaic.io.checkpoint import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
-from moesaic.observation.estimates import draws_for, estimated
+from moesaic.observation.estimates import draws_for, estimated, priced_on
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
 from moesaic.types import Model, Track, silent
 
@@ -245,7 +244,7 @@ class Rounder:
             self.source.checkpoint,
             self.source.config,
             self.arch,
-            self.tokens.rows(slice(WINDOWS)),
+            priced_on(self.tokens),
             view=lambda layer: layer,
         )
         draws = draws_for(sum(tensor.numel for tensor in self.layout.tensors.values()))

@@ -36,11 +36,11 @@ from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.prices import IMPOSSIBLE, Prices, asked, key_of
 from moesaic.fitting.sizes import Costs, Steps
-from moesaic.fitting.texts import Texts, priced_on
+from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
 from moesaic.io.outputs import remove
 from moesaic.io.source import resolve
-from moesaic.observation.estimates import draws_for
+from moesaic.observation.estimates import draws_for, priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.surgery import routing_in

@@ -13,8 +13,6 @@ from moesaic.io.source import Source
 
 LEAST = 4
 """Windows that choose, at least."""
-PRICED, SHORT = 2048, 64
-"""Tokens by which alternatives are priced, and those of a window."""
 PART = 4
 """Where there is too little text, every n-th window is used for choosing."""
 
@@ -93,18 +91,6 @@ class Texts:
                 documents=drawn.documents,
             )
         return self._drawn[samples]
-
-
-def priced_on(tokens: Tokens) -> Tokens:
-    """Return some of a text's windows, cut into short ones.
-
-    A window gives one sample for each draw of labels, however long it is.
-    """
-    length = tokens.input_ids.shape[1]
-    some = tokens.rows(slice(max(2, PRICED // length)))
-    if some.attention_mask is not None or length % SHORT:
-        return some
-    return Tokens(some.input_ids.reshape(-1, SHORT))
 
 
 def tokenised(drawn: Calibration) -> bool:

@@ -38,6 +38,8 @@ from moesaic.observation.stream import BEFORE, Block, LayerStream, SpilledList
 from moesaic.plans.base import LayerPlan
 from moesaic.types import Track, silent
 
+PRICED, SHORT = 2048, 64
+"""Tokens by which changes are priced for a choice, and those of a window."""
 DRAWS, FEW, LARGE = 32, 8, 1 << 30
 """Draws of labels by which a choice is made; of models with so many parameters fewer."""
 IN_MEMORY = 1 << 28
@@ -234,6 +236,18 @@ class Estimates:
         over windows is the mean over all tokens."""
         kl_CN = self.v_CKN.square().mean(1) / 2 / max(self.tokens, 1.0)
         return kl_CN + self.head_C[:, None]
+
+
+def priced_on(tokens: Tokens) -> Tokens:
+    """Return some of a text's windows, cut into short ones.
+
+    A window gives one sample for each draw of labels, however long it is.
+    """
+    length = tokens.input_ids.shape[1]
+    some = tokens.rows(slice(max(2, PRICED // length)))
+    if some.attention_mask is not None or length % SHORT:
+        return some
+    return Tokens(some.input_ids.reshape(-1, SHORT))
 
 
 def draws_for(parameters: int) -> int:
