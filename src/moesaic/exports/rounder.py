@@ -247,7 +247,7 @@ class Rounder:
             priced_on(self.tokens),
             view=lambda layer: layer,
         )
-        draws = draws_for(sum(tensor.numel for tensor in self.layout.tensors.values()))
+        draws = draws_for(stream.model)
         kl_XN = estimated(stream, self.changes(types), draws, track=self.track)
         kls: dict[str, dict[str, float]] = {type: {} for type in types}
         for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):

@@ -28,7 +28,7 @@ from moesaic.fitting.sizes import steps_as_json
 from moesaic.io.headers import mapping_of, reading
 from moesaic.io.outputs import whole_file
 from moesaic.observation.branches import Change
-from moesaic.observation.estimates import estimates
+from moesaic.observation.estimates import draws_for, estimates
 from moesaic.observation.job import Job
 from moesaic.types import JSON, Track
 
@@ -132,7 +132,6 @@ class Prices:
         plans: Mapping[MethodConfig, Change],
         types: Sequence[str],
         rounder: Rounder | None,
-        draws: int,
         track: Track,
         folder: Path | None = None,
     ) -> None:
@@ -143,7 +142,6 @@ class Prices:
             plans: by config the layers that it makes.
             types: of tensors.
             rounder: of the model; None where no types are asked for.
-            draws: of labels; see :func:`moesaic.observation.estimates.draws_for`.
             track: shows progress.
             folder: keeps what is found of each layer until all is; another call with the same
                 request goes on from there.
@@ -151,11 +149,12 @@ class Prices:
         groups = [] if rounder is None or not types else [*rounder.groups]
         keys = [*product(groups, types)]
         changes = rounder.changes(types) if rounder is not None and keys else []
+        stream = job.stream((), lambda layer: layer)
+        draws = draws_for(stream.model)
         if folder is not None:
             asked_for = [self.request, keys, [*map(key_of, plans)], draws]
             name = hashlib.sha256(json.dumps(asked_for).encode()).hexdigest()[:16]
             folder /= name
-        stream = job.stream((), lambda layer: layer)
         found = estimates(stream, [*changes, *plans.values()], draws, track=track, folder=folder)
         v_CKN = (found.v_CKN / (2 * max(found.tokens, 1.0)) ** 0.5).numpy()
         prices = [*map(Price, v_CKN, found.head_C.tolist())]

@@ -40,7 +40,7 @@ from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
 from moesaic.io.outputs import remove
 from moesaic.io.source import resolve
-from moesaic.observation.estimates import draws_for, priced_on
+from moesaic.observation.estimates import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.surgery import routing_in
@@ -278,8 +278,7 @@ class Search:
             rounder = self.files.original.rounder if self.files and types else None
             args = replace(self.trials.args(), text=priced_on(pricing))
             folder = self.work / PRICES
-            draws = draws_for(self.original.size.total_parameters)
-            prices.add(Job(args, base_arch), plans, types, rounder, draws, self.track, folder)
+            prices.add(Job(args, base_arch), plans, types, rounder, self.track, folder)
             prices.save(file)
             remove(folder)
         return prices

@@ -250,13 +250,13 @@ def priced_on(tokens: Tokens) -> Tokens:
     return Tokens(some.input_ids.reshape(-1, SHORT))
 
 
-def draws_for(parameters: int) -> int:
-    """Return the draws of labels by which changes of a model are chosen.
+def draws_for(model: nn.Module) -> int:
+    """Return the draws of labels by which changes of a model, or of a skeleton, are chosen.
 
     With eight draws of 32 windows an estimate has an error of 9 %. A large model has many groups of
     tensors, whose errors are independent, and its draws take long.
     """
-    return DRAWS if parameters < LARGE else FEW
+    return DRAWS if sum(p.numel() for p in model.parameters()) < LARGE else FEW
 
 
 def estimated(
