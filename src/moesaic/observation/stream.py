@@ -503,7 +503,7 @@ class LayerStream(Generic[V_co]):
             def replay(_: int, states: Tensor, options: JSON) -> Tensor:
                 return last.to(states.device)
 
-            def embedded(ids: Tensor) -> Tensor:  # nothing depends on its values
+            def embedded(ids: Tensor) -> Tensor:  # only its shape is looked at
                 return last.new_zeros(*ids.shape, embedding.embedding_dim, device=self._device)
 
             unread = embedding.weight.is_meta
@@ -632,8 +632,9 @@ class LayerStream(Generic[V_co]):
 
     @property
     def _device(self) -> torch.device:
-        """Where the open parts of the model are."""
-        return next(p.device for p in self.model.parameters() if not p.is_meta)
+        """Where tokens enter: the embeddings' device or, while they are not read, any part's."""
+        weight = self.model.get_input_embeddings().weight
+        return next(p.device for p in (weight, *self.model.parameters()) if not p.is_meta)
 
     def _run(self, model: Model, batch: Tokens) -> Sequence[Tensor]:
         device, mask = self._device, batch.attention_mask
