@@ -140,6 +140,10 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
 
     Values are checked first, then inputs, and the output last: an unfinished run hides no error.
 
+    Args:
+        recipe: the request.
+        overwrite: replace ``out`` if it exists.
+
     Raises:
         MoesaicError: names the field, its value and a remedy.
     """

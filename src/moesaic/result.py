@@ -337,10 +337,11 @@ class Result(Made):
         earlier: Record | None = None,
         measured: Values | None = None,
     ) -> Record:
-        """Everything that is known of the result of the model that was asked for first, in a
-        folder.
+        """Everything that is known of the result.
 
         Args:
+            model: the name that was asked for; of the first step's model.
+            out: the result's folder.
             earlier: the record of the steps before this one.
             measured: what was measured of the result beside its original.
         """
@@ -612,12 +613,14 @@ def save_applied(
     dtype: torch.dtype | None = None,
     writer: Writer | None = None,
 ) -> None:
-    """Write a source with a plan applied, tensor by tensor from disk to disk, into an existing
-    folder.
+    """Write a source with a plan applied, tensor by tensor from disk to disk.
 
     Args:
+        source: the original.
+        plan: made for it.
+        folder: an existing one.
         dtype: floating-point type; None for the source's own.
-        writer: takes the weights; by default one that writes them into the folder.
+        writer: takes the weights; by default one that writes them into ``folder``.
 
     Raises:
         MoesaicError: the plan was made for another model, or makes no model that can be loaded.

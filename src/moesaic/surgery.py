@@ -266,8 +266,12 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
     """Return what becomes of MTP layers: ``kept``; ``along``, some reduced as the last layer is; or
     ``left_out``, as they would not fit the result's config.
 
-    ``changed`` has its changed attributes; None if the result has a class of our own, as then
-    nothing else reads the config.
+    Args:
+        naming: of the checkpoint that the plan is for.
+        arch: its architecture.
+        plan: the decision.
+        changed: the config's changed attributes; None if the result has a class of our own, as
+            then nothing else reads the config.
     """
     following, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
     dense = arch.ties_widths or not plan.base.routed
@@ -318,6 +322,10 @@ def rewrite(
     """Convert a checkpoint tensor by tensor; at most one layer's FFN is in memory.
 
     Args:
+        naming: of the source.
+        arch: its architecture.
+        plan: the decision.
+        writer: takes the tensors.
         keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
             layers that are kept are converted by :func:`mtp_plans`.
         dtype: floating-point type by name in memory; None for the checkpoint's own.

@@ -592,9 +592,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
-    """Make the model of a config, or refuse it: parameters on the meta device, and real buffers.
+    """Make the model of a config with parameters on the meta device and real buffers.
 
     Args:
+        config: of the model.
         dtype: floating-point type; None for the config's own.
         bare: buffers are not initialised either, which takes half the time; such a model cannot
             be run. :func:`shape_of` caches these.

@@ -194,8 +194,15 @@ class Format(ABC):
 
     @abstractmethod
     def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
-        """Return the numbers of rows and columns of codes of a shape that share a scale, for scales
-        of a shape; ValueError if these do not fit."""
+        """Return the numbers of rows and columns that share a scale.
+
+        Args:
+            shape: of the codes.
+            scales: the scales' shape.
+
+        Raises:
+            ValueError: they do not fit.
+        """
 
     def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
         """Return the block of values of a shape, stored like others."""
@@ -383,9 +390,7 @@ class Microscaled(Halved):
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         scales = torch.empty(1, 1, 1, dtype=torch.uint8)
-        return super().parts(
-            values.transpose(1, 2), dict(zip(self.ends, (scales,) * 2, strict=True))
-        )
+        return super().parts(values.transpose(1, 2), dict.fromkeys(self.ends, scales))
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         return super().chosen(parts, axis if axis < -2 else -3 - axis, order)

@@ -59,6 +59,9 @@ def reading(
         failure: says what is wrong with the file, before the reason.
         errors: that its readers may raise.
 
+    Raises:
+        MoesaicError: gives the reason why the file cannot be read.
+
     >>> with reading("plan.json"):
     ...     {}["layers"]
     Traceback (most recent call last):

@@ -98,6 +98,8 @@ class Naming:
     """Names of one checkpoint's tensors in memory, and the way to read them by these.
 
     Args:
+        checkpoint: its tensors by their names on disk.
+        model_type: of its config.
         names: names of the model's tensors in memory. As when transformers reads it, a name on
             disk that is among them is kept, and names may lack the base model's prefix.
         steps: transformers' conversions; by default those of the type.
@@ -344,8 +346,11 @@ def leave_out(config: Config) -> None:
 
 
 def is_mtp(name: str, count: int) -> bool:
-    """Return True if a tensor, by its name on disk or in memory, belongs to an MTP layer, one after
-    ``count`` decoder layers or with a name of its own.
+    """Return True if a tensor belongs to an MTP layer.
+
+    Args:
+        name: of the tensor, on disk or in memory.
+        count: number of the model's decoder layers.
 
     >>> names = "model.layers.3.mlp.up", "model.layers.4.eh_proj", "mtp.fc", "model.mtp_block.0.up"
     >>> [is_mtp(name, 4) for name in names]

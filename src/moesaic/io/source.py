@@ -301,8 +301,10 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
 
     Args:
         info: as ``from_pretrained(..., output_loading_info=True)`` returns it.
-        layers: number of decoder layers; weights of later ones may be left over.
-        whole: refuse weights that the model has no place for, too; otherwise print a warning.
+        name: of the model, for messages.
+        layers: number of its decoder layers; weights of later ones may be left over.
+        whole: refuse weights of the checkpoint that the model has no place for, as for our own
+            results; otherwise print a warning.
 
     Raises:
         MoesaicError: names some of the weights.
@@ -336,9 +338,10 @@ def _some(keys: Collection[str | tuple[str, ...]]) -> str:
 
 
 def resolve(name: str, revision: str | None = None, token: str | bool | None = None) -> Source:
-    """Find a model by its name: a folder, a GGUF file, a model that ships, or a hub id.
+    """Find a model.
 
     Args:
+        name: a folder, a GGUF file, a model that ships, or a hub id.
         revision: of a hub id a branch, tag or commit; None for the default one.
         token: of the hub; None for the one that HF_TOKEN or ``hf auth login`` gives.
 
@@ -364,9 +367,15 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
 def from_hub(
     name: str, revision: str | None = None, token: str | bool | None = None, whole: bool = True
 ) -> tuple[Path, list[str]]:
-    """Fetch the files of a model that transformers reads; without ``whole``, no weights.
+    """Fetch the files of a model that transformers reads.
 
     Without a connection only the cache is used.
+
+    Args:
+        name: of the repository.
+        revision: a branch, tag or commit; None for the default one.
+        token: of the hub; None for the one that is stored on this machine.
+        whole: False to fetch no weights.
 
     Returns:
         the folder in the hub's cache, and the names of the files of weights.
