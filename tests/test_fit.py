@@ -164,6 +164,9 @@ class PlainFiles:
             for type, kls in ((WIDE, wide), (NARROW, narrow))
         }
 
+    def tensors(self, type: str) -> dict[str, Rounded]:
+        return {n: replace(t, type=type) for n, t in self.original.layout.tensors.items()}
+
     def size(self, built: Built, file: ExportArgs) -> int:
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
 
@@ -410,6 +413,24 @@ def test_files_are_made_of_what_fits(
     assert chosen["steps"][0]["prune"]["keep"] == 4
     assert chosen["memory"] == file.stat().st_size == record.measured["gguf"]["bytes"] == half
     assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
+
+
+def test_one_type_for_all_is_always_measured(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its estimate is too high where llama.cpp gives some tensors of a group wider types."""
+    config = FitConfig(memory=plain.original.layout.least([WIDE]), types=(WIDE, NARROW), confirm=1)
+    config = replace(config, windows=4, memory=round(0.5 * config.memory))
+    monkeypatch.setattr(search, "forms", lambda *_: [])
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking.prices = Prices({}, {}, plain.prices())
+    alone, mixed = sorted(looking._options(config), key=lambda option: option.types is not None)
+    assert alone.plain
+    assert alone.far(mixed)
+    measured: list[Candidate] = []
+    monkeypatch.setattr(looking, "_measure", lambda option, *_: not measured.append(option))
+    looking._measured(config)
+    assert [option.plain for option in measured[:2]] == [True, False]
 
 
 def test_the_original_alone_may_be_best(

@@ -83,6 +83,14 @@ class Candidate:
         words = [KINDS.get(step.verb, step.verb) for step in self.converted]
         return " and ".join(words) or QUANTISE
 
+    @property
+    def plain(self) -> bool:
+        """True of the original quantised to one type alone.
+
+        It is always measured: llama.cpp mixes types within a group, which estimates do not know.
+        """
+        return self.kind == QUANTISE and self.types is None
+
     def estimate(self, levels: Levels | None = None) -> float:
         """Estimated KL.
 

@@ -22,7 +22,7 @@ from moesaic.estimates import Built
 from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
-from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
+from moesaic.exports.quantiser import ALIGNED, WHOLE, Rounded, types_of
 from moesaic.exports.rounder import Rounder
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
@@ -61,7 +61,7 @@ class Files:
         if lacks or source.config.model_type.startswith(PREFIX):
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
-        self._sizes: dict[str, int] = {}
+        self._plain: dict[str, Mapping[str, Rounded]] = {}
 
     @cached_property
     def original(self) -> Rounding:
@@ -96,18 +96,17 @@ class Files:
         """Bytes of a result's file, without making it."""
         if file.memory is not None:
             return file.memory
-        type = file.type
-        more = self.layout(built).least([type]) - self.original.layout.least([type])
-        return self._original_size(type) + more
+        more = self.layout(built).least([file.type]) - self.original.layout.least([file.type])
+        tensors = self.tensors(file.type).values()
+        return self.original.layout.header + sum(tensor.bytes for tensor in tensors) + more
 
-    def _original_size(self, type: str) -> int:
-        """Bytes of the original's file in one type: llama.cpp gives some tensors others."""
-        if type not in self._sizes:
+    def tensors(self, type: str) -> Mapping[str, Rounded]:
+        """Return the tensors of the original's file in one type: llama.cpp gives some others."""
+        if type not in self._plain:
             file = self.folder / f"original-{type}.gguf"
-            self.original.uniform(file, type, values=False)
-            self._sizes[type] = file.stat().st_size
+            self._plain[type] = self.original.uniform(file, type, values=False)
             file.unlink()
-        return self._sizes[type]
+        return self._plain[type]
 
     def make(
         self,

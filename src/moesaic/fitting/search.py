@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,8 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
-from moesaic.exports.mixed import Numbers, choice, tensor_types
+from moesaic.exports.mixed import OUTSIDE, Numbers, choice, tensor_types
+from moesaic.exports.quantiser import bits
 from moesaic.exports.rounder import Types
 from moesaic.fitting.candidates import (
     NONE,
@@ -179,9 +181,11 @@ class Search:
         self._say_what_pays(options, config)
         firsts = {option.form: option for option in reversed(options)}  # the best of each form
         near = [o for o in options if firsts[o.form] is o and not o.far(options[0])]
+        some = [option for option in options if option.plain]
+        some += [option for option in near if not option.plain][: config.confirm]
         tried: dict[Steps, Candidate] = {}
         levels: Levels = {}
-        for option in self.track(near[: config.confirm], "Measuring candidates", config.confirm):
+        for option in self.track(some, "Measuring candidates", len(some)):
             if not self._measure(option, config, tried, levels):
                 options.remove(option)
         for _ in range(ROUNDS):
@@ -312,23 +316,44 @@ class Search:
                     yield Candidate(name, ends, weight, **estimates)  # type: ignore[arg-type]
 
     def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Candidate]:
-        """Yield the original's own files: of the widest type that fits, and with types by layer."""
+        """Yield the original's own files: of the best type that fits, and with types by layer."""
         assert self.files is not None
         assert config.memory is not None
-        layout = self.files.original.layout
-        sizes = {type: layout.least([type]) for type in config.types}
-        if fitting := [type for type, size in sizes.items() if size <= config.memory]:
-            widest = max(fitting, key=lambda type: sizes[type])
-            plain = ExportArgs(to="gguf", type=widest)  # type: ignore[arg-type]
-            alike = self.prices.types.get(tensor_types([widest])[0], {})  # none where it is alone
-            types_S = sum((price.kl_S for price in alike.values()), NONE)
-            weight = self.costs.weight((plain,))
+        plain = list[Candidate]()
+        for type in config.types:
+            alone = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
+            weight = self.costs.weight((alone,))
             if weight is not None and weight.meets(config):
-                yield Candidate(plain.called, (plain,), weight, types_S=types_S)
+                types_S = self._plain_kl(type)
+                plain.append(Candidate(alone.called, (alone,), weight, types_S=types_S))
+        yield from sorted(plain, key=Candidate.estimate)[:1]
+        layout = self.files.original.layout
         weight = self.costs.weight((file,))
         if file.memory is not None and weight and layout.least(config.types) <= config.memory:
             types, types_S = self._types(())
             yield Candidate(file.called, (file,), weight, types=types, types_S=types_S)
+
+    def _plain_kl(self, type: str) -> Numbers:
+        """Return the estimated KL by sample of the original's file in one type; 0 without prices.
+
+        A tensor has its share of its group's price; the nearest type in the table stands for its
+        own, which llama.cpp may have chosen wider.
+        """
+        assert self.files is not None
+        layout, tensors, prices = self.files.original.layout, self.files.tensors(type), self.prices
+        total = Counter[str]()
+        for name, group in layout.rounded.items():
+            total[group] += tensors[name].numel
+        kl_S = NONE
+        for name, group in layout.rounded.items() if self._tensor_types else ():
+            given, weighed = layout.tensors[name], group not in OUTSIDE
+            off = {
+                t: abs(bits(given.as_type(t, weighed).type) - bits(tensors[name].type))
+                for t in self._tensor_types
+            }
+            price = prices.types[min(off, key=off.__getitem__)][group]
+            kl_S = kl_S + tensors[name].numel / total[group] * price.kl_S
+        return kl_S
 
     def _types(self, steps: Steps) -> tuple[Types, Numbers]:
         """Types by groups for a result within the budget, and their KL by sample.
