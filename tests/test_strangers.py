@@ -156,7 +156,7 @@ def test_a_header_of_other_types_is_refused(
 
 def test_a_name_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
     """Each name was counted in all of them: this took hours."""
-    from moesaic.io.headers import header_of
+    from moesaic.io.trust import header_of
 
     names = [*(f'"{i}": 0' for i in range(400_000)), '"399999": 0']
     text = ("{" + ",".join(names) + "}").encode()

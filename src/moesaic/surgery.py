@@ -21,8 +21,8 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.checkpoint import Value, Writer, cast
-from moesaic.io.headers import reading
 from moesaic.io.naming import Naming, is_mtp, language
+from moesaic.io.trust import reading
 from moesaic.modules.chance import Watch
 from moesaic.modules.phase import set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan

@@ -29,9 +29,15 @@ from torch.overrides import TorchFunctionMode
 
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import Stored, of_stored, stored_in
-from moesaic.io.headers import TRUNCATED, mapping_of, reading
 from moesaic.io.outputs import let_read
-from moesaic.io.trust import check_adapter, check_fetched, check_file
+from moesaic.io.trust import (
+    TRUNCATED,
+    check_adapter,
+    check_fetched,
+    check_file,
+    mapping_of,
+    reading,
+)
 from moesaic.types import JSON, Config, Model, Values
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moesaic.io.headers import header_of
+from moesaic.io.trust import header_of
 from moesaic.types import Model, Values
 
 PIECE = 4096

@@ -1,7 +1,7 @@
 """Output files and folders: whole or absent, one run at a time, nothing foreign replaced.
 
 An output is written under a hidden name beside its own and renamed when it is complete. A list of
-the files in a folder (:data:`moesaic.io.layout.FILES`) ensures that nothing is ever deleted that
+the files in a folder (:data:`moesaic.io.names.FILES`) ensures that nothing is ever deleted that
 this package did not write.
 """
 
@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.errors import MoesaicError
-from moesaic.io.headers import mapping_of
-from moesaic.io.layout import FILES, FOLDER, misread, our_folder
-from moesaic.io.names import NAMES
+from moesaic.io.names import FILES, FOLDER, NAMES, misread, our_folder
+from moesaic.io.trust import mapping_of
 
 if TYPE_CHECKING:
     from filelock import FileLock

@@ -20,8 +20,8 @@ from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.fingerprint import Stored
 from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts, stored_name
-from moesaic.io.headers import check_fields, mapping_of, reading
 from moesaic.io.naming import expert_number
+from moesaic.io.trust import check_fields, mapping_of, reading
 from moesaic.types import JSON, Config, Values
 
 FORMATS: dict[str, type[Format]] = {

@@ -36,10 +36,20 @@ from moesaic.io.checkpoint import (
     shards,
 )
 from moesaic.io.gguf import folder_of, packaged_file
-from moesaic.io.headers import check_counts, mapping_of, reading
 from moesaic.io.language import predicts_tokens
-from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
-from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
+from moesaic.io.names import (
+    FOLDER,
+    PACKAGED,
+    PLAN,
+    READ,
+    RECORD,
+    SHIPPED,
+    SIDE_FILES,
+    TOKENIZER_FILES,
+    check_name,
+    placed,
+    without_slash,
+)
 from moesaic.io.naming import Naming, is_mtp, language, read_as
 from moesaic.io.quantised import Awaited, opened, quantization_of
 from moesaic.io.trust import (
@@ -47,9 +57,12 @@ from moesaic.io.trust import (
     brings_code,
     check_adapter,
     check_config,
+    check_counts,
     check_fetched,
     check_links,
+    mapping_of,
     pretrained,
+    reading,
 )
 from moesaic.types import JSON, Config, Model, Tokenizer, Values
 

@@ -18,10 +18,10 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.dtypes import sizes_in, working_type
-from moesaic.io.headers import mapping_of
-from moesaic.io.layout import RECORD, placed
+from moesaic.io.names import RECORD, placed
 from moesaic.io.restore import leaves_untouched, source_or_model
 from moesaic.io.source import Source
+from moesaic.io.trust import mapping_of
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated

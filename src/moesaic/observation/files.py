@@ -25,7 +25,6 @@ from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.fingerprint import of_stored, stored_in
-from moesaic.io.headers import check_fields, header_of, parsed, reading
 from moesaic.io.outputs import (
     STATISTICS,
     check_file,
@@ -35,6 +34,7 @@ from moesaic.io.outputs import (
     whole_file,
 )
 from moesaic.io.restore import leaves_untouched
+from moesaic.io.trust import check_fields, header_of, parsed, reading
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
 from moesaic.observation.stream import LayerTokens

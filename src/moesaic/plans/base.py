@@ -18,7 +18,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError
-from moesaic.io.headers import check_fields
+from moesaic.io.trust import check_fields
 from moesaic.modules.chance import RunningTokens
 from moesaic.registry import Registry
 from moesaic.types import JSON, Values

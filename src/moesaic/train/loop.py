@@ -42,7 +42,7 @@ from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.io.dtypes import has_products
 from moesaic.io.fingerprint import of_examples
-from moesaic.io.headers import mapping_of
+from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress
 from moesaic.train.objectives import NextToken, Objective, Schedule, checkpointing, collate
