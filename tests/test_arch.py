@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from moesaic import hub
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import SHAPES, shape_of, skeleton
+from moesaic.io.models import SHAPES, shape_of, skeleton
 
 
 @pytest.mark.parametrize(

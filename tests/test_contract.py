@@ -25,7 +25,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.importance import tapped
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
-from moesaic.io.language import predicts_tokens
+from moesaic.io.models import predicts_tokens
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.method import obstacle

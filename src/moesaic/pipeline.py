@@ -17,6 +17,7 @@ from moesaic.data.questions import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, meant
 from moesaic.hub import on_disk
+from moesaic.io.models import untouched
 from moesaic.io.names import our_folder
 from moesaic.io.outputs import (
     check_out,
@@ -27,7 +28,6 @@ from moesaic.io.outputs import (
     whole_file,
     whole_folder,
 )
-from moesaic.io.restore import untouched
 from moesaic.io.source import Source, resolve
 from moesaic.io.trust import mapping_of
 from moesaic.log import Log

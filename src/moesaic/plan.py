@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.fingerprint import of_tensors
+from moesaic.io.checkpoint import of_tensors
 from moesaic.io.names import PLAN, PLAN_TENSORS, placed
 from moesaic.io.outputs import discard, let_read, whole_file
 from moesaic.io.trust import (

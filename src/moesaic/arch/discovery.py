@@ -31,7 +31,7 @@ from moesaic.arch.routing import (
     shallow_copy,
 )
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.models import shape_of
 from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")

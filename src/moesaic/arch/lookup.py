@@ -9,7 +9,7 @@ from moesaic.arch.discovery import discovered
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
-from moesaic.io.language import predicts_tokens
+from moesaic.io.models import predicts_tokens
 from moesaic.io.quantised import format_of, quantization_of
 from moesaic.registry import Registry
 from moesaic.types import Config

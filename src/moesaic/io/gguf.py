@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
-from moesaic.io.fingerprint import Stored
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, Stored
+from moesaic.io.models import skeleton
 from moesaic.io.names import PACKAGED, cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import output_lock, whole_file, whole_folder

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint
-from moesaic.io.fingerprint import Stored
+from moesaic.io.checkpoint import Checkpoint, Stored
 from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts, stored_name
 from moesaic.io.naming import expert_number
 from moesaic.io.trust import check_fields, mapping_of, reading

@@ -16,11 +16,9 @@ from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import sizes_in, working_type
+from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
 from moesaic.io.names import RECORD, placed
-from moesaic.io.restore import leaves_untouched, source_or_model
-from moesaic.io.source import Source
+from moesaic.io.source import Source, source_or_model
 from moesaic.io.trust import mapping_of
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole

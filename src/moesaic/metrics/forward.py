@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
-from moesaic.io.checkpoint import skeleton
-from moesaic.io.dtypes import working_type
+from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
 from moesaic.modules.phase import set_mode
@@ -122,7 +121,7 @@ class Layerwise:
         source: the checkpoint.
         device: where a layer computes.
         dtype: floating-point type; None for the checkpoint's own, or what stands in for it
-            (:func:`~moesaic.io.dtypes.working_type`).
+            (:func:`~moesaic.io.models.working_type`).
         keep: keep the last layer's outputs, so that the same batches pass the layers only once.
         change: context entered for each part of the model while its weights are loaded; see
             :attr:`moesaic.observation.stream.LayerStream.change`.

@@ -9,11 +9,9 @@ from tempfile import TemporaryDirectory
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
-from moesaic.io.checkpoint import check_whole, shape_of
-from moesaic.io.dtypes import sizes_in
-from moesaic.io.headers_only import headers_of_model
-from moesaic.io.restore import source_or_model
-from moesaic.io.source import resolve
+from moesaic.io.checkpoint import check_whole
+from moesaic.io.models import shape_of, sizes_in
+from moesaic.io.source import headers_of_model, resolve, source_or_model
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
 from moesaic.types import JSON, Model, Named

@@ -24,7 +24,8 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.fingerprint import of_stored, stored_in
+from moesaic.io.checkpoint import of_stored, stored_in
+from moesaic.io.models import leaves_untouched
 from moesaic.io.outputs import (
     STATISTICS,
     check_file,
@@ -33,7 +34,6 @@ from moesaic.io.outputs import (
     unfinished,
     whole_file,
 )
-from moesaic.io.restore import leaves_untouched
 from moesaic.io.trust import check_fields, header_of, parsed, reading
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed

@@ -28,14 +28,12 @@ from moesaic.data.text import (
 )
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import working_type
-from moesaic.io.fingerprint import of_model
+from moesaic.io.checkpoint import of_model
 from moesaic.io.formats import Format
+from moesaic.io.models import shape_of, working_type
 from moesaic.io.naming import Naming, mtp_layers
 from moesaic.io.quantised import QuantisedCheckpoint
-from moesaic.io.restore import source_or_model, tokenizer_of
-from moesaic.io.source import Source
+from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
 from moesaic.plans.base import LayerPlan

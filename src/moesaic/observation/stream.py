@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, DenseFFN, hands_on
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint, narrowed, path_of, skeleton
+from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.checkpoint import cast as as_dtype
-from moesaic.io.dtypes import working_type
+from moesaic.io.models import forward_replaced, narrowed, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
-from moesaic.io.restore import forward_replaced
 from moesaic.modules.chance import RunningTokens, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
@@ -340,7 +339,7 @@ class LayerStream(Generic[V_co]):
 
         Args:
             dtype: floating-point dtype; None for the checkpoint's own, or its replacement
-                (:func:`~moesaic.io.dtypes.working_type`).
+                (:func:`~moesaic.io.models.working_type`).
             model: the skeleton to fill; by default a new one. Other arguments are those of the
                 class.
         """

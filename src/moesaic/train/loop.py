@@ -40,8 +40,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.io.dtypes import has_products
-from moesaic.io.fingerprint import of_examples
+from moesaic.io.checkpoint import of_examples
+from moesaic.io.models import has_products
 from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress

@@ -22,8 +22,7 @@ from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import sizes_in
+from moesaic.io.models import shape_of, sizes_in
 from moesaic.io.naming import read_as
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary

@@ -12,9 +12,8 @@ from torch import Tensor
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.io.dtypes import working_type
-from moesaic.io.fingerprint import of_model
-from moesaic.io.language import HEADLESS
+from moesaic.io.checkpoint import of_model
+from moesaic.io.models import HEADLESS, working_type
 from moesaic.io.names import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Summary
