@@ -38,7 +38,7 @@ from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import set_mode
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import Stats, tallied
 from moesaic.plan import Plan

@@ -27,11 +27,11 @@ from moesaic.exports.native import decide
 from moesaic.io.source import resolve
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import set_mode
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.base import same
-from moesaic.plans.regression import Ridge
+from moesaic.plans.recovery import Ridge
 from moesaic.surgery import applied
 from moesaic.types import cache_of
 
@@ -208,7 +208,7 @@ def test_refit_loses_less(tokens, routing):
 
 
 def test_infinite_strength_changes_nothing(tokens, monkeypatch):
-    monkeypatch.setattr("moesaic.plans.regression.STRENGTHS", (math.inf,))
+    monkeypatch.setattr("moesaic.plans.recovery.STRENGTHS", (math.inf,))
     site = dense_site(tokens)
     plan = petals_plan()
     new, found = plan.refit(site)

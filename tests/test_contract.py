@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
+from moesaic.arch import tried
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.importance import tapped

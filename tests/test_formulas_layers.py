@@ -13,17 +13,27 @@ from cases import many_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RouterParts, RoutingFunction
-from moesaic.arch.use import LayerUse
 from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.metrics.size import model_size
-from moesaic.modules.skipping_router import make_skipping, skip
+from moesaic.modules.blocks import make_skipping, skip
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.recovery import LEAST, PATH, Balance, recovered, refitted_downs
-from moesaic.plans.regression import HELD_OUT, STRENGTHS, Blocks, Ridge, ridge_path
+from moesaic.plans.recovery import (
+    HELD_OUT,
+    LEAST,
+    PATH,
+    STRENGTHS,
+    Balance,
+    Blocks,
+    Ridge,
+    recovered,
+    refitted_downs,
+    ridge_path,
+)
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""

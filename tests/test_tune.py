@@ -15,7 +15,7 @@ from builders import VOCAB, tiny_model, tiny_moe
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import set_mode
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.train.loop import _arguments, _learning

@@ -20,9 +20,8 @@ from rich.text import Text
 from torch import Tensor
 
 from moesaic import __version__, hub, report
-from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.dense import PREFIX, Arch, LayerUse
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens

@@ -15,19 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.trust import reading
-from moesaic.modules.chance import Watch
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import Watch, set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan
-from moesaic.plans.base import KINDS, Header, LayerPlan, Sizes
-from moesaic.plans.state import DiskState, LiveState
+from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
 from moesaic.types import JSON, Config, Model
 
 # --- bases ---------------------------------------------------------------------------------------

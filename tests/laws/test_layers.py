@@ -41,9 +41,8 @@ from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS, LayerPlan, same
-from moesaic.plans.condensed import NO_FFN
+from moesaic.plans.condensed import NO_FFN, DroppedLayer
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.dropped import DroppedLayer
 from moesaic.plans.neurons import filled_up
 from moesaic.record import WEIGHTS
 from moesaic.result import save_applied

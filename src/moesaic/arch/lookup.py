@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers.models.auto import CONFIG_MAPPING
 
+from moesaic.arch import tried
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.discovery import discovered
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
 from moesaic.io.models import predicts_tokens
 from moesaic.io.quantised import format_of, quantization_of

@@ -19,9 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, act_of, dense_ffn, linear_size
+from moesaic.arch.dense import (
+    Arch,
+    DenseFFN,
+    FFNNames,
+    LayerUse,
+    RoutedModule,
+    act_of,
+    dense_ffn,
+    linear_size,
+)
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
-from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.types import JSON, Config
 
 PLAIN = FFNNames()

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN, put
-from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.arch.dense import Arch, DenseFFN, LayerUse, RoutedModule, put
 from moesaic.carving.carved_ffn import CarvedFFN, carved_like
 from moesaic.carving.routers import CHOOSING, WEIGHING, Router, by_neuron
 from moesaic.errors import shown

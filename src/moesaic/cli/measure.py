@@ -145,7 +145,7 @@ def inspect(model: str | None, as_json: bool) -> None:
 
 def _architectures(as_json: bool) -> None:
     """Print the model types that are supported, and those that are not, with the reason."""
-    from moesaic.arch.tried import tried
+    from moesaic.arch import tried
 
     outcomes = tried()
     lines = [f"With transformers {outcomes['transformers']}:"]

@@ -28,7 +28,7 @@ from moesaic.observation.stats import Stats, Tally, bytes_of
 from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.regression import significantly_worse
+from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
 S = TypeVar("S")
@@ -112,7 +112,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Simpler alternatives with the same budget, by name.
 
         All are compared by KL on held-out windows. This method's result is used only if every
-        alternative is :func:`~moesaic.plans.regression.significantly_worse`; otherwise the best
+        alternative is :func:`~moesaic.plans.recovery.significantly_worse`; otherwise the best
         alternative is."""
         return {}
 

@@ -19,7 +19,7 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import set_mode
 from moesaic.observation.stream import LayerStream, PartChange, SpilledList
 from moesaic.types import Model, Track, logits_alone, silent
 

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from jinja2 import TemplateError
 
-from moesaic.data.templates import rendered
+from moesaic.data.rows import rendered
 from moesaic.errors import MoesaicError
 from moesaic.io.models import leaves_untouched
 from moesaic.io.source import Source, source_or_model, tokenizer_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.use import LayerUse
 from moesaic.io.checkpoint import check_whole
 from moesaic.io.models import shape_of, sizes_in
 from moesaic.io.source import headers_of_model, resolve, source_or_model
@@ -25,7 +25,7 @@ class Size:
     active_parameters: int
     """Parameters that one token runs: embeddings, head and routers included."""
     active_ratio: float
-    """Share of the original's projections that one token runs (see :mod:`moesaic.arch.use`)."""
+    """Share of the original's projections that one token runs (see :mod:`moesaic.arch.dense`)."""
     router_parameters: int
     total_bytes: int
     """Bytes of all parameters, in their types in memory."""

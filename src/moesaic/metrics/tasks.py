@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moesaic.data.questions import HEADLINE, PRESETS, Task
 from moesaic.errors import MoesaicError
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import set_mode
 from moesaic.types import JSON, Model, Tokenizer, Values
 
 if TYPE_CHECKING:

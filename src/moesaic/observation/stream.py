@@ -26,7 +26,7 @@ from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.models import forward_replaced, narrowed, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
-from moesaic.modules.chance import RunningTokens, places
+from moesaic.modules.running import RunningTokens, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
-from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import cast
+from moesaic.io.naming import Naming
 from moesaic.io.trust import check_fields
-from moesaic.modules.chance import RunningTokens
+from moesaic.modules.running import RunningTokens
 from moesaic.registry import Registry
 from moesaic.types import JSON, Values
 
@@ -28,24 +29,87 @@ Header = Values
 """JSON of a converted layer in ``config.json``: enough to build its modules without values."""
 
 
-class State(Protocol):
-    """Tensors of one decoder layer, live or on disk. Names are relative to the layer.
+class LiveState:
+    """Tensors of a live layer; names as stored and in memory are the same."""
 
-    Tensors are stored under other names and in other pieces than a model in memory has them: a
-    checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
-    """
+    def __init__(self, layer: nn.Module) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
         """Yield the stored name and the name in memory of tensors under some prefixes."""
+        return ((name, name) for name in self._tensors if name.startswith(prefixes))
 
     def read(self, stored: str) -> Tensor:
         """Return a tensor by its stored name."""
+        return self._tensors[stored]
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor by its name in memory."""
+        return self._tensors[name]
 
     def __contains__(self, name: str) -> bool:
         """Return True if a tensor has this name in memory."""
+        return name in self._tensors
+
+
+class DiskState:
+    """Tensors of a layer in a checkpoint, which are read when they are used.
+
+    Args:
+        naming: the checkpoint's names and tensors.
+        prefix: the start of the layer's names in memory.
+        names: full names in memory of the layer's tensors, by full name on disk.
+        dtype: function from a full name in memory to its dtype, None for the checkpoint's own.
+    """
+
+    def __init__(
+        self,
+        naming: Naming,
+        prefix: str,
+        names: Mapping[str, str],
+        dtype: Callable[[str], torch.dtype | None],
+    ) -> None:
+        self._naming, self._prefix, self._dtype = naming, prefix, dtype
+        self.stored_prefix = _stored_prefix(prefix, names)
+        """Start of the layer's names on disk."""
+        self._names = {
+            disk.removeprefix(self.stored_prefix): name.removeprefix(prefix)
+            for disk, name in names.items()
+        }
+        self._in_memory = {*self._names.values()}
+
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        return ((d, n) for d, n in self._names.items() if n.startswith(prefixes))
+
+    def read(self, stored: str) -> Tensor:
+        dtype = self._dtype(self._prefix + self._names[stored])
+        return self._naming.ordered(self.stored_prefix + stored, lambda t: cast(t, dtype))
+
+    def __getitem__(self, name: str) -> Tensor:
+        full = self._prefix + name
+        return self._naming.read(full, lambda tensor: cast(tensor, self._dtype(full)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._in_memory
+
+
+def _stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
+    """Return the start of a layer's names on disk, which may differ from that in memory.
+
+    >>> _stored_prefix("model.layers.3.", {"backbone.layers.3.mixer.D": "model.layers.3.mixer.D"})
+    'backbone.layers.3.'
+    """
+    number = f".{prefix.rstrip('.').rpartition('.')[2]}."
+    starts = {disk.partition(number)[0] + number for disk in names if number in disk}
+    return starts.pop() if len(starts) == 1 else prefix
+
+
+State: TypeAlias = LiveState | DiskState
+"""Tensors of one decoder layer, live or on disk. Names are relative to the layer.
+
+Tensors are stored under other names and in other pieces than a model in memory has them: a
+checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
+"""
 
 
 class LayerTokens(Protocol[V_co]):
@@ -325,7 +389,7 @@ KINDS: Registry[type[LayerPlan]] = Registry(
         "overlapping": "moesaic.carving.overlapping_layer:OverlappingLayer",
         "cut": "moesaic.plans.cut:CutLayer",
         "condensed": "moesaic.plans.condensed:CondensedLayer",
-        "dropped": "moesaic.plans.dropped:DroppedLayer",
+        "dropped": "moesaic.plans.condensed:DroppedLayer",
     },
 )
 """Layer kinds by the name in their headers."""

@@ -1,4 +1,7 @@
-"""A mixture turned into one dense MLP: shared path and chosen experts folded (CD-MoE, Eq. 3).
+"""A mixture turned into one dense MLP, and decoder layers that are removed.
+
+Shared path and chosen experts are folded (CD-MoE, Eq. 3); a removed layer has no attention either
+(Block Drop).
 
 Shape suffixes: E routed experts, K chosen ones, M neurons, D hidden size.
 """
@@ -13,23 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN, Arch, FFNNames, hands_on, put
+from moesaic.arch.dense import FFN, Arch, FFNNames, LayerUse, RoutedModule, hands_on, put
 from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
-from moesaic.modules.condensed_ffn import CondensedFFN, Nothing
+from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
 from moesaic.plans.base import (
     Description,
     Header,
     LayerPlan,
     LayerTokens,
+    LiveState,
     Sizes,
     State,
     check_numbers,
 )
 from moesaic.plans.recovery import Balance
-from moesaic.plans.state import LiveState
-from moesaic.types import JSON
+from moesaic.types import JSON, Config
 
 Part = tuple[Tensor, Tensor, Tensor, float]
 """Gate (M, D), up (M, D), down (D, M), and the factor of the part's output."""
@@ -266,3 +268,66 @@ def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor
         gate_MD, up_MD = up_MD.chunk(2)
         return gate_MD, up_MD, down_DM
     return state[f"{at}.{names.gate}.weight"], up_MD, down_DM
+
+
+def _attributes(layer: nn.Module) -> JSON:
+    """Return the strings and numbers that a layer, or its class, has as attributes."""
+    noted = {**vars(type(layer)), **vars(layer)}
+    return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
+
+
+def cache_leaders(config: Config) -> set[int]:
+    """Return the layers without which cached decoding goes wrong: the first one, and the first one
+    of each kind of attention, since transformers reads positions and mask sizes from their
+    caches."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return {0, *(kinds.index(kind) for kind in {*kinds} - {"moe", "mlp"})}
+
+
+@dataclass(frozen=True)
+class DroppedLayer(LayerPlan):
+    """Plan of a removed layer: tokens pass unchanged."""
+
+    kind: ClassVar[str] = "dropped"
+
+    def check(self, sizes: Sizes) -> None:
+        """Accept any layer: nothing is chosen."""
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ("",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Yield three projections without neurons, by which the block is recognised."""
+        empty_0D = empty_projection(arch, state)
+        for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
+            yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        hidden = arch.empty_output(layers[index]).shape[1]
+        noted = _attributes(layers[index])
+        layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
+        vars(layers[index]).update(noted)  # some models read a layer's type
+
+    def describe(self, experts: int) -> Description:
+        return Description("the whole layer is gone")
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return None
+
+    @classmethod
+    def removes(cls, header: Header) -> bool:
+        return True
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        return LayerUse(cls.kind, 0, 0, 0, 0)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return None
+
+    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
+        """Return the plan unchanged: nothing is left that could be fitted."""
+        return self, {}

@@ -18,14 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN, Arch, DenseFFN
+from moesaic.arch.dense import FFN, Arch, DenseFFN, LayerUse
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.routing import replaced, set_top_k
-from moesaic.arch.use import LayerUse
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.naming import expert_number, renumbered
-from moesaic.modules.skipping_router import RULES, make_skipping
-from moesaic.modules.uneven import DOWN_ROWS, UP_ROWS, flat, make_uneven
+from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
 from moesaic.plans.base import (
     PADDING,
     Description,

@@ -38,9 +38,8 @@ from moesaic.methods.condense.experts import (
 )
 from moesaic.observation.branches import branches, changed, measured
 from moesaic.observation.stream import Block, LayerStream, SpilledList, valid
-from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
-from moesaic.plans.dropped import DroppedLayer
-from moesaic.plans.regression import significantly_worse
+from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer
+from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
 Replaced: TypeAlias = CondensedLayer | DroppedLayer

@@ -36,8 +36,7 @@ from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
-from moesaic.plans.dropped import DroppedLayer, cache_leaders
+from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON, Config
 

@@ -1,10 +1,17 @@
-"""Random numbers that are functions of a token: of its id, its position, and the decoder layer.
+"""Tokens that run through a converted layer, and whether they are decoded, for its modules.
 
-A choice based on them is the same for a prefix, for the whole text, for decoding with a cache and
-in a padded batch: it depends neither on a product's last digits nor on earlier calls.
+Random numbers are functions of a token: of its id, its position, and the decoder layer. A choice
+based on them is the same for a prefix, for the whole text, for decoding with a cache and in a
+padded batch: it depends neither on a product's last digits nor on earlier calls.
+
+A converted layer may skip parts only in decoding: a forward pass over one position per sequence.
+Prompts run dense if skipping parts would save no time: they are then as fast, and more exact.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -141,3 +148,52 @@ class Watch:
         for index, layer in enumerate(getattr(body, self.leaf)):
             if (passage := vars(layer).get("passage")) is not None:
                 passage.see(ids, positions_BL, index)
+
+
+MODES = ("decoding", "always")
+"""Modes in which parts are skipped; ``always`` is for measuring."""
+
+
+class Phase:
+    """State shared by the modules of one decoder layer: whether they skip parts now."""
+
+    def __init__(self) -> None:
+        self.mode = "decoding"
+        self.single = False
+        """True if one position per sequence is run."""
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Phase:
+        """Return a phase that is updated whenever a decoder layer runs."""
+        phase = cls()
+        layer.register_forward_pre_hook(phase.see, with_kwargs=True)
+        return phase
+
+    def see(self, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Values) -> None:
+        """Run as a hook before the layer: hidden states (B, L, D) of one position are decoding."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.single = hidden.shape[1] == 1
+
+    @property
+    def skips(self) -> bool:
+        """True if parts are skipped now."""
+        return self.mode == "always" or (self.single and self.mode == "decoding")
+
+
+@contextmanager
+def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
+    """Set the mode of a model's layers, one of :data:`MODES`, while the context lasts.
+
+    With ``always`` every token is treated as in decoding.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
+    phases = [phase for m in model.modules() if (phase := vars(m).get("phase"))]
+    before = [phase.mode for phase in phases]
+    for phase in phases:
+        phase.mode = mode
+    try:
+        yield
+    finally:
+        for phase, old in zip(phases, before, strict=True):
+            phase.mode = old
