@@ -1,5 +1,4 @@
-"""Modules of a cut or condensed mixture: a dense MLP (CD-MoE), a router that skips (NAEE), experts of
-different widths.
+"""Modules of cut or condensed mixtures: dense MLPs, routers that skip, experts of several widths.
 
 Shape suffixes: T tokens, K experts a token runs, E experts, D hidden size, W neurons of the widest
 expert, N tokens of one expert, H neurons of one, R neurons of all experts.
