@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.arch.routing import FixedOutput, shallow_copy
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Config
+
+if TYPE_CHECKING:
+    from moesaic.arch.mixture import MoEFFN
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class Arch:
         """Return the view of a dense decoder layer's FFN."""
         return dense_ffn(self.ffn_of(layer), self.ffn)
 
-    def view(self, layer: nn.Module) -> FFN:
+    def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
         """Return the view of any decoder layer's FFN."""
         return self.dense(layer)
 
@@ -424,48 +427,6 @@ class Heads:
         return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
 
 
-class FFN(Protocol):
-    """FFN as experts that tokens run: a mixture's, or a dense block as one expert."""
-
-    @property
-    def count(self) -> int:
-        """Number of experts."""
-
-    @property
-    def top_k(self) -> int:
-        """Experts that a token runs."""
-
-    @property
-    def width(self) -> int:
-        """Neurons of one expert."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-
-    @property
-    def shared_ffn(self) -> DenseFFN | None:
-        """MLP of the shared path; None without one."""
-
-    def weights_of(self, i: int) -> tuple[Tensor, ...]:
-        """Return gate (M, D) if any, up (M, D) and down (D, M) of expert ``i``, as views."""
-
-    def weighted(
-        self, x_TD: Tensor, allowed_E: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the experts that run; see :meth:`moesaic.arch.mixture.MoEFFN.weighted`."""
-
-    def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
-        """Return the weighted output that is not of the experts' neurons (T, D), or 0."""
-
-    def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
-        """Return the input of the shared down projection times the path's own weight (T, M)."""
-
-    @property
-    def shared_count(self) -> int:
-        """Number of experts in the shared path, all of one width."""
-
-
 @dataclass(frozen=True)
 class DenseFFN:
     """Feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
@@ -486,10 +447,12 @@ class DenseFFN:
 
     @property
     def width(self) -> int:
+        """Neurons of the block."""
         return self.up_MD.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.up_MD.device
 
     @property
@@ -531,6 +494,7 @@ class DenseFFN:
         """Return None: a dense block has no shared path."""
 
     shared_count: ClassVar[int] = 1
+    """Number of experts in the shared path, all of one width."""
 
     def output(self, h_TM: Tensor) -> Tensor:
         """Return the block's output (T, D) for hidden activations h."""

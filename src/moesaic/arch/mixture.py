@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ class MoEArch(Arch):
     per_group: int = 1
     """Fewest experts per group that the router can work with."""
 
-    def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
+    def view(self, layer: nn.Module) -> FFN:
         return self.mixture(layer) if self.is_moe(layer) else self.dense(layer)
 
     @property
@@ -399,14 +400,17 @@ class MoEFFN:
 
     @property
     def count(self) -> int:
+        """Number of routed experts."""
         return self.routing.count
 
     @property
     def top_k(self) -> int:
+        """Experts that a token runs."""
         return attrgetter(self.parts.top_k)(self.router)
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         weight: Tensor = attrgetter(self.parts.weight)(self.block)
         return weight.device
 
@@ -687,6 +691,10 @@ class MoEFFN:
 
             with self.router.register_forward_hook(route):
                 yield
+
+
+FFN: TypeAlias = DenseFFN | MoEFFN
+"""FFN as experts that tokens run: a mixture's, or a dense block as one expert."""
 
 
 def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
-from moesaic.arch.dense import FFN
+from moesaic.arch.mixture import FFN
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
 from moesaic.observation.branches import divergences

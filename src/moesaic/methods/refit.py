@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import FFN
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan

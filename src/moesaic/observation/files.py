@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
+from moesaic.arch.mixture import FFN
 from moesaic.config import RunArgs, takes_options
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens

@@ -44,8 +44,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import FFN
-from moesaic.arch.mixture import MoEFFN
+from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError

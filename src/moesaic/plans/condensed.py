@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN, Arch, FFNNames, LayerUse, RoutedModule, hands_on, put
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.dense import Arch, FFNNames, LayerUse, RoutedModule, hands_on, put
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError, shown
 from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
 from moesaic.plans.base import (

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN, Arch, DenseFFN, LayerUse
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.dense import Arch, DenseFFN, LayerUse
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.arch.routing import replaced, set_top_k
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.naming import expert_number, renumbered

@@ -28,8 +28,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import FFN
+from moesaic.arch.mixture import FFN
 from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.observation.stream import LayerTokens
