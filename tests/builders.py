@@ -455,6 +455,16 @@ def is_own(tensor: Tensor, base: list[Tensor]) -> bool:
     return False
 
 
+def same(a: LayerPlan, b: LayerPlan) -> bool:
+    """Return True if two layers' plans are identical, tensors bitwise."""
+    ta, tb = a.tensors(), b.tensors()
+    return (
+        a.header() == b.header()
+        and ta.keys() == tb.keys()
+        and all(torch.equal(ta[k], tb[k]) for k in ta)
+    )
+
+
 def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tuple[Export, Any]:
     """Export a model; it must load as a class of transformers and compute what the source does."""
     decided = decide(source, **options)

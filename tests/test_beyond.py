@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, masked, same_model, tiny_model, tiny_moe
+from builders import VOCAB, WAYS, force, masked, same, same_model, tiny_model, tiny_moe
 
 import moesaic
 from moesaic import CondenseConfig, MoREConfig, PruneConfig
@@ -30,7 +30,6 @@ from moesaic.metrics.size import model_size
 from moesaic.modules.running import set_mode
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.base import same
 from moesaic.plans.recovery import Ridge
 from moesaic.surgery import applied
 from moesaic.types import cache_of

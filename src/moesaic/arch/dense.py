@@ -500,17 +500,22 @@ class DenseFFN:
         """Return the block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
+    def _part(self, take: Callable[[Tensor, int], Tensor]) -> DenseFFN:
+        """Return the neurons that ``take`` takes of a tensor's axis, without the output bias."""
+        gate, up_bias, gate_bias = (
+            None if tensor is None else take(tensor, 0)
+            for tensor in (self.gate_MD, self.up_bias_M, self.gate_bias_M)
+        )
+        up_MD, down_DM = take(self.up_MD, 0), take(self.down_DM, 1)
+        return DenseFFN(up_MD, down_DM, gate, self.act, up_bias, gate_bias)
+
     def neurons(self, start: int, stop: int) -> DenseFFN:
         """Return neurons ``start`` to ``stop`` as a block: views, and no output bias."""
-        rows = slice(start, stop)
-        return DenseFFN(
-            up_MD=self.up_MD[rows],
-            down_DM=self.down_DM[:, rows],
-            gate_MD=None if self.gate_MD is None else self.gate_MD[rows],
-            act=self.act,
-            up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
-            gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
-        )
+        return self._part(lambda tensor, axis: tensor.narrow(axis, start, stop - start))
+
+    def chosen(self, neurons: Tensor) -> DenseFFN:
+        """Return some neurons as a block of their own: copies, and no output bias."""
+        return self._part(lambda tensor, axis: tensor.index_select(axis, neurons))
 
     def split(self, sizes: Sequence[int]) -> list[DenseFFN]:
         """Split all neurons into blocks of these sizes, faster than by :meth:`neurons`."""
@@ -522,21 +527,6 @@ class DenseFFN:
         rest = rows(self.gate_MD), rows(self.up_bias_M), rows(self.gate_bias_M)
         parts = zip(up, down, *rest, strict=True)
         return [DenseFFN(u, d, g, self.act, ub, gb) for u, d, g, ub, gb in parts]
-
-    def chosen(self, neurons: Tensor) -> DenseFFN:
-        """Return some neurons as a block of their own: copies, and no output bias."""
-
-        def rows(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.index_select(0, neurons)
-
-        return DenseFFN(
-            up_MD=self.up_MD.index_select(0, neurons),
-            down_DM=self.down_DM.index_select(1, neurons),
-            gate_MD=rows(self.gate_MD),
-            act=self.act,
-            up_bias_M=rows(self.up_bias_M),
-            gate_bias_M=rows(self.gate_bias_M),
-        )
 
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:

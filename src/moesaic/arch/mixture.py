@@ -562,12 +562,8 @@ class MoEFFN:
 
     def _weighed(self, x_TD: Tensor, allowed_E: Tensor | None) -> Tensor:
         """Return w, followed by the weights of shared experts that the router weighs (T, A)."""
-        allowed_TE = None if allowed_E is None else self._of_each(allowed_E, x_TD)
-        return self.routing.every_weight(self.logits(x_TD), allowed_TE)
-
-    def _of_each(self, allowed_E: Tensor, x_TD: Tensor) -> Tensor:
-        """Repeat the allowed experts for every token (T, E)."""
-        return allowed_E.to(x_TD.device).expand(len(x_TD), -1)
+        each = None if allowed_E is None else allowed_E.to(x_TD.device).expand(len(x_TD), -1)
+        return self.routing.every_weight(self.logits(x_TD), each)
 
     def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
         """Return the weighted output that is not of the experts' neurons (T, D), float32: experts'
@@ -686,7 +682,7 @@ class MoEFFN:
 
             def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits_TX = logits(out)
-                allowed_TE = self._of_each(allowed_E, logits_TX)
+                allowed_TE = allowed_E.to(logits_TX.device).expand(len(logits_TX), -1)
                 return self.parts.written(out, *self.routing.restricted(logits_TX, allowed_TE))
 
             with self.router.register_forward_hook(route):

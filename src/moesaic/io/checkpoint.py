@@ -119,7 +119,7 @@ class Checkpoint:
 
     def _survey(self) -> None:
         """Learn the file, the shape and the type of every tensor."""
-        for file in self._shards():
+        for file in (self.folder / name for name in shards(self.folder)):
             check_file(file, self.folder)
             check_fetched(file)
             stored = stored_in(file)
@@ -133,9 +133,6 @@ class Checkpoint:
         """Type of the first tensor that torch can compute with, for configs without a type."""
         types = (TYPES.get(stored.kind) for stored in self._stored.values())
         return next((kind for kind in types if kind in COMPUTABLE), None)
-
-    def _shards(self) -> list[Path]:
-        return [self.folder / name for name in shards(self.folder)]
 
     def names(self) -> list[str]:
         return list(self._stored)
@@ -270,16 +267,6 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
     return sorted(found)
 
 
-def check_whole(folder: Path) -> None:
-    """Refuse a folder in which a weight file is missing or has a damaged header.
-
-    Raises:
-        MoesaicError: names the file.
-    """
-    if any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-        Checkpoint(folder)
-
-
 def _is_plain(name: object) -> bool:
     """Return True if a name is a plain file name, without a path.
 
@@ -399,20 +386,6 @@ def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
             left -= len(piece)
 
 
-def _write(name: str, stored: Stored, out: BinaryIO) -> None:
-    """Copy a tensor's bytes from its file; values that can be wrong are looked at on the way.
-
-    Raises:
-        MoesaicError: the file ends early, or a value is not finite.
-    """
-    kind = TYPES[stored.kind]
-    checked = kind in COMPUTABLE
-    for piece in _pieces(stored, 0 if checked else _copied(stored, out)):
-        if checked:
-            check_finite(name, torch.frombuffer(piece, dtype=kind))
-        out.write(piece)
-
-
 def write_shard(path: Path, values: Mapping[str, Value], outline: bool = False) -> None:
     """Write a safetensors file; only its header, and a hole as long as the values, if ``outline``.
 
@@ -427,7 +400,12 @@ def write_shard(path: Path, values: Mapping[str, Value], outline: bool = False) 
         for name in _stored_order(values):
             value = values[name]
             if isinstance(value, Stored):
-                _write(name, value, file)
+                kind = TYPES[value.kind]
+                checked = kind in COMPUTABLE
+                for piece in _pieces(value, 0 if checked else _copied(value, file)):
+                    if checked:
+                        check_finite(name, torch.frombuffer(piece, dtype=kind))
+                    file.write(piece)
                 continue
             check_finite(name, value)
             flat = value.detach().cpu().reshape(-1).view(torch.uint8)

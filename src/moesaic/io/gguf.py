@@ -33,7 +33,7 @@ from moesaic.io.trust import check_counts, pretrained, reading
 from moesaic.types import JSON, Config, Model
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
@@ -90,25 +90,17 @@ class Tensors(Checkpoint):
         self._stored = {n: Stored(self.file, "F32", p.shape, 0, 0) for n, p in self._parts.items()}
 
     def _read(self, name: str) -> Tensor:
+        from gguf import dequantize
+
         stored, expert, shape = self._parts[name]
-        numbers = values(stored.data if expert is None else stored.data[expert], stored.tensor_type)
+        data = stored.data if expert is None else stored.data[expert]
+        numbers = dequantize(data, stored.tensor_type)
         if self._processor is not None:
             # without names of its own to look up, a processor leaves stacked experts apart
             about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
             processed = self._processor.process(weights=numbers, name=str(stored.name), **about)
             numbers = processed.weights
         return torch.from_numpy(np.require(numbers, np.float32, ["C", "W"])).view(shape)
-
-
-def values(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> Numbers:
-    """Return the values, float32, of stored data.
-
-    Raises:
-        NotImplementedError: the type is not known.
-    """
-    from gguf import dequantize
-
-    return dequantize(data, kind)
 
 
 # --- the folder that stands for a file -----------------------------------------------------------
@@ -139,7 +131,7 @@ def folder_of(file: Path) -> Path:
 
 
 def _unfold(file: Path, work: Path) -> None:
-    from gguf import GGML_QUANT_SIZES, GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
     from transformers import AutoTokenizer
     from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
@@ -157,7 +149,7 @@ def _unfold(file: Path, work: Path) -> None:
     model = skeleton(config, torch.float32)
     for kind in sorted({tensor.tensor_type for tensor in reader.tensors}):
         try:
-            values(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+            dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
         except NotImplementedError:
             raise MoesaicError(
                 f"{file} has tensors of type {kind.name}, which is not read."

@@ -284,19 +284,14 @@ def _empty(path: Path) -> Path:
     return path
 
 
-def _left(out: Path) -> list[Path]:
-    """Return the hidden files beside an output, left by killed runs or being written now."""
-    names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
-    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
-    return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
-
-
 def _sweep(out: Path) -> None:
     """Remove files that killed runs left beside a locked output.
 
     An older output that was about to be replaced gets its name back if the new one had not got it.
     """
-    for path in _left(out):
+    names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
+    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
+    for path in [path for path in out.parent.iterdir() if left.fullmatch(path.name)]:
         if path.suffix == ".replaced" and not os.path.lexists(out):
             path.rename(out)
             logging.getLogger(__name__).warning("%s is back: a run was killed replacing it.", out)

@@ -392,33 +392,26 @@ def opened(folder: Path) -> Checkpoint:
     """Open the checkpoint of a folder in the format that its config names.
 
     Raises:
-        MoesaicError: it is damaged, or its format is not supported.
+        MoesaicError: it is damaged, its format is not supported, or its config names none and a
+            weight is quantised all the same.
     """
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
     format = format_of(described(config, folder))
     if format is None:
-        return _plain_checkpoint(folder)
+        checkpoint = Checkpoint(folder)
+        for name, stored in checkpoint._stored.items():
+            packed = stored.kind in CODES and re.search(r"weight(_packed)?$|_blocks$", name)
+            if stored.kind.startswith("F8") or packed:
+                raise MoesaicError(
+                    f"{name} in {folder} is stored as {stored.kind}, and config.json names no "
+                    f"format by which it could be read; {', '.join(FORMATS)} are. Dequantise it "
+                    "first."
+                )
+        return checkpoint
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."), torch.bfloat16)
     return QuantisedCheckpoint(folder, format, dtype)
-
-
-def _plain_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint whose config names no format.
-
-    Raises:
-        MoesaicError: a weight is quantised all the same.
-    """
-    checkpoint = Checkpoint(folder)
-    for name, stored in checkpoint._stored.items():
-        packed = stored.kind in CODES and re.search(r"weight(_packed)?$|_blocks$", name)
-        if stored.kind.startswith("F8") or packed:
-            raise MoesaicError(
-                f"{name} in {folder} is stored as {stored.kind}, and config.json names no format "
-                f"by which it could be read; {', '.join(FORMATS)} are. Dequantise it first."
-            )
-    return checkpoint
 
 
 def describe_format(config: Config, checkpoint: Checkpoint, kept: bool) -> None:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch
-from moesaic.io.checkpoint import check_whole
+from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moesaic.io.models import shape_of, sizes_in
 from moesaic.io.source import headers_of_model, resolve, source_or_model
 from moesaic.metrics.routing_counts import Routing
@@ -81,7 +81,8 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
             local = Path(name).expanduser().is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(shape_of(opened.config))
-            check_whole(opened.folder)
+            if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+                Checkpoint(opened.folder)  # a missing or damaged file is reported
         else:
             opened = source_or_model(model)
             size = model_size(opened)

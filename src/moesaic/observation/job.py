@@ -77,7 +77,16 @@ class Job(Generic[A_co]):
         self.return_device = "cpu"
         """Device to which a live model returns after the run."""
         if not isinstance(self.original, Source):
-            self._check_in_memory(self.original)
+            if getattr(self.original, "hf_quantizer", None) is not None:
+                raise MoesaicError(
+                    "This model was loaded from quantised weights. Pass its name or its folder "
+                    "instead: then what stays keeps its bytes."
+                )
+            if any(parameter.is_meta for parameter in self.original.parameters()):
+                raise MoesaicError(
+                    "Some of this model's weights wait on disk or beside the device (device_map). "
+                    "Pass its name or its folder instead: then layers are read one at a time."
+                )
             self.return_device = str(self.original.device)
             if self.return_device != "cpu":
                 self.device = self.return_device
@@ -85,19 +94,6 @@ class Job(Generic[A_co]):
         self.observed: JSON = {}
         """Header of the statistics file used for the decision; empty without one."""
         self._length = length
-
-    @staticmethod
-    def _check_in_memory(model: Model) -> None:
-        if getattr(model, "hf_quantizer", None) is not None:
-            raise MoesaicError(
-                "This model was loaded from quantised weights. Pass its name or its folder "
-                "instead: then what stays keeps its bytes."
-            )
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise MoesaicError(
-                "Some of this model's weights wait on disk or beside the device (device_map). Pass "
-                "its name or its folder instead: then layers are read one at a time."
-            )
 
     @property
     def on_disk(self) -> bool:

@@ -372,16 +372,6 @@ def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
     return plan
 
 
-def same(a: LayerPlan, b: LayerPlan) -> bool:
-    """Return True if two layers' plans are identical, tensors bitwise."""
-    ta, tb = a.tensors(), b.tensors()
-    return (
-        a.header() == b.header()
-        and ta.keys() == tb.keys()
-        and all(torch.equal(ta[k], tb[k]) for k in ta)
-    )
-
-
 KINDS: Registry[type[LayerPlan]] = Registry(
     "moesaic.plans",
     {

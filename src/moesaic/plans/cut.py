@@ -38,10 +38,12 @@ from moesaic.plans.neurons import (
     narrow_experts,
     narrow_mlp,
     narrow_stacked,
-    of_expert,
+    neuron_axis,
     of_ffn,
     of_mlp,
     of_stacked,
+    taken,
+    twice,
 )
 from moesaic.plans.recovery import refitted_down, refitted_downs
 from moesaic.types import JSON
@@ -266,8 +268,11 @@ class CutLayer(LayerPlan):
         inside = leaf.removeprefix(f"{arch.experts}.")
         if self.down_E is not None and inside == DOWN:
             tensor = self.down_E[place].to(tensor)
-        elif self.neurons_EW is not None:
-            tensor = of_expert(arch, inside, tensor, self.neurons_EW[place], self.before)
+        elif self.neurons_EW is not None and (axis := neuron_axis(arch, inside)) is not None:
+            order_W = self.neurons_EW[place]
+            if tensor.shape[axis - 1] == 2 * self.before:
+                order_W = twice(order_W, self.before, arch.alternating)
+            tensor = taken(tensor, axis - 1, order_W)
         return torch.zeros_like(tensor) if self.kept[place] == PADDING else tensor
 
     def _of_all(self, arch: MoEArch, leaf: str, tensor: Tensor, count: int) -> Tensor:

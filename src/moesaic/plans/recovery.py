@@ -350,7 +350,9 @@ class _Part:
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
-        self.gone = _left_out(self.order_W, self.down_DM.shape[1])
+        gone_M = torch.ones(self.down_DM.shape[1], dtype=torch.bool, device=self.down_DM.device)
+        gone_M[self.order_W] = False
+        self.gone = gone_M.nonzero().flatten()
 
     def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept neurons' activations (T, W), and what the removed ones wrote (T, D)."""
@@ -535,14 +537,3 @@ def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Ten
             down_DW[:, : refitted_DW.shape[1]] = refitted_DW
         new_DW.append(down_DW.T if transposed else down_DW)
     return torch.stack(new_DW).contiguous().cpu()
-
-
-def _left_out(order_W: Tensor, width: int) -> Tensor:
-    """Return the neurons of ``width`` that are not in an order.
-
-    >>> _left_out(torch.tensor([0, 2]), 4).tolist()
-    [1, 3]
-    """
-    gone_M = torch.ones(width, dtype=torch.bool, device=order_W.device)
-    gone_M[order_W] = False
-    return gone_M.nonzero().flatten()
