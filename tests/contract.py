@@ -27,7 +27,8 @@ from moesaic.io.source import Source, language_model
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.rerouting import Law, law_of
 from moesaic.methods.prune.subsets import Neighbours
-from moesaic.observation.stream import LayerStream, LayerTokens
+from moesaic.modules.running import LayerTokens
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied

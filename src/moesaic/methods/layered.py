@@ -21,11 +21,11 @@ from torch import nn
 from moesaic.arch.mixture import FFN
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.branches import divergences
 from moesaic.observation.files import Observation, Observed
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
-from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.recovery import significantly_worse

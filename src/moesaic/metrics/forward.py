@@ -19,8 +19,8 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
-from moesaic.modules.running import set_mode
-from moesaic.observation.stream import LayerStream, PartChange, SpilledList
+from moesaic.modules.running import SpilledList, set_mode
+from moesaic.observation.stream import LayerStream, PartChange
 from moesaic.types import Model, Track, logits_alone, silent
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Tokens that run through a converted layer, and whether they are decoded, for its modules.
+"""Tokens that run through a decoder layer: hidden states, ids, positions, whether they are decoded.
 
 Random numbers are functions of a token: of its id, its position, and the decoder layer. A choice
 based on them is the same for a prefix, for the whole text, for decoding with a cache and in a
@@ -10,12 +10,17 @@ Prompts run dense if skipping parts would save no time: they are then as fast, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.arch.dense import DenseFFN
 from moesaic.types import Values, cache_of
 
 LOW = 0xFFFFFFFF
@@ -148,6 +153,134 @@ class Watch:
         for index, layer in enumerate(getattr(body, self.leaf)):
             if (passage := vars(layer).get("passage")) is not None:
                 passage.see(ids, positions_BL, index)
+
+
+class SpilledList:
+    """List of tensors that are moved to memory-mapped files beyond ``limit`` bytes of memory.
+
+    Each is returned on the device that it was on.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._tensors: list[Tensor] = []
+        self._devices: list[torch.device] = []
+        self._mapped: set[int] = set()
+        self._in_memory = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self._tensors[i].to(self._devices[i])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def append(self, tensor: Tensor) -> None:
+        self._devices.append(tensor.device)
+        if self._in_memory + tensor.nbytes <= self.limit:
+            self._in_memory += tensor.nbytes
+            self._tensors.append(tensor)
+            return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="moesaic-")
+        mapped = torch.from_file(
+            str(Path(self._folder.name) / str(len(self))),
+            shared=True,
+            size=tensor.numel(),
+            dtype=tensor.dtype,
+        ).view(tensor.shape)
+        self._mapped.add(len(self))
+        self._tensors.append(mapped.copy_(tensor))
+
+    def replace(self, i: int, tensor: Tensor) -> None:
+        """Replace entry ``i`` by a tensor of the same shape, in memory or on disk as before."""
+        self._devices[i] = tensor.device
+        if i in self._mapped:
+            self._tensors[i].copy_(tensor)
+        else:
+            self._tensors[i] = tensor
+
+    def clear(self) -> None:
+        self._tensors, self._devices, self._mapped, self._in_memory = [], [], set(), 0
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+V_co = TypeVar("V_co", covariant=True)
+"""View of a layer that a method gets: a DenseFFN or a MoEFFN."""
+
+
+@dataclass
+class LayerTokens(Generic[V_co]):
+    """Decoder layer with its weights loaded, and the tokens that reach its FFN."""
+
+    index: int
+    layer: nn.Module
+    ffn: nn.Module
+    view: V_co
+    _device: torch.device
+    _inputs: SpilledList
+    _entered: Callable[[SpilledList, RunningTokens], Iterator[Tensor]]
+    _cache_bytes: int
+    _targets: SpilledList | None
+    _residuals: Callable[[], Iterator[Tensor]]
+    _hidden: list[Tensor] | None = None
+    passage: RunningTokens = field(default_factory=RunningTokens)
+    """Tokens of the batch that :meth:`inputs` yielded last."""
+    change: AbstractContextManager[nn.Module | None] | None = None
+    """Context set by the loop body: entered while this layer passes its tokens on to the next,
+    through the module that it returns, if any. The stream must ``follow``."""
+
+    def __len__(self) -> int:
+        """Return the number of calibration batches."""
+        return len(self._inputs)
+
+    @property
+    def tokens(self) -> int:
+        """Number of calibration tokens, padding left out."""
+        return sum(x.shape[0] for x in self._inputs)
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Yield batches of x (T, D): the FFN's input, padding left out.
+
+        The FFN is meanwhile given each batch's other arguments, see
+        :meth:`moesaic.observation.stream.LayerStream.entered`.
+        """
+        for x_TD in self._entered(self._inputs, self.passage):
+            yield x_TD.to(self._device)
+
+    def targets(self) -> Iterator[Tensor | None]:
+        """Yield batches of the original model's FFN output (T, D), before any norm of its own.
+
+        None if the stream does not ``follow``: it is the FFN's output for :meth:`inputs`.
+        """
+        for b in range(len(self._inputs)):
+            yield None if self._targets is None else self._targets[b].to(self._device)
+
+    def residuals(self) -> Iterator[Tensor]:
+        """Yield batches of the residual stream after the original layer (T, D)."""
+        for s_TD in self._residuals():
+            yield s_TD.to(self._device)
+
+    @torch.no_grad()
+    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of x (T, D) and of a dense FFN's h (T, M), cached if memory allows."""
+        if self._hidden is not None:
+            yield from zip(self.inputs(), self._hidden, strict=True)
+            return
+        view = cast(DenseFFN, self.view)
+        size = view.width * view.up_MD.element_size()
+        hidden: list[Tensor] | None = [] if self.tokens * size <= self._cache_bytes else None
+        for x_TD in self.inputs():
+            h_TM = view.hidden(x_TD)
+            if hidden is not None:
+                hidden.append(h_TM)
+            yield x_TD, h_TM
+        self._hidden = hidden
 
 
 MODES = ("decoding", "always")

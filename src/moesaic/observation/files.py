@@ -36,9 +36,9 @@ from moesaic.io.outputs import (
     whole_file,
 )
 from moesaic.io.trust import check_fields, header_of, parsed, reading
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
-from moesaic.observation.stream import LayerTokens
 from moesaic.plan import differences
 from moesaic.types import JSON, Named, Values
 

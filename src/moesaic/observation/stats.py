@@ -48,7 +48,7 @@ from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
-from moesaic.observation.stream import LayerTokens
+from moesaic.modules.running import LayerTokens
 
 Stats = dict[str, Tensor]
 """Statistics of one layer by name, on the CPU."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import cast
 from moesaic.io.naming import Naming
 from moesaic.io.trust import check_fields
-from moesaic.modules.running import RunningTokens
+from moesaic.modules.running import LayerTokens
 from moesaic.registry import Registry
 from moesaic.types import JSON, Values
 
-V_co = TypeVar("V_co", covariant=True)
 Header = Values
 """JSON of a converted layer in ``config.json``: enough to build its modules without values."""
 
@@ -110,31 +109,6 @@ State: TypeAlias = LiveState | DiskState
 Tensors are stored under other names and in other pieces than a model in memory has them: a
 checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
 """
-
-
-class LayerTokens(Protocol[V_co]):
-    """Unchanged layer and the calibration tokens that reach it; see ``observation.stream``."""
-
-    @property
-    def view(self) -> V_co:
-        """View of the layer's FFN, a DenseFFN or a MoEFFN."""
-
-    @property
-    def layer(self) -> nn.Module:
-        """Decoder layer."""
-
-    @property
-    def passage(self) -> RunningTokens:
-        """Tokens that run through the layer now."""
-
-    def inputs(self) -> Iterator[Tensor]:
-        """Yield batches of x (T, D), the FFN's input."""
-
-    def targets(self) -> Iterator[Tensor | None]:
-        """Yield batches of the original's output (T, D); None if the FFN gives it for inputs()."""
-
-    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of x (T, D) and of a dense FFN's h (T, M)."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from moesaic.arch.dense import Arch, FFNNames, LayerUse, RoutedModule, hands_on,
 from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError, shown
 from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
+from moesaic.modules.running import LayerTokens
 from moesaic.plans.base import (
     Description,
     Header,
     LayerPlan,
-    LayerTokens,
     LiveState,
     Sizes,
     State,

@@ -24,16 +24,8 @@ from moesaic.arch.routing import replaced, set_top_k
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
-from moesaic.plans.base import (
-    PADDING,
-    Description,
-    Header,
-    LayerPlan,
-    LayerTokens,
-    Sizes,
-    State,
-    check_numbers,
-)
+from moesaic.modules.running import LayerTokens
+from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import (
     narrow_experts,
     narrow_mlp,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
-from moesaic.plans.base import LayerTokens
+from moesaic.modules.running import LayerTokens
 from moesaic.types import JSON
 
 STRENGTHS = (math.inf, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 1e-5)

@@ -47,8 +47,8 @@ from moesaic.methods.prune.subsets import (
     subsets,
 )
 from moesaic.methods.sentences import credited
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
