@@ -271,7 +271,8 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
             then nothing else reads the config.
     """
     following, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
-    dense = arch.ties_widths or not plan.base.routed
+    # a mixture's experts and dense layers may have their width from one config attribute
+    dense = arch.width == "intermediate_size" or not plan.base.routed
     for start, count in mtp_blocks(naming, arch, plan.base).items() if changes else ():
         fits = start in following if count else not dense
         if not fits and changes & (arch.with_experts if count else arch.with_width)(0).keys():

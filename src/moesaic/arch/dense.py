@@ -288,11 +288,6 @@ class Arch:
         """Return the config attributes with which every routed layer has this many experts."""
         return {}
 
-    @property
-    def ties_widths(self) -> bool:
-        """True if experts and dense layers have their width from one config attribute."""
-        return False
-
     def with_width(self, width: int) -> JSON:
         """Return the config attributes that give every FFN, or routed expert, this width."""
         plainly = {} if self.adjusted is None else {self.adjusted: False}

@@ -121,20 +121,16 @@ def of_model(model: Model, config: Config) -> Arch:
         MoesaicError: names the parts that were not found.
     """
     name = config.model_type
-    path = _layers_path(model, config)
+    count = config.num_hidden_layers
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    path = next((n for n, modules in lists if len(modules) == count), None)
     if path is None:
-        raise Unknown(f"{name}: no list of {config.num_hidden_layers} decoder layers was found.")
+        raise Unknown(f"{name}: no list of {count} decoder layers was found.")
     layers = list(model.get_submodule(path))
     routed = [layer for layer in layers if _experts_paths(name, layer)]
     if routed:
         return _mixture(name, path, layers, routed, config)
     return _dense(name, path, layers, config)
-
-
-def _layers_path(model: nn.Module, config: Config) -> str | None:
-    count = config.num_hidden_layers
-    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
-    return next((name for name, modules in lists if len(modules) == count), None)
 
 
 # --- plain MLPs ----------------------------------------------------------------------------------
@@ -322,9 +318,17 @@ def _mixture(
     keys = (_key_of(name, *both, parts) for both in zip(routed, blocks, strict=True))
     parts = replace(parts, key=next(filter(None, [*keys]), None))
     norms, gate = IN_LAYER.get(name), None
-    inside, outside = _mlps_beside(name, block, layer) if norms is None else ({}, {})
+    inside: dict[str, FFNNames] = {}
+    outside: dict[str, FFNNames] = {}
     if norms is None:
-        gate, norms = _shared_gate(block), Norms(after=_norm(block))
+        inside, outside = _mlps(block), _mlps(layer)
+        if len(inside) + len(outside) > 1:
+            raise Unknown(
+                f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
+            )
+        linears = {n: m for n, m in block.named_children() if type(m) is nn.Linear}
+        gate = next((n for n, m in linears.items() if m.out_features == 1), None)
+        norms = Norms(after=_norm(block))
         inside = {stacked: FFNNames(), **inside} if parts.always else inside
         expected = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
         _nothing_else(name, block, expected, parts)
@@ -371,18 +375,6 @@ def _has_down(layer: nn.Module, path: str) -> bool:
     """Return True if a layer that does not route has an MLP at the path of others' experts."""
     block = getattr(layer, path, None) if path else None
     return isinstance(getattr(block, FFNNames().down, None), nn.Linear)
-
-
-def _mlps_beside(
-    name: str, block: nn.Module, layer: nn.Module
-) -> tuple[dict[str, FFNNames], dict[str, FFNNames]]:
-    """Return the plain MLPs beside the experts, in their block and in the layer: one at most."""
-    inside, outside = _mlps(block), _mlps(layer)
-    if len(inside) + len(outside) > 1:
-        raise Unknown(
-            f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
-        )
-    return inside, outside
 
 
 def _sizing_shared(
@@ -506,14 +498,6 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
             "hidden states alone."
         )
     return None
-
-
-def _shared_gate(block: nn.Module) -> str | None:
-    """Return the name of the gate of the shared path, a linear module with one output."""
-    return next(
-        (n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1),
-        None,
-    )
 
 
 def _norm(block: nn.Module) -> str | None:

@@ -125,7 +125,26 @@ class MoEArch(Arch):
 
     def mixture(self, layer: nn.Module) -> MoEFFN:
         """Return the view of a decoder layer's routed block."""
-        return _moe_ffn(layer, self)
+        block = self.ffn_of(layer)
+        router, experts = block.get_submodule(self.parts.router), getattr(block, self.experts)
+        module = None if self.shared_at is None else attrgetter(self.shared_at)(layer)
+        shared = module
+        if module is not None and self.shared_gate is not None:
+            gate = getattr(block, self.shared_gate)
+            shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
+        elif module is not None and self.parts.always:
+            shared = lambda x_TD: module(x_TD, router(x_TD)[-1])  # noqa: E731
+        return MoEFFN(
+            arch=self,
+            parts=self.parts.in_block(block),
+            block=block,
+            router=router,
+            experts=experts,
+            routing=RoutingFunction(block, self.parts),
+            shared=shared,
+            shared_module=module,
+            **({} if self.before is None else {"before": block.get_submodule(self.before)}),
+        )
 
     def experts_in(self, layer: nn.Module) -> int:
         return self.mixture(layer).count if self.is_moe(layer) else 0
@@ -247,10 +266,6 @@ class MoEArch(Arch):
             top_k: one number; or one per decoder layer, for the few classes that take a list.
         """
         return None if self.chosen is None else {self.chosen: top_k}
-
-    @property
-    def ties_widths(self) -> bool:
-        return self.width == "intermediate_size"
 
     def with_shared(self, shared: int, width: int) -> JSON | None:
         """Return the config attributes with which the shared path has a width; None if there are
@@ -710,27 +725,3 @@ def _stacked_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     gate_MD, up_MD = (getattr(module, n or "").flatten(0, 1) for n in (names.gate, names.up))
     down_DM = getattr(module, names.down).transpose(0, 1).flatten(1)
     return DenseFFN(up_MD, down_DM, gate_MD, act_of(module, names))
-
-
-def _moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
-    """Return the view of a routed layer."""
-    block = arch.ffn_of(layer)
-    router, experts = block.get_submodule(arch.parts.router), getattr(block, arch.experts)
-    module = None if arch.shared_at is None else attrgetter(arch.shared_at)(layer)
-    shared = module
-    if module is not None and arch.shared_gate is not None:
-        gate = getattr(block, arch.shared_gate)
-        shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
-    elif module is not None and arch.parts.always:
-        shared = lambda x_TD: module(x_TD, router(x_TD)[-1])  # noqa: E731
-    return MoEFFN(
-        arch=arch,
-        parts=arch.parts.in_block(block),
-        block=block,
-        router=router,
-        experts=experts,
-        routing=RoutingFunction(block, arch.parts),
-        shared=shared,
-        shared_module=module,
-        **({} if arch.before is None else {"before": block.get_submodule(arch.before)}),
-    )

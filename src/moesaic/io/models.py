@@ -181,13 +181,12 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     return model
 
 
-TEXT = "_text"
 ALONE = ("mistral4",)
 """Types of language models within larger models that do not end in ``_text``."""
 HEADLESS: dict[str, str] = {
     name: f"{model.removesuffix('Model')}ForCausalLM"
     for name, model in MODEL_MAPPING_NAMES.items()
-    if (name.endswith(TEXT) or name in ALONE) and isinstance(model, str)
+    if (name.endswith("_text") or name in ALONE) and isinstance(model, str)
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
 """Names for the classes with a head that are made here, by ``model_type``."""

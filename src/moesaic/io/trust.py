@@ -324,18 +324,15 @@ def _leads_out(file: Path, folder: Path) -> bool:
         folder, target = folder.resolve(), file.resolve()
     except (OSError, RuntimeError):  # a link to itself
         return True
-    return not (target.is_relative_to(folder) or _is_blob_of(target, folder))
-
-
-def _is_blob_of(target: Path, folder: Path) -> bool:
-    """Return True if a path is a blob where the hub's library keeps a snapshot's files."""
+    if target.is_relative_to(folder):
+        return False
     for snapshot in (folder, *folder.parents):
         repository = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and REPOSITORY.fullmatch(repository.name):
             store, name = repository.parent / "blobs", target.name
             shared = target.parent == store / name[:2] and HASH.fullmatch(name) is not None
-            return shared or target.parent == repository / "blobs"
-    return False
+            return not (shared or target.parent == repository / "blobs")
+    return True
 
 
 def check_file(file: Path, folder: Path) -> None:
@@ -397,21 +394,20 @@ def check_links(folder: Path) -> None:
             )
 
 
-def _side_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that a rewritten checkpoint takes over: no weights, no code, no link out."""
-    weights = misread(folder)
+def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
+    """Copy tokenizer, generation settings and licence of a checkpoint, and files of a pattern.
+
+    Of the former no weights, no code and no link out of the folder are copied.
+    """
+    weights, files = misread(folder), {*(folder.glob(pattern) if pattern else ())}
     for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
         if not file.is_file() or file.name in weights or file.suffix == ".py":
             continue
         if _leads_out(file, folder):
             logging.getLogger(__name__).warning("%s is a link elsewhere and left out.", file)
-            continue
-        yield file
-
-
-def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
-    """Copy tokenizer, generation settings and licence of a checkpoint, and files of a pattern."""
-    for file in {*_side_files(folder), *(folder.glob(pattern) if pattern else ())}:
+        else:
+            files.add(file)
+    for file in files:
         to = out / file.relative_to(folder)
         to.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -175,25 +176,15 @@ class Job(Generic[A_co]):
         every = self.tokens
         count = len(every.input_ids)
         few = max(1, min(2, count // 2), count // HELD_BACK)
-        others = self._other_windows(every, few)
-        if others is not None:
-            return others
+        if self.args.text is None:
+            with suppress(MoesaicError):  # the text has no more windows
+                more = self._windows(self.args.calibration.source, count + 2 * few)
+                others = without_overlap(more, every)
+                if len(others.input_ids) >= few:
+                    return others.rows(slice(few))
         if count > few:
             self.tokens = every.rows(slice(count - few))
         return every.rows(slice(count - few, None))
-
-    def _other_windows(self, every: Tokens, count: int) -> Tokens | None:
-        """Return this many windows of the text outside ``every``; None if the text is too short."""
-        calibration = self.args.calibration
-        if self.args.text is not None:
-            return None
-        windows = len(every.input_ids) + 2 * count
-        try:
-            more = self._windows(calibration.source, windows)
-        except MoesaicError:
-            return None
-        others = without_overlap(more, every)
-        return others.rows(slice(count)) if len(others.input_ids) >= count else None
 
     @property
     def planned_tokens(self) -> int:

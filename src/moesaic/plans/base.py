@@ -69,8 +69,10 @@ class DiskState:
         dtype: Callable[[str], torch.dtype | None],
     ) -> None:
         self._naming, self._prefix, self._dtype = naming, prefix, dtype
-        self.stored_prefix = _stored_prefix(prefix, names)
-        """Start of the layer's names on disk."""
+        number = f".{prefix.rstrip('.').rpartition('.')[2]}."
+        starts = {disk.partition(number)[0] + number for disk in names if number in disk}
+        self.stored_prefix = starts.pop() if len(starts) == 1 else prefix
+        """Start of the layer's names on disk, such as ``backbone.layers.3.``."""
         self._names = {
             disk.removeprefix(self.stored_prefix): name.removeprefix(prefix)
             for disk, name in names.items()
@@ -90,17 +92,6 @@ class DiskState:
 
     def __contains__(self, name: str) -> bool:
         return name in self._in_memory
-
-
-def _stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
-    """Return the start of a layer's names on disk, which may differ from that in memory.
-
-    >>> _stored_prefix("model.layers.3.", {"backbone.layers.3.mixer.D": "model.layers.3.mixer.D"})
-    'backbone.layers.3.'
-    """
-    number = f".{prefix.rstrip('.').rpartition('.')[2]}."
-    starts = {disk.partition(number)[0] + number for disk in names if number in disk}
-    return starts.pop() if len(starts) == 1 else prefix
 
 
 State: TypeAlias = LiveState | DiskState

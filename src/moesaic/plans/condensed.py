@@ -270,12 +270,6 @@ def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor
     return state[f"{at}.{names.gate}.weight"], up_MD, down_DM
 
 
-def _attributes(layer: nn.Module) -> JSON:
-    """Return the strings and numbers that a layer, or its class, has as attributes."""
-    noted = {**vars(type(layer)), **vars(layer)}
-    return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
-
-
 def cache_leaders(config: Config) -> set[int]:
     """Return the layers without which cached decoding goes wrong: the first one, and the first one
     of each kind of attention, since transformers reads positions and mask sizes from their
@@ -305,9 +299,11 @@ class DroppedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         hidden = arch.empty_output(layers[index]).shape[1]
-        noted = _attributes(layers[index])
+        every = {**vars(type(layers[index])), **vars(layers[index])}
         layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
-        vars(layers[index]).update(noted)  # some models read a layer's type
+        for name, value in every.items():  # some models read a layer's type
+            if name[0] != "_" and isinstance(value, str | int | float):
+                vars(layers[index])[name] = value
 
     def describe(self, experts: int) -> Description:
         return Description("the whole layer is gone")
