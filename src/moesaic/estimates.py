@@ -176,7 +176,7 @@ def carried_out(source: Source, config: MethodConfig, recipe: Recipe, folder: Pa
     save_applied(source, outline.plan, folder, job.dtype, writer)
     if outline.plan.layers:
         outline.plan.save(folder)  # tune asks which layers were condensed
-    return Step(job, outline, Source(recipe.out, folder, weightless=True))
+    return Step(job, outline, Source(recipe.out, folder, headers_only=True))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -107,7 +107,7 @@ Value: TypeAlias = Tensor | Stored
 class Checkpoint:
     """Folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
 
-    weightless = False
+    headers_only = False
     """True if tensors have no values: files are read no further than their headers."""
     loadable: ClassVar[bool] = True
     """True if ``from_pretrained`` reads the folder's weights."""
@@ -149,7 +149,7 @@ class Checkpoint:
             MoesaicError: it is missing, or its file is corrupt.
         """
         stored = self._place(name)
-        if self.weightless:
+        if self.headers_only:
             return torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
         return self._read(name)
 

@@ -93,7 +93,7 @@ class Source:
     folder: Path
     file: Path | None = None
     """GGUF file that the folder was unpacked from."""
-    weightless: bool = False
+    headers_only: bool = False
     """True if headers and small files are read, and no weight: tensors are on the meta device."""
 
     @property
@@ -207,7 +207,7 @@ class Source:
         """Weights of the folder, to be read one by one."""
         check_links(self.folder)
         checkpoint = opened(self.folder)
-        checkpoint.weightless = self.weightless
+        checkpoint.headers_only = self.headers_only
         return checkpoint
 
     @cached_property
@@ -218,7 +218,7 @@ class Source:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights; empty if there are none."""
-        return "" if self.weightless else self.checkpoint.fingerprint
+        return "" if self.headers_only else self.checkpoint.fingerprint
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -529,9 +529,9 @@ def headers_of_model(
         config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
         if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
             return _of_config(name, path, folder)
-        return Source(name, path, weightless=True)
+        return Source(name, path, headers_only=True)
     if without_slash(name) in NAMES or path.suffix == ".gguf":
-        return Source(name, resolve(name).folder, weightless=True)
+        return Source(name, resolve(name).folder, headers_only=True)
     return _of_hub(name, folder, revision, token)
 
 
@@ -553,7 +553,7 @@ def _of_config(name: str, path: Path, folder: Path) -> Source:
     for tensor_name, tensor in first.items():
         writer.add(tensor_name, tensor.detach().to("meta"))
     writer.close()
-    return Source(name, folder, weightless=True)
+    return Source(name, folder, headers_only=True)
 
 
 def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Source:
@@ -565,7 +565,7 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
 
     place, weights = from_hub(name, revision, token, whole=False)
     if all((place / file).exists() for file in weights):
-        return Source(name, place, weightless=True)
+        return Source(name, place, headers_only=True)
     read = partial(HfApi(token=token).parse_safetensors_file_metadata, name, revision=place.name)
     try:
         with ThreadPoolExecutor(8) as pool:
@@ -579,4 +579,4 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
             for tensor, info in header.tensors.items()
         }
         write_shard(folder / shard, tensors, outline=True)
-    return Source(name, folder, weightless=True)
+    return Source(name, folder, headers_only=True)

@@ -128,13 +128,13 @@ def survivors(weights_TK: Tensor, beta: float, rule: str) -> Tensor:
     ([[True, True], [True, False]], [[True, True], [True, False]])
     """
     if rule == "top2":
-        stays_TK = torch.ones_like(weights_TK, dtype=torch.bool)
-        stays_TK[:, 1] = weights_TK[:, 1] >= beta * weights_TK[:, 0]
-        return stays_TK
+        kept_TK = torch.ones_like(weights_TK, dtype=torch.bool)
+        kept_TK[:, 1] = weights_TK[:, 1] >= beta * weights_TK[:, 0]
+        return kept_TK
     tail_TK = weights_TK.flip(-1).cumsum(-1).flip(-1)  # the weight of the experts from here on
-    stays_TK = tail_TK >= beta * tail_TK[:, :1]
-    stays_TK[:, 0] = True
-    return stays_TK
+    kept_TK = tail_TK >= beta * tail_TK[:, :1]
+    kept_TK[:, 0] = True
+    return kept_TK
 
 
 def skip(
@@ -151,12 +151,12 @@ def skip(
     weights_TK, order_TK = weights_TK.sort(dim=-1, descending=True, stable=True)
     chosen_TK = chosen_TK.gather(-1, order_TK)
     exact_TK = weights_TK.float()
-    stays_TK = survivors(exact_TK, beta, rule)
-    left_TK = exact_TK.masked_fill(~stays_TK, 0)
+    kept_TK = survivors(exact_TK, beta, rule)
+    left_TK = exact_TK.masked_fill(~kept_TK, 0)
     scale_T1 = exact_TK.sum(-1, keepdim=True) / left_TK.sum(-1, keepdim=True)
-    whole_T1 = stays_TK.all(-1, keepdim=True)
+    whole_T1 = kept_TK.all(-1, keepdim=True)
     left_TK = torch.where(whole_T1, weights_TK, (left_TK * scale_T1).to(weights_TK.dtype))
-    return left_TK, chosen_TK.masked_fill(~stays_TK, count)
+    return left_TK, chosen_TK.masked_fill(~kept_TK, count)
 
 
 class Skipping(nn.Module):

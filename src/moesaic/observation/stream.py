@@ -438,9 +438,9 @@ class LayerStream(Generic[V_co]):
             passage: object that is given the tokens of each batch.
         """
         for b, x_TD in enumerate(inputs):
-            for told in (passage, vars(block.layer).get("passage")):
-                if told is not None:
-                    block._set_tokens(told, self._batches[b], real=True)
+            for running in (passage, vars(block.layer).get("passage")):
+                if running is not None:
+                    block._set_tokens(running, self._batches[b], real=True)
             with self.handing(block, b):
                 yield x_TD
 

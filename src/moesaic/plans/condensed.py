@@ -138,17 +138,17 @@ class CondensedLayer(LayerPlan):
     # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
-        stays = ["the shared path"] if self.shared else []
+        kept = ["the shared path"] if self.shared else []
         if self.experts:
-            stays.append(f"{len(self.experts)} of {experts} experts with fixed weights")
-        text = " and ".join(stays) or "nothing of the feed-forward block"
+            kept.append(f"{len(self.experts)} of {experts} experts with fixed weights")
+        text = " and ".join(kept) or "nothing of the feed-forward block"
         shape: JSON = {
             "before": experts,
             "chosen": self.experts,
             "gates": self.gates_K.tolist(),
             "shared": self.shared,
         }
-        return Description(f"one dense MLP: {text}" if stays else f"{text} stays", shape)
+        return Description(f"one dense MLP: {text}" if kept else f"{text} stays", shape)
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
