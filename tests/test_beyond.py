@@ -27,7 +27,7 @@ from moesaic.exports.native import decide
 from moesaic.io.source import resolve
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
-from moesaic.modules.running import set_mode
+from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.recovery import Ridge
@@ -263,7 +263,7 @@ def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
     cache = cache_of(carved(ids[:, :-1]))
     step = carved(ids[:, -1:], **cache).logits
     assert not torch.allclose(step, model(ids).logits[:, -1:], atol=1e-4)
-    with set_mode(carved, "always"):
+    with always_skipping(carved):
         cache = cache_of(model(ids[:, :-1]))
         routed = carved(ids[:, -1:].repeat(1, 2), **cache).logits[:, :1]
     torch.testing.assert_close(step, routed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
-from moesaic.data.questions import wanted_tasks
+from moesaic.data.sources import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, meant
 from moesaic.hub import on_disk

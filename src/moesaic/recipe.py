@@ -33,9 +33,8 @@ from moesaic.config import (
     parse_bytes,
     types_of,
 )
-from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import check_apart
-from moesaic.data.sources import read_by, spelled
+from moesaic.data.sources import read_by, spelled, wanted_tasks
 from moesaic.errors import MoesaicError, check_known, meant, shown
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished

@@ -22,7 +22,7 @@ from moesaic.errors import MoesaicError, shown
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.trust import reading
-from moesaic.modules.running import Watch, set_mode
+from moesaic.modules.running import Watch, always_skipping
 from moesaic.plan import FORMAT, BaseShape, Plan
 from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
 from moesaic.types import JSON, Config, Model
@@ -208,7 +208,7 @@ def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
     apply_layer(layers, 0, arch, plan)
-    with set_mode(layers[0], "always"):
+    with always_skipping(layers[0]):
         yield layers[0]
 
 

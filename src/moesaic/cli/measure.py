@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.cli import options as given
 from moesaic.cli.commands import emit, print_start, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
-from moesaic.data.questions import wanted_tasks
+from moesaic.data.sources import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.recipe import Recipe

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import glob
 import json
-import mmap
 import random
-from array import array
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +21,10 @@ from functools import cache
 from importlib.resources import files
 from itertools import chain, islice, product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moesaic.data.rows import Row
-from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, TextSource, Use, sources_of
+from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, Lines, TextSource, Use, sources_of
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Values
 
@@ -318,33 +316,6 @@ def _taken(source: TextSource, name: str, count: int) -> RowRange:
             f"{source.name}:::[:90%]."
         )
     return RowRange(name, "", *(source.rows(count) if source.sliced else (0, None)))
-
-
-class Lines(Sequence[Row]):
-    """Rows of a .jsonl file, read when they are used; ``numbers`` are those of their lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._starts, self.numbers, at = array("q"), array("q"), 0
-        with path.open("rb") as lines:
-            self._bytes: mmap.mmap | bytes = b""
-            if path.stat().st_size:  # nothing cannot be mapped
-                self._bytes = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ)
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    self._starts.append(at)
-                    self.numbers.append(number)
-                at += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: Any) -> Any:
-        end = self._bytes.find(b"\n", self._starts[index])
-        try:
-            return json.loads(self._bytes[self._starts[index] : None if end < 0 else end])
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # without a line, which is always the first here
-            raise ValueError(f"line {self.numbers[index]}: {reason}") from None
 
 
 def _file_rows(path: Path) -> Sequence[Row]:

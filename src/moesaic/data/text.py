@@ -234,14 +234,13 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
     begin, ids_T = beginning(tokenizer), _ids(BETWEEN.join(texts), tokenizer)
-    starts_N, body = _starts(ids_T, begin, length)
-    first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(starts_N), -1)
-    return torch.cat([first_N1, _cut(ids_T, starts_N, body)], 1)
+    place_NL = _places(ids_T, begin, length)
+    first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(place_NL), -1)
+    return torch.cat([first_N1, ids_T[place_NL]], 1)
 
 
-def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, int]:
-    """Return the indices at which windows begin in a text (N), and the number of its tokens in
-    each.
+def _places(ids_T: Tensor, begin: Sequence[int], length: int) -> Tensor:
+    """Return the indices of each window's tokens in a text (N, length less BOS).
 
     A BOS that a chat template wrote there is skipped: each window has one already.
 
@@ -255,7 +254,7 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
             "own; raise it."
         )
     if not begin:
-        return torch.arange(len(ids_T) // body) * body, body
+        return torch.arange(len(ids_T) // body * body).view(-1, body)
     written, starts, at = torch.tensor(begin), [], 0
     while at + body <= len(ids_T):
         while torch.equal(ids_T[at : at + len(begin)], written):
@@ -263,12 +262,7 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
         if at + body <= len(ids_T):
             starts.append(at)
         at += body
-    return torch.tensor(starts, dtype=torch.int64), body
-
-
-def _cut(values_T: Tensor, starts_N: Tensor, length: int) -> Tensor:
-    """Return windows (N, length) of values, from their starts."""
-    return values_T[starts_N[:, None] + torch.arange(length)]
+    return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(body)
 
 
 _KEPT: dict[tuple[str, Hashable], Tensor] = {}
@@ -307,8 +301,7 @@ def _domains(
     row_T = torch.bucketize(torch.tensor([start for start, _ in offsets]), ends, right=True)
     domain_R = torch.tensor([names.index(name) for name in of_rows])
     begin = beginning(tokenizer)
-    starts_N, body = _starts(_ids(BETWEEN.join(texts), tokenizer), begin, length)
-    parts = _cut(domain_R[row_T], starts_N, body)
+    parts = domain_R[row_T][_places(_ids(BETWEEN.join(texts), tokenizer), begin, length)]
     return names, torch.cat([parts[:, :1].expand(-1, len(begin)), parts], 1)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from moesaic.bars import tracked
 from moesaic.config import Evaluation, text_fields
-from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import RowRange, check_apart
+from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
@@ -67,7 +67,7 @@ def evaluate(
         data: texts, tokens (N, L), or a source; the text that ships by default.
         length: tokens of a window; None for 512, or for a token file's own.
         max_tokens: use at most this much of the text; 0 or None for all of it.
-        tasks: as for :func:`moesaic.data.questions.wanted_tasks`.
+        tasks: as for :func:`moesaic.data.sources.wanted_tasks`.
         limit: questions of each task at most; None for all.
         shots: examples before each question; None for the task's own.
         generations: continue fixed prompts, and measure how the continuations repeat themselves.

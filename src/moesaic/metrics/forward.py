@@ -19,7 +19,7 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
-from moesaic.modules.running import SpilledList, set_mode
+from moesaic.modules.running import SpilledList, always_skipping
 from moesaic.observation.stream import LayerStream, PartChange
 from moesaic.types import Model, Track, logits_alone, silent
 
@@ -80,7 +80,7 @@ class Whole:
     def _logits(
         self, batches: Sequence[Tokens], track: Track, label: str, counts: dict[int, Routing]
     ) -> Iterator[tuple[Tensor, Tokens]]:
-        with counted(self.shape) as routing, set_mode(self.shape, "always"):
+        with counted(self.shape) as routing, always_skipping(self.shape):
             for batch in track(batches, label, len(batches)):
                 routing.look_at(batch.attention_mask)
                 yield self._logits_of(batch), batch  # which nothing here holds on to
@@ -176,7 +176,7 @@ class Layerwise:
         )
         stream.change = self.change or stream.change
         model = self.shape
-        with torch.no_grad(), counted(model) as routing, set_mode(model, "always"):
+        with torch.no_grad(), counted(model) as routing, always_skipping(model):
             states, kwargs = stream.record()
             for block in track(stream.blocks(kwargs), label, stream.count):
                 outputs = block.outputs(states)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moesaic.config import Evaluation
-from moesaic.data.questions import wanted_tasks
+from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, positions
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError

@@ -283,15 +283,12 @@ class LayerTokens(Generic[V_co]):
         self._hidden = hidden
 
 
-MODES = ("decoding", "always")
-"""Modes in which parts are skipped; ``always`` is for measuring."""
-
-
 class Phase:
     """State shared by the modules of one decoder layer: whether they skip parts now."""
 
     def __init__(self) -> None:
-        self.mode = "decoding"
+        self.always = False
+        """True if parts are skipped in prompts too, for measuring."""
         self.single = False
         """True if one position per sequence is run."""
 
@@ -310,23 +307,18 @@ class Phase:
     @property
     def skips(self) -> bool:
         """True if parts are skipped now."""
-        return self.mode == "always" or (self.single and self.mode == "decoding")
+        return self.always or self.single
 
 
 @contextmanager
-def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Set the mode of a model's layers, one of :data:`MODES`, while the context lasts.
-
-    With ``always`` every token is treated as in decoding.
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
+def always_skipping(model: nn.Module) -> Iterator[None]:
+    """Context in which a model's layers treat every token as in decoding, where they skip parts."""
     phases = [phase for m in model.modules() if (phase := vars(m).get("phase"))]
-    before = [phase.mode for phase in phases]
+    before = [phase.always for phase in phases]
     for phase in phases:
-        phase.mode = mode
+        phase.always = True
     try:
         yield
     finally:
         for phase, old in zip(phases, before, strict=True):
-            phase.mode = old
+            phase.always = old
