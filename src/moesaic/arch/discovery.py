@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,22 +62,15 @@ MOST = 256
 """Most configs whose architecture is cached."""
 
 
-class Norms(NamedTuple):
-    """Norms around experts: fields of :class:`MoEArch`."""
-
-    after: str | None
-    before: str | None = None
-    entry: str | None = None
-
-
-IN_LAYER = {
-    "gemma4_text": Norms(
-        after="post_feedforward_layernorm_2",
-        before="pre_feedforward_layernorm_2",
-        entry="pre_feedforward_layernorm",
-    )
+IN_LAYER: dict[str, JSON] = {
+    "gemma4_text": {
+        "after": "post_feedforward_layernorm_2",
+        "before": "pre_feedforward_layernorm_2",
+        "entry": "pre_feedforward_layernorm",
+    }
 }
-"""Norms by ``model_type``, for experts in the decoder layer itself: no rule finds them."""
+"""Norms, as fields of :class:`MoEArch`, by ``model_type``, for experts in the decoder layer itself:
+no rule finds them."""
 INWARD = ("llama4_text",)
 """Types whose router's scores multiply the experts' inputs, and whose experts do not follow
 transformers' interface and are stored as (inputs, outputs): no rule finds them."""
@@ -328,9 +320,9 @@ def _mixture(
             )
         linears = {n: m for n, m in block.named_children() if type(m) is nn.Linear}
         gate = next((n for n, m in linears.items() if m.out_features == 1), None)
-        norms = Norms(after=_norm(block))
+        norms = {"after": _norm(block)}
         inside = {stacked: FFNNames(), **inside} if parts.always else inside
-        expected = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
+        expected = {leaf, parts.router, *inside, *filter(None, [gate, norms["after"]])}
         _nothing_else(name, block, expected, parts)
     shared, beside = next(iter(inside), None), next(iter(outside), None)
     mixes = (value for key, value in vars(block).items() if "combination" in key)
@@ -356,9 +348,7 @@ def _mixture(
         shared=shared,
         shared_gate=gate if shared else None,
         beside=beside,
-        after=norms.after,
-        before=norms.before,
-        entry=norms.entry,
+        **norms,
         shared_names={**inside, **outside}.get(shared or beside or "", FFNNames()),
         dense_layers=None if odd else next(listed, None),
     )

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -109,8 +109,6 @@ class Checkpoint:
 
     headers_only = False
     """True if tensors have no values: files are read no further than their headers."""
-    loadable: ClassVar[bool] = True
-    """True if ``from_pretrained`` reads the folder's weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, shown, spoken
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, Stored
 from moesaic.io.models import skeleton
 from moesaic.io.names import PACKAGED, cache_folder
@@ -307,10 +307,9 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
     if expert is not None:
         count, *stored = stored
     if _sizes(stored) != _sizes(shape) or (expert or 0) >= count:
-        actual, expected = (" x ".join(map(str, sizes)) for sizes in (stored, shape))
         raise MoesaicError(
-            f"{tensor.name} in {file} is of shape {actual}, and its config asks for {expected}: "
-            f"{name}."
+            f"{tensor.name} in {file} is of shape {spoken(stored)}, and its config asks for "
+            f"{spoken(shape)}: {name}."
         )
     return Part(tensor, expert, shape)
 

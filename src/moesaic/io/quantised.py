@@ -266,8 +266,6 @@ class QuantisedCheckpoint(Checkpoint):
         MoesaicError: codes are without scales, scales without codes, or they do not fit.
     """
 
-    loadable = False
-
     def __init__(self, folder: Path, format: Format, dtype: torch.dtype) -> None:
         super().__init__(folder)
         self.format, self._dtype = format, dtype

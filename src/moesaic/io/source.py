@@ -65,7 +65,7 @@ from moesaic.io.names import (
     without_slash,
 )
 from moesaic.io.naming import Naming, is_mtp, language, read_as
-from moesaic.io.quantised import Awaited, opened, quantization_of
+from moesaic.io.quantised import Awaited, QuantisedCheckpoint, opened, quantization_of
 from moesaic.io.trust import (
     NEEDS_CODE,
     brings_code,
@@ -276,7 +276,7 @@ class Source:
         checkpoint = self.checkpoint
         # sizes that do not fit are refused by us
         options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        if checkpoint.loadable and not self.beside:
+        if not (isinstance(checkpoint, QuantisedCheckpoint) or self.beside):
             own: JSON = {"config": copy.deepcopy(self.config), "use_safetensors": True}
             return pretrained(AutoModelForCausalLM, self.folder, **own, **options)
         config = copy.deepcopy(self.config)

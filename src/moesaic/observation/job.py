@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -344,8 +345,6 @@ class Job(Generic[A_co]):
         Args:
             inplace: True for the caller's own; None for the request's ``inplace``.
         """
-        import copy
-
         if self.on_disk:
             return self.original.load("cpu", self.dtype)
         if inplace is None:

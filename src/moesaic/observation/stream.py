@@ -258,7 +258,10 @@ class LayerStream(Generic[V_co]):
     @torch.no_grad()
     def __iter__(self) -> Iterator[LayerTokens[V_co]]:
         hidden, kwargs = self.record()
-        followed = self._copied(hidden) if self._follow else None
+        followed = SpilledList(self._spill_bytes // 4) if self._follow else None
+        if followed is not None:
+            for tensor in hidden:
+                followed.append(tensor.clone())
         share = self._spill_bytes // (8 if self._follow else 2)
         inputs, targets = SpilledList(share), SpilledList(share)
         try:
@@ -285,7 +288,7 @@ class LayerStream(Generic[V_co]):
                         partial(self.entered, block),
                         self._cache_bytes,
                         leaving,
-                        partial(self._valid, hidden),
+                        lambda: (valid(s, m) for s, m in zip(hidden, self.masks(), strict=True)),
                     )
                     yield site
                     inputs.clear()
@@ -381,15 +384,6 @@ class LayerStream(Generic[V_co]):
         with self.headed(logits) as finish:
             for batch, last in zip(self._batches, states, strict=True):
                 yield finish(batch, last), batch
-
-    def _valid(self, states: SpilledList) -> Iterator[Tensor]:
-        return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
-
-    def _copied(self, states: SpilledList) -> SpilledList:
-        copied = SpilledList(self._spill_bytes // 4)
-        for tensor in states:
-            copied.append(tensor.clone())
-        return copied
 
     @contextmanager
     def collected(

@@ -77,8 +77,6 @@ class _Fit:
     """Chosen lambda, relative to the features' mean square; infinite if no candidate helps."""
     unexplained: float
     """Squared error on held-out tokens, relative to that of weights that are zero."""
-    trial_FO: Tensor
-    """Weights from the tokens that are not held out, float64; ``unexplained`` is their error."""
 
 
 class Ridge:
@@ -114,16 +112,15 @@ class Ridge:
         cross_FO = turn_FF.T @ fit.cross_FO
         square_FF = (turn_FF.T @ held.gram_FF @ turn_FF).mul_(cross_FO @ cross_FO.T)
         linear_F = (cross_FO * (turn_FF.T @ held.cross_FO)).sum(1)
-        best, least, trial_F = math.inf, held.square, torch.zeros_like(power_F)
+        best, least = math.inf, held.square
         for strength in STRENGTHS[1:]:
             scale_F = 1 / (power_F.clamp(min=0) + _penalty(fit, strength))
             error = held.square + (scale_F @ (square_FF @ scale_F - 2 * linear_F)).item()
             if error < least:
-                best, least, trial_F = strength, error, scale_F
+                best, least = strength, error
         sums = _Sums(fit.gram_FF + held.gram_FF, fit.cross_FO + held.cross_FO)
         unexplained = least / max(held.square, 1e-300)
-        trial_FO = turn_FF @ (trial_F[:, None] * cross_FO)
-        return _Fit(_weight(sums, best), best, unexplained, trial_FO)
+        return _Fit(_weight(sums, best), best, unexplained)
 
 
 def _weight(sums: _Sums, strength: float) -> Tensor:
