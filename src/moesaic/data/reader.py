@@ -209,7 +209,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
         documents = _shipped_rows(use, domain)
         taken = _taken(replace(source, config=""), domain, len(documents))
         return IndexedRows(documents, taken)
-    check_there(source)
+    _check_there(source)
     path = Path(source.name)
     if not path.is_file():
         return _data_set(source, use)
@@ -220,7 +220,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
         return IndexedRows(rows, _taken(source, str(path.resolve()), len(rows)))
 
 
-def check_there(source: TextSource) -> None:
+def _check_there(source: TextSource) -> None:
     """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
 
     Raises:
@@ -254,7 +254,7 @@ def check_apart(used: Iterable[str], measured: str) -> None:
     ours = [source for spec in used for source in sources_of(spec, "calibration")]
     theirs = sources_of(measured, "evaluation")
     for source in (*theirs, *ours):
-        check_there(source)
+        _check_there(source)
     for a, b in product(ours, theirs):
         if a.shipped or a.place != b.place:
             continue

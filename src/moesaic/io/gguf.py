@@ -137,7 +137,7 @@ def _unfold(file: Path, work: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor as Plain
 
-    check_gguf(file)
+    _check_gguf(file)
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
     tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
@@ -368,7 +368,7 @@ class _Reader:
         return self.take(self.count("bytes of text", most))
 
 
-def check_gguf(path: Path) -> None:
+def _check_gguf(path: Path) -> None:
     """Refuse a header that asks for more than any model has; ValueError names the value and its
     limit."""
     with path.open("rb") as file:

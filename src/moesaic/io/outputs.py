@@ -80,7 +80,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
         )
 
 
-def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
+def _check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
     """Refuse an output path that would overwrite an input.
 
     Args:
@@ -121,7 +121,7 @@ def check_file(
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
     _check_free(out, overwrite)
-    check_inputs(out, inputs)
+    _check_inputs(out, inputs)
     if out.exists():
         start = b"?"
         if out.is_file():
@@ -153,7 +153,7 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
         _check_free(out, overwrite)
     inputs, work = [*inputs], (unfinished(out), searched(out))
     for place in (out, *work):
-        check_inputs(place, inputs)
+        _check_inputs(place, inputs)
     if out.exists():
         _check_ours(out)
     for place in work if overwrite else ():

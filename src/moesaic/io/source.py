@@ -420,7 +420,7 @@ def from_hub(
         try:
             return Path(snapshot_download(name, revision=revision, token=token, **only))
         except Exception as error:
-            raise unreachable(name, because or error) from error
+            raise _unreachable(name, because or error) from error
 
     try:
         found = HfApi(token=token).model_info(name, revision=revision)
@@ -431,7 +431,7 @@ def from_hub(
             weights = shards(folder)
             if all((folder / file).exists() for file in weights):
                 return folder, weights
-        raise unreachable(f"{name} is not whole in the hub's cache, and", error) from error
+        raise _unreachable(f"{name} is not whole in the hub's cache, and", error) from error
     if "config.json" not in names:
         first_file(names, {}, name)
         raise MoesaicError(f"{name} has no config.json; is it a model?")
@@ -453,7 +453,7 @@ def _is_small(file: str) -> bool:
     return any(fnmatch(file, p) and file.count("/") == p.count("/") for p in SMALL)
 
 
-def unreachable(name: str, error: Exception) -> MoesaicError:
+def _unreachable(name: str, error: Exception) -> MoesaicError:
     """Return the error for a repository that cannot be fetched, with the reason."""
     reason = shorten(str(error), 120, placeholder=" ...")
     return MoesaicError(
@@ -571,7 +571,7 @@ def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | N
         with ThreadPoolExecutor(8) as pool:
             headers = [*pool.map(read, weights)]
     except Exception as error:
-        raise unreachable(name, error) from error
+        raise _unreachable(name, error) from error
     copy_side_files(place, folder, "*.json")
     for shard, header in zip(weights, headers, strict=True):
         tensors = {

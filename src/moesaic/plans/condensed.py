@@ -105,7 +105,7 @@ class CondensedLayer(LayerPlan):
             for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
                 gate_MD, up_MD = both[i].chunk(2)
                 parts.append((gate_MD, up_MD, down[i], scale))
-        empty_0D = empty_projection(arch, state)
+        empty_0D = _empty_projection(arch, state)
         like = parts[0][2] if parts else empty_0D
         names = arch.ffn.apart
         folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
@@ -220,7 +220,7 @@ def _new_ffn(
     )
 
 
-def empty_projection(arch: Arch, state: State) -> Tensor:
+def _empty_projection(arch: Arch, state: State) -> Tensor:
     """Return an FFN's projection with no neurons (0, D), of the dtype of its experts or neurons.
 
     Routers may have a wider dtype.
@@ -292,7 +292,7 @@ class DroppedLayer(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Yield three projections without neurons, by which the block is recognised."""
-        empty_0D = empty_projection(arch, state)
+        empty_0D = _empty_projection(arch, state)
         for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
             yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
 
