@@ -254,11 +254,6 @@ class Arch:
         """Return the activation function of a decoder layer's FFN."""
         return act_of(self.ffn_of(layer), self.ffn)
 
-    def empty_output(self, layer: nn.Module) -> Tensor:
-        """Return an empty output of a decoder layer's FFN (0, D), of its device and dtype."""
-        down = weight_of(self.ffn_of(layer), self.ffn.down)
-        return down.new_empty(0, down.shape[0])
-
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         """Call ``show`` with the input of an FFN (..., D) whenever it runs."""
         return ffn.register_forward_pre_hook(lambda _, args: show(args[0]))

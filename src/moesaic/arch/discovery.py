@@ -77,10 +77,6 @@ transformers' interface and are stored as (inputs, outputs): no rule finds them.
 _CACHE: dict[str, Arch] = {}
 
 
-class _Unknown(MoesaicError):
-    """Error for an architecture whose parts no rule finds."""
-
-
 def discovered(config: Config) -> Arch:
     """Return the architecture of a config's model.
 
@@ -89,7 +85,7 @@ def discovered(config: Config) -> Arch:
     """
     text = config.get_text_config()
     if text is not config:
-        raise _Unknown(
+        raise MoesaicError(
             f"{config.model_type}: it has parts beside text; its language model alone, "
             f"{text.model_type}, is another model_type."
         )
@@ -117,7 +113,7 @@ def of_model(model: Model, config: Config) -> Arch:
     lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
     path = next((n for n, modules in lists if len(modules) == count), None)
     if path is None:
-        raise _Unknown(f"{name}: no list of {count} decoder layers was found.")
+        raise MoesaicError(f"{name}: no list of {count} decoder layers was found.")
     layers = list(model.get_submodule(path))
     routed = [layer for layer in layers if _experts_paths(name, layer)]
     if routed:
@@ -219,16 +215,16 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
     if len(common) != 1:
         children = ", ".join(sorted({type(m).__name__ for m in layers[0].children()}))
         what = "none" if not common else f"several ({', '.join(sorted(common))})"
-        raise _Unknown(
+        raise MoesaicError(
             f"{name}: every decoder layer must have one plain MLP, two or three linear modules and "
             f"an activation function; {what} is in every layer. Found in the first: {children}."
         )
     (place,) = common
     names = {by_place[place] for by_place in mlps}
     if len(names) > 1:
-        raise _Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
+        raise MoesaicError(f"{name}: the MLPs of its decoder layers have different projections.")
     if any(ffn.custom_act for ffn in names):
-        raise _Unknown(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
+        raise MoesaicError(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
     ffn = names.pop()
     width = getattr(layers[0].get_submodule(place), ffn.down).in_features
     at, attention = _attention(layers[0])
@@ -280,11 +276,11 @@ def _experts_place(name: str, routed: Sequence[nn.Module]) -> tuple[str, str]:
     """Return the path of the experts' block in every routed layer, and their name in it."""
     places = {tuple(_experts_paths(name, layer)) for layer in routed}
     if len(places) != 1 or len(*places) != 1:
-        raise _Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
+        raise MoesaicError(f"{name}: its layers have experts at several places: {sorted(places)}.")
     ((place,),) = places
     block_path, _, leaf = place.rpartition(".")
     if not block_path and name not in IN_LAYER:
-        raise _Unknown(
+        raise MoesaicError(
             f"{name}: its experts stand in the decoder layer itself, not in a block of their own."
         )
     return block_path, leaf
@@ -300,7 +296,7 @@ def _mixture(
     layer, block = routed[first], blocks[first]
     experts = block.get_submodule(leaf)
     if getattr(experts, "has_post_expert_norm", False):  # in transformers from 5.20 on
-        raise _Unknown(f"{name}: a norm is behind every expert.")
+        raise MoesaicError(f"{name}: a norm is behind every expert.")
     down: Tensor = experts.get_parameter("down_proj")
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))
     count, width = down.shape[0], down.shape[1 if transposed else 2]
@@ -315,7 +311,7 @@ def _mixture(
     if norms is None:
         inside, outside = _mlps(block), _mlps(layer)
         if len(inside) + len(outside) > 1:
-            raise _Unknown(
+            raise MoesaicError(
                 f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
             )
         linears = {n: m for n, m in block.named_children() if type(m) is nn.Linear}
@@ -327,7 +323,7 @@ def _mixture(
     shared, beside = next(iter(inside), None), next(iter(outside), None)
     mixes = (value for key, value in vars(block).items() if "combination" in key)
     if shared and any(mix != "sum" for mix in mixes):
-        raise _Unknown(f"{name}: its shared path is not simply added to what its experts make.")
+        raise MoesaicError(f"{name}: its shared path is not simply added to what its experts make.")
     settings = config.to_dict()
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)
@@ -423,7 +419,7 @@ def _router(name: str, block: nn.Module, experts: str, count: int, always: int =
         top_k = _top_k(module)
         return RouterParts(path, weight, bias, scale, factor=factor, top_k=top_k, always=weighed)
     children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
-    raise _Unknown(
+    raise MoesaicError(
         f"{name}: no module of {type(block).__name__} has one row for each of {count} experts and "
         f"is a router. Found: {children}."
     )
@@ -483,7 +479,7 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
     if len(missing) == 1 and parts.in_block(block).table and missing[0] in passed:
         return missing[0]
     if missing:
-        raise _Unknown(
+        raise MoesaicError(
             f"{name}: {type(router).__name__} chooses by {' and '.join(missing)} too, and not by "
             "hidden states alone."
         )
@@ -499,14 +495,14 @@ def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: Router
     """Refuse a block with weights that no rule knows."""
     odd = [n for n, m in block.named_children() if n not in expected and [*m.parameters()]]
     if len(latent := [n for n in odd if "latent" in n]) == 2:
-        raise _Unknown(
+        raise MoesaicError(
             f"{name}: its experts work on fewer dimensions than the model, into which "
             f"{latent[0]} and out of which {latent[1]} projects for all of them."
         )
     tensors = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
     odd += [n for n, _ in tensors if n != parts.choice_bias]
     if odd:
-        raise _Unknown(f"{name}: {type(block).__name__} has parts that no rule knows: {odd}.")
+        raise MoesaicError(f"{name}: {type(block).__name__} has parts that no rule knows: {odd}.")
 
 
 def _keys(settings: JSON, words: Sequence[str], never: Sequence[str] = ()) -> Iterator[str]:
@@ -523,7 +519,7 @@ def _key(settings: JSON, value: int, words: Sequence[str], never: Sequence[str] 
 def _counting(name: str, settings: JSON, count: int) -> str:
     key = _key(settings, count, ("expert",), ("per_tok", "shared", "group", "top", "size", "width"))
     if key is None:
-        raise _Unknown(f"{name}: no attribute of its config says that it has {count} experts.")
+        raise MoesaicError(f"{name}: no attribute of its config says that it has {count} experts.")
     return key
 
 
@@ -532,7 +528,9 @@ def _widening(name: str, settings: JSON, width: int) -> str:
     keys = (_key(settings, width, words, ("shared",)) for words in patterns)
     key = next((key for key in keys if key), None)
     if key is None:
-        raise _Unknown(f"{name}: no attribute of its config says that experts are {width} wide.")
+        raise MoesaicError(
+            f"{name}: no attribute of its config says that experts are {width} wide."
+        )
     return key
 
 
@@ -567,10 +565,12 @@ def _with_router_findings(arch: MoEArch, block: nn.Module, settings: JSON, count
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
     else:
-        raise _Unknown(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
+        raise MoesaicError(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
     same = echo_NE.shape == logits_NE.shape and torch.allclose(echo_NE, logits_NE, atol=1e-5)
     if not (parts.apart or same):
-        raise _Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
+        raise MoesaicError(
+            f"{arch.model_type}: its router changes logits before it chooses by them."
+        )
     arch = replace(arch, parts=parts, groups=groups)
     if (_routing_twin(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
         arch = replace(arch, chosen=None)

@@ -198,13 +198,6 @@ class MoEArch(Arch):
             return view.shared_ffn.act
         return view.experts.act_fn
 
-    def empty_output(self, layer: nn.Module) -> Tensor:
-        if not self.is_moe(layer):
-            return super().empty_output(layer)
-        experts = self.mixture(layer).experts
-        down = experts.down_proj
-        return down.new_empty(0, down.shape[2 if self.transposed else 1])
-
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), show)
 

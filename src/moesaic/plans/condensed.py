@@ -209,7 +209,7 @@ def _new_ffn(
     layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
 ) -> CondensedFFN:
     """Return the MLP that replaces a live layer's FFN, by default on its device."""
-    like_0D = arch.empty_output(layer)
+    like_0D = _empty_projection(arch, LiveState(layer))
     device = device or like_0D.device
     act = arch.act_of(layer) if width else nn.Identity()
     more = hands_on(type(arch.ffn_of(layer)).forward)
@@ -298,7 +298,7 @@ class DroppedLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        hidden = arch.empty_output(layers[index]).shape[1]
+        hidden = _empty_projection(arch, LiveState(layers[index])).shape[1]
         every = {**vars(type(layers[index])), **vars(layers[index])}
         layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
         for name, value in every.items():  # some models read a layer's type

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN, LayerUse
+from moesaic.arch.dense import Arch, DenseFFN, LayerUse, weight_of
 from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.arch.routing import replaced, set_top_k
 from moesaic.errors import MoesaicError, shown
@@ -413,7 +413,8 @@ class CutLayer(LayerPlan):
         use = arch.use(layer)
         if "width" not in header or "experts" in header:
             return use
-        neuron = (3 if arch.ffn.gate else 2) * arch.empty_output(layer).shape[1]
+        hidden = weight_of(arch.ffn_of(layer), arch.ffn.down).shape[0]
+        neuron = (3 if arch.ffn.gate else 2) * hidden
         return replace(use, kind=cls.kind, dropped=neuron * (header["before"] - use.width))
 
     @classmethod
