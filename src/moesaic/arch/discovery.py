@@ -415,7 +415,8 @@ def _router(name: str, block: nn.Module, experts: str, count: int, always: int =
         bias = _choice_bias(block, path, weight, count)
         names = (n for n, p in module.named_parameters() if "expert_scale" in n and len(p) == count)
         scale = next((f"{path}.{n}" for n in names), None)
-        factor = _factor(block, module)
+        numbers = [n for n, v in vars(block).items() if isinstance(v, float | int) and "scal" in n]
+        factor = next((n for n in numbers if not hasattr(module, n)), None)
         top_k = _top_k(module)
         return RouterParts(path, weight, bias, scale, factor=factor, top_k=top_k, always=weighed)
     children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
@@ -450,12 +451,6 @@ def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str 
         ),
         None,
     )
-
-
-def _factor(block: nn.Module, router: nn.Module) -> str | None:
-    """Return the name of the block's own factor of the experts' output."""
-    numbers = [n for n, v in vars(block).items() if isinstance(v, float | int) and "scal" in n]
-    return next((n for n in numbers if not hasattr(router, n)), None)
 
 
 def _table(block: nn.Module) -> str | None:

@@ -215,7 +215,13 @@ def open_rows(source: TextSource, use: Use) -> Rows:
         return _data_set(source, use)
     with _reading(source.name):
         if path.suffix == ".parquet" and path.stat().st_size > AT_HAND:
-            return _streamed_parquet(path, source)
+            import datasets
+            from pyarrow import parquet
+
+            taken = _taken(source, str(path.resolve()), parquet.read_metadata(path).num_rows)
+            files = glob.escape(str(path))
+            data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+            return StreamedRows(data, taken, first_shard=False)
         rows = _file_rows(path)
         return IndexedRows(rows, _taken(source, str(path.resolve()), len(rows)))
 
@@ -336,16 +342,6 @@ def _file_rows(path: Path) -> Sequence[Row]:
     if not text.strip():
         raise ValueError("there is nothing but blanks in it")
     return [text]
-
-
-def _streamed_parquet(path: Path, source: TextSource) -> StreamedRows:
-    import datasets
-    from pyarrow import parquet
-
-    taken = _taken(source, str(path.resolve()), parquet.read_metadata(path).num_rows)
-    files = glob.escape(str(path))
-    data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-    return StreamedRows(data, taken, first_shard=False)
 
 
 # --- data sets -----------------------------------------------------------------------------------

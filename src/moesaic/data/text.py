@@ -391,7 +391,20 @@ def evaluation_tokens(
             raise MoesaicError(
                 f"max_tokens {max_tokens}{of_it} is less than one window of {least} tokens."
             )
-        tokens = _first(rows, tokenizer, length if isinstance(rows, Path) else window, share)
+        if isinstance(rows, Path):
+            tokens = token_file(rows, length)
+            if share is not None and int(tokens.real[0].sum()) > share:
+                tokens = token_file(rows, share)
+        else:
+            limit = None if share is None else max(POOL // 10, 32 * share)
+            read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
+            tokens = _windows(texts, rows, tokenizer, window)
+            if not tokens.count:
+                raise MoesaicError(
+                    f"length {window}: the evaluation text is shorter than one window; lower it."
+                )
+            parts, part_NL = _domains(read, texts, tokenizer, window)
+            tokens = replace(tokens, parts=parts, part_NL=part_NL)
         if share is not None:
             so_far = tokens.real.sum(1).cumsum(0)
             tokens = tokens.rows(slice(int((so_far <= share).sum())))
@@ -400,25 +413,6 @@ def evaluation_tokens(
     if config is not None:
         tokens.check(config)
     return tokens
-
-
-def _first(rows: Rows | Path, tokenizer: Tokenizer, length: int | None, most: int | None) -> Tokens:
-    """Return all windows of a file of token ids, or those of so much text that ``most`` tokens are
-    in it."""
-    if isinstance(rows, Path):
-        tokens = token_file(rows, length)
-        shorter = most is not None and int(tokens.real[0].sum()) > most
-        return token_file(rows, most) if shorter else tokens
-    assert length is not None
-    limit = None if most is None else max(POOL // 10, 32 * most)
-    read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
-    tokens = _windows(texts, rows, tokenizer, length)
-    if not tokens.count:
-        raise MoesaicError(
-            f"length {length}: the evaluation text is shorter than one window; lower it."
-        )
-    parts, part_NL = _domains(read, texts, tokenizer, length)
-    return replace(tokens, parts=parts, part_NL=part_NL)
 
 
 def calibration_tokens(

@@ -216,31 +216,19 @@ def header_of(path: Path) -> tuple[JSON, int]:
         check_fields({"metadata": notes}, {"metadata": dict})
         check_fields(notes, dict.fromkeys(notes, str))
         for name, entry in header.items():
-            _check_entry(name, entry, room)
+            if not _is_valid(entry, room):
+                raise ValueError(f"{shown(name)} is said to be {shown(entry, 200)}")
     return header, 8 + size
 
 
-_ENTRY = {"dtype", "shape", "data_offsets"}
-
-
-def _check_entry(name: str, entry: object, room: int) -> None:
-    """Refuse a tensor's entry in a header if it is not valid.
-
-    Args:
-        name: of the tensor.
-        entry: its type, shape and offsets.
-        room: bytes of all data.
-
-    Raises:
-        ValueError: names the tensor.
-    """
-    if isinstance(entry, dict) and entry.keys() == _ENTRY:
-        kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if type(kind) is str and _are_counts(shape) and _are_counts(offsets):
-            first, *last = offsets or [0]
-            if len(last) == 1 and first <= last[0] <= room:
-                return
-    raise ValueError(f"{shown(name)} is said to be {shown(entry, 200)}")
+def _is_valid(entry: object, room: int) -> bool:
+    """Return True if a tensor's entry in a header is valid; ``room``: bytes of all data."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        return False
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(kind) is not str or not (_are_counts(shape) and _are_counts(offsets)):
+        return False
+    return len(offsets) == 2 and offsets[0] <= offsets[1] <= room
 
 
 def _are_counts(value: object) -> bool:

@@ -78,29 +78,24 @@ class Observation:
         own: Callable[[LayerTokens[Any], Tally], None] | None = None,
     ) -> None:
         self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
-        path = job.args.calibration.stats
-        file = self._opened(path) if path else None
-        self._file = file if self.needs else None
+        self._file: StatsFile | None = None
+        if path := job.args.calibration.stats:
+            if lacking := self.needs - FILED:
+                words = {"pairs of neurons" if name in PAIRS else name for name in lacking}
+                raise MoesaicError(
+                    f"stats hold no {' and no '.join(sorted(words))}: these options need the "
+                    "model, and cannot decide from stats."
+                )
+            file = StatsFile(Path(path))
+            job.warn_of_text()
+            if others := differences({"base": file.header["base"]}, {"base": asdict(job.base)}):
+                raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
+            if "gram_SP" in self.needs and not file.header["gram"]:
+                raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
+            self._file = file if self.needs else None
         job.observed = self._file.header if self._file is not None else {}
         self.reads_text = self._file is None and not self.needs <= OF_WEIGHTS
         self._own = own if self.reads_text else None
-
-    def _opened(self, path: str) -> StatsFile:
-        lacking = self.needs - FILED
-        if lacking:
-            words = {"pairs of neurons" if name in PAIRS else name for name in lacking}
-            raise MoesaicError(
-                f"stats hold no {' and no '.join(sorted(words))}: these options need the model, "
-                "and cannot decide from stats."
-            )
-        file = StatsFile(Path(path))
-        self.job.warn_of_text()
-        own = {"base": asdict(self.job.base)}
-        if others := differences({"base": file.header["base"]}, own):
-            raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
-        if "gram_SP" in self.needs and not file.header["gram"]:
-            raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
-        return file
 
     @property
     def whole(self) -> bool:

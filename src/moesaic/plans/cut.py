@@ -232,8 +232,17 @@ class CutLayer(LayerPlan):
                 continue
             leaf, number = name.removeprefix(arch.inside), expert_number(stored)
             if name.startswith(shared) and self.shared_S is not None:
-                leaf = name.removeprefix(shared)
-                yield stored, self._of_shared(arch, leaf, state.read(stored), state)
+                leaf, tensor, names = (
+                    name.removeprefix(shared),
+                    state.read(stored),
+                    arch.shared_names,
+                )
+                if arch.parts.always:
+                    part = of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
+                else:
+                    width = state[f"{arch.shared_at}.{names.down}.weight"].shape[1]
+                    part = of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
+                yield stored, part
             elif number is None:
                 yield stored, self._of_all(arch, leaf, state.read(stored), count)
             elif places := [n for n, old in enumerate(self.kept) if max(0, old) == number]:
@@ -297,15 +306,6 @@ class CutLayer(LayerPlan):
         lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
         always = arch.parts.always if leaf == arch.parts.weight else 0
         return self._taken(tensor, axis, always, lowest)
-
-    def _of_shared(self, arch: MoEArch, leaf: str, tensor: Tensor, state: State) -> Tensor:
-        """Return the kept neurons' part of a tensor of the shared path."""
-        assert self.shared_S is not None
-        names = arch.shared_names
-        if arch.parts.always:
-            return of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
-        width = state[f"{arch.shared_at}.{names.down}.weight"].shape[1]
-        return of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
 
     def _taken(self, tensor: Tensor, axis: int, always: int = 0, padding: float = 0) -> Tensor:
         """Return the kept experts' part of a tensor.
