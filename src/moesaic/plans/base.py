@@ -1,6 +1,6 @@
 """Layer kinds: the interface of a converted decoder layer, from its plan to its description.
 
-One file of this folder holds one kind and everything about it. The rest of the package calls these
+One file holds a kind and everything about it. The rest of the package calls these
 methods and never checks which kind it has.
 """
 
