@@ -1,7 +1,7 @@
 """Layer kinds: the interface of a converted decoder layer, from its plan to its description.
 
-One file holds a kind and everything about it. The rest of the package calls these
-methods and never checks which kind it has.
+One file holds a kind and everything about it. The rest of the package calls these methods and never
+checks which kind it has.
 """
 
 from __future__ import annotations

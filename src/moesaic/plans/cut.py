@@ -232,11 +232,8 @@ class CutLayer(LayerPlan):
                 continue
             leaf, number = name.removeprefix(arch.inside), expert_number(stored)
             if name.startswith(shared) and self.shared_S is not None:
-                leaf, tensor, names = (
-                    name.removeprefix(shared),
-                    state.read(stored),
-                    arch.shared_names,
-                )
+                names, leaf = arch.shared_names, name.removeprefix(shared)
+                tensor = state.read(stored)
                 if arch.parts.always:
                     part = of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
                 else:
