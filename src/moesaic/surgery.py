@@ -255,7 +255,7 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
             blocks.setdefault(f"{start}.", 0)
             if isinstance(arch, MoEArch) and inside == arch.parts.weight:
                 shape = naming.shape(name)
-                blocks[f"{start}."] = 0 if shape is None else arch.counted(shape)
+                blocks[f"{start}."] = 0 if shape is None else shape[0] - arch.parts.always
     return blocks
 
 

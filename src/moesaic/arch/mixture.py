@@ -160,7 +160,7 @@ class MoEArch(Arch):
         if not self.is_moe(layer):
             return LayerUse("dense", 0, 0.0, self.attention_size(layer), 0)
         view = self.mixture(layer)
-        weights = sum(view.matrix(name).numel() for name in view.matrices)
+        weights = sum(getattr(view.experts, name).numel() for name in view.matrices)
         per_neuron = weights // (view.count * view.width)
         widths = view.widths
         width, even = view.shared_width + sum(widths), len({*widths}) == 1
@@ -239,14 +239,6 @@ class MoEArch(Arch):
     def shared_at(self) -> str | None:
         """Path of the shared path's module in the decoder layer."""
         return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
-
-    def counted(self, shape: Sequence[int]) -> int:
-        """Return the number of routed experts that a router has rows for.
-
-        Args:
-            shape: shape of its weight.
-        """
-        return shape[0] - self.parts.always
 
     def with_experts(self, count: int) -> JSON:
         return {self.count: count}
@@ -448,10 +440,6 @@ class MoEFFN:
         """Names of the experts' matrices: up (with gates if there are any) and down."""
         return ("gate_up_proj" if self.gated else "up_proj"), "down_proj"
 
-    def matrix(self, name: str) -> Tensor:
-        """Return a matrix of all experts, in their module's layout."""
-        return getattr(self.experts, name)
-
     @property
     def shared_width(self) -> int:
         """Neurons of the shared path, inside the block or beside it."""
@@ -484,7 +472,7 @@ class MoEFFN:
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
         """Return gate (M, D) if any, up (M, D) and down (D, M) of expert ``i``, as views."""
-        both, down = (self.matrix(name)[i] for name in self.matrices)
+        both, down = (getattr(self.experts, name)[i] for name in self.matrices)
         if self.arch.transposed:
             both, down = both.T, down.T
         if not self.gated:
@@ -503,8 +491,8 @@ class MoEFFN:
     def activated(self, i: int, x_TD: Tensor) -> Tensor:
         """Return the input of expert ``i``'s down projection (T, M), from its own input."""
         m, name = self.experts, self.matrices[0]
-        up = self.matrix(name)[i]
-        bias = self.matrix(f"{name}_bias")[i] if self.biased else None
+        up = getattr(m, name)[i]
+        bias = getattr(m, f"{name}_bias")[i] if self.biased else None
         up_TM = F.linear(x_TD, up.T if self.arch.transposed else up, bias)
         if not self.gated:
             return m.act_fn(up_TM)

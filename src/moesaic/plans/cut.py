@@ -226,7 +226,7 @@ class CutLayer(LayerPlan):
         experts = f"{arch.inside}{arch.experts}."
         shared = "\0" if arch.shared_at is None else f"{arch.shared_at}."
         router = f"{arch.inside}{arch.parts.weight}"
-        count = 0 if self.kept_E is None else arch.counted(state[router].shape)
+        count = 0 if self.kept_E is None else state[router].shape[0] - arch.parts.always
         for stored, name in state.stored(*self.sources(arch)):
             if self.uneven and name.startswith(experts):
                 continue
