@@ -334,12 +334,12 @@ def align(path: Path) -> None:
     moved.replace(path)
 
 
-def _header_bytes(values: Mapping[str, Value]) -> bytes:
+def _header_bytes(values: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header that safetensors writes for some tensors, its number of bytes before it."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.dtype not in NAMES:
             raise MoesaicError(f"{name} is of type {value.dtype}, which no file holds.")
-    header: JSON = {"__metadata__": {"format": "pt"}}
+    header: JSON = {"__metadata__": metadata or {"format": "pt"}}
     start = 0
     for name in _stored_order(values):
         value = values[name]
@@ -384,14 +384,25 @@ def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
             left -= len(piece)
 
 
-def write_shard(path: Path, values: Mapping[str, Value], outline: bool = False) -> None:
+def write_shard(
+    path: Path,
+    values: Mapping[str, Value],
+    outline: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a safetensors file; only its header, and a hole as long as the values, if ``outline``.
+
+    Args:
+        path: of the file, which is replaced if it exists.
+        values: tensors, and places of those that are copied from other files, by name.
+        outline: leave out the values.
+        metadata: notes in the header; None for those of checkpoints.
 
     Raises:
         MoesaicError: a value is not finite, of a type that no file has, or its file ends early.
     """
     with path.open("wb") as file:
-        file.write(header := _header_bytes(values))
+        file.write(header := _header_bytes(values, metadata))
         if outline:
             file.truncate(len(header) + sum(value.nbytes for value in values.values()))
             return

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DRAWN = "<!-- made by Moesaic -->"
 """Comment in every page and drawing by which it is recognised as our own."""
-STATISTICS = re.compile(rb'.{8}\{"__metadata__": \{"moesaic": ', re.DOTALL)
+STATISTICS = re.compile(rb'.{8}\{"__metadata__":\{"moesaic":', re.DOTALL)
 GGUF = re.compile(b"GGUF")
 DRAWING = re.compile(b"<[^>]*>" + DRAWN.encode())
 """Patterns of the first bytes of statistics, GGUF files and drawings: older outputs."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -25,7 +23,7 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.checkpoint import of_stored, stored_in
+from moesaic.io.checkpoint import of_stored, stored_in, write_shard
 from moesaic.io.models import leaves_untouched
 from moesaic.io.outputs import (
     STATISTICS,
@@ -345,20 +343,6 @@ def _metadata(header: JSON) -> dict[str, str]:
 
 def join(parts: Sequence[Path], out: Path, header: JSON) -> None:
     """Join layers' files into one, byte by byte, without loading them."""
-    index: JSON = {"__metadata__": _metadata(header)}
-    start = 0
-    spans: list[tuple[Path, int]] = []
-    for path in parts:
-        part, data = header_of(path)
-        for name, entry in part.items():
-            index[name] = {**entry, "data_offsets": [start + n for n in entry["data_offsets"]]}
-        spans.append((path, data))
-        start += path.stat().st_size - data
-    text = json.dumps(index).encode()
-    text += b" " * (-len(text) % 8)
-    with whole_file(out) as partly, partly.open("wb") as joined:
-        joined.write(struct.pack("<Q", len(text)) + text)
-        for path, skip in spans:
-            with path.open("rb") as file:
-                file.seek(skip)
-                shutil.copyfileobj(file, joined, 16 << 20)
+    stored = {name: place for part in parts for name, place in stored_in(part).items()}
+    with whole_file(out) as partly:
+        write_shard(partly, stored, metadata=_metadata(header))
