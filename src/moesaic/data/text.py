@@ -142,14 +142,6 @@ class Tokens:
         origins = tuple(replace(o, windows=len(ids)) for o in self.origins if alone)
         return Tokens(ids, mask, origins, self.parts, part, self.begun)
 
-    def padded(self, length: int) -> Tokens:
-        """Return the same windows padded to a length."""
-        more = length - self.input_ids.shape[1]
-        if more <= 0:
-            return self
-        ids, real = (torch.nn.functional.pad(t, (0, more)) for t in (self.input_ids, self.real))
-        return Tokens(ids, real, self.origins, begun=self.begun)
-
     def unpadded(self) -> list[list[int]]:
         """Return the ids of each window, padding left out."""
         return [ids[real].tolist() for ids, real in zip(self.input_ids, self.real, strict=True)]
@@ -530,20 +522,19 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     if len(parts) == 1:
         return parts[0]
     length = max(part.input_ids.shape[1] for part in parts)
-    padded = [part.padded(length) for part in parts]
-    ids = torch.cat([part.input_ids for part in padded])
-    masked = any(part.attention_mask is not None for part in padded)
-    mask = torch.cat([part.real for part in padded]) if masked else None
+    fill = torch.nn.functional.pad
+    rooms = [(0, length - part.input_ids.shape[1]) for part in parts]
+    ids = torch.cat([fill(part.input_ids, room) for part, room in zip(parts, rooms, strict=True)])
+    mask = torch.cat([fill(part.real, room) for part, room in zip(parts, rooms, strict=True)])
     origins = tuple(origin for part in parts for origin in part.origins)
     names = [", ".join(o.source or SHIPPED for o in part.origins) for part in parts]
     kinds = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
-    part_NL = torch.cat(
-        [
-            torch.full_like(part.input_ids, kinds.index(name))
-            for part, name in zip(padded, names, strict=True)
-        ]
-    )
-    return Tokens(ids, mask, origins, kinds, part_NL, max(part.begun for part in parts))
+    counts = torch.tensor([len(part.input_ids) for part in parts])
+    kind_N = torch.tensor([kinds.index(name) for name in names]).repeat_interleave(counts)
+    part_NL = kind_N[:, None].expand_as(ids).contiguous()
+    masked = not bool(mask.all()) or any(part.attention_mask is not None for part in parts)
+    begun = max(part.begun for part in parts)
+    return Tokens(ids, mask if masked else None, origins, kinds, part_NL, begun)
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
