@@ -34,6 +34,7 @@ from moesaic.plans.neurons import (
     of_ffn,
     of_mlp,
     of_stacked,
+    resize,
     taken,
     twice,
 )
@@ -467,11 +468,7 @@ class CutLayer(LayerPlan):
 
 
 def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
-    """Give a routed block another number of experts, in place.
-
-    Parameters with an axis of experts are replaced by new ones on the meta device, buffers by new
-    ones on their own device: vLLM gives values to parameters alone.
-    """
+    """Give a routed block another number of experts, in place, as :func:`resize` does."""
     view = arch.mixture(layer)
     before = view.count
     for name, tensor in [*view.block.named_parameters(), *view.block.named_buffers()]:
@@ -479,13 +476,7 @@ def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
         if axis is None:
             continue
         owner, _, leaf = name.rpartition(".")
-        shape = list(tensor.shape)
-        shape[axis] += count - before
-        learned = isinstance(tensor, nn.Parameter)
-        new = torch.empty(shape, dtype=tensor.dtype, device="meta" if learned else tensor.device)
-        if learned:
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        setattr(view.block.get_submodule(owner), leaf, new)
+        resize(view.block.get_submodule(owner), leaf, axis, tensor.shape[axis] + count - before)
     for module in (view.block, *view.router.modules(), view.experts):
         for name in ("num_experts", "out_features"):
             if getattr(module, name, None) == before:

@@ -174,17 +174,17 @@ def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
 
 def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
     """Give a linear module another number of outputs (axis 0) or inputs (1), in place."""
-    _resize(linear, "weight", axis, size)
+    resize(linear, "weight", axis, size)
     linear.out_features, linear.in_features = linear.weight.shape
     if linear.bias is not None and axis == 0:
-        _resize(linear, "bias", 0, size)
+        resize(linear, "bias", 0, size)
 
 
 def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
     """Give several MLPs of one width another number of neurons, as :func:`narrow_mlp` does."""
     before = getattr(module, names.down).shape[2]
     for name in names.projections:
-        _resize(module, name, 2 if name == names.down else 1, width)
+        resize(module, name, 2 if name == names.down else 1, width)
     _update_width([module], before, width)
 
 
@@ -194,16 +194,21 @@ def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> 
     for leaf, tensor in list(experts.named_parameters()):
         axis = neuron_axis(arch, leaf)
         if axis is not None:
-            _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
+            resize(experts, leaf, axis, tensor.shape[axis] // before * width)
     _update_width([block, experts], before, width)
 
 
-def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
+def resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
+    """Replace a parameter by one of another size on the meta device, a buffer by one on its own.
+
+    vLLM gives values to parameters alone.
+    """
     old = getattr(owner, leaf)
     shape = list(old.shape)
     shape[axis] = size
-    new = torch.empty(shape, dtype=old.dtype, device="meta")
-    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+    learned = isinstance(old, nn.Parameter)
+    new = torch.empty(shape, dtype=old.dtype, device="meta" if learned else old.device)
+    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad) if learned else new)
 
 
 def _update_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
