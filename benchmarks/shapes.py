@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moesaic.io.checkpoint import ShardWriter, skeleton
+from moesaic.io.checkpoint import ShardWriter
+from moesaic.io.models import skeleton
 from moesaic.io.source import resolve
 from moesaic.types import Config
 

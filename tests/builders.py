@@ -38,7 +38,7 @@ from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import always_skipping
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import Stats, tallied
 from moesaic.plan import Plan
@@ -416,7 +416,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @torch.no_grad()
 def logits(model: nn.Module, tokens: Any) -> Tensor:
     """The logits (N, T, V) of a model that is loaded, every token as at decoding."""
-    with set_mode(model, "always"):
+    with always_skipping(model):
         logits_BTV: Tensor = model(tokens.input_ids).logits
     return logits_BTV
 
@@ -453,6 +453,16 @@ def is_own(tensor: Tensor, base: list[Tensor]) -> bool:
         if same_size and (torch.cdist(rows, torch.cat(same_size)).min(1).values < 1e-5).all():
             return True
     return False
+
+
+def same(a: LayerPlan, b: LayerPlan) -> bool:
+    """Return True if two layers' plans are identical, tensors bitwise."""
+    ta, tb = a.tensors(), b.tensors()
+    return (
+        a.header() == b.header()
+        and ta.keys() == tb.keys()
+        and all(torch.equal(ta[k], tb[k]) for k in ta)
+    )
 
 
 def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tuple[Export, Any]:

@@ -19,7 +19,7 @@ from moesaic.api import verb
 from moesaic.config import MethodConfig, about, choices
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.layout import PLAN, placed
+from moesaic.io.names import PLAN, placed
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.plan import Plan
 

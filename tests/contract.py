@@ -27,7 +27,8 @@ from moesaic.io.source import Source, language_model
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.rerouting import Law, law_of
 from moesaic.methods.prune.subsets import Neighbours
-from moesaic.observation.stream import LayerStream, LayerTokens
+from moesaic.modules.running import LayerTokens
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
@@ -185,7 +186,7 @@ def reduced(model: Any, arch: Any, slim: bool) -> None:
         again, actual = loaded(live), logits(twin)
         close(logits(again), actual, 1e-5)
         assert (actual - before).abs().max() > 1e-4
-        tied = slim and arch.ties_widths and any(shape.plain_widths.values())
+        tied = slim and arch.width == "intermediate_size" and any(shape.plain_widths.values())
         if isinstance(arch, MoEArch) and not tied:
             assert again.config.model_type == model.config.model_type, "not native"
         out.mkdir()

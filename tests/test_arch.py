@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from moesaic import hub
 from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import SHAPES, shape_of, skeleton
+from moesaic.io.models import SHAPES, shape_of, skeleton
 from moesaic.plans.cut import CutLayer
 
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, masked, same_model, tiny_model, tiny_moe
+from builders import VOCAB, WAYS, force, masked, same, same_model, tiny_model, tiny_moe
 
 import moesaic
 from moesaic import CondenseConfig, MoREConfig, PruneConfig
@@ -27,11 +27,10 @@ from moesaic.exports.native import decide
 from moesaic.io.source import resolve
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.base import same
-from moesaic.plans.regression import Ridge
+from moesaic.plans.recovery import Ridge
 from moesaic.surgery import applied
 from moesaic.types import cache_of
 
@@ -208,7 +207,7 @@ def test_refit_loses_less(tokens, routing):
 
 
 def test_infinite_strength_changes_nothing(tokens, monkeypatch):
-    monkeypatch.setattr("moesaic.plans.regression.STRENGTHS", (math.inf,))
+    monkeypatch.setattr("moesaic.plans.recovery.STRENGTHS", (math.inf,))
     site = dense_site(tokens)
     plan = petals_plan()
     new, found = plan.refit(site)
@@ -264,7 +263,7 @@ def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
     cache = cache_of(carved(ids[:, :-1]))
     step = carved(ids[:, -1:], **cache).logits
     assert not torch.allclose(step, model(ids).logits[:, -1:], atol=1e-4)
-    with set_mode(carved, "always"):
+    with always_skipping(carved):
         cache = cache_of(model(ids[:, :-1]))
         routed = carved(ids[:, -1:].repeat(1, 2), **cache).logits[:, :1]
     torch.testing.assert_close(step, routed)

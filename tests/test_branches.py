@@ -16,8 +16,8 @@ from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
 from moesaic.observation.branches import branches, divergences, measured
 from moesaic.observation.stream import LayerStream
+from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.dropped import DroppedLayer
 from moesaic.surgery import apply_layer
 
 

@@ -18,7 +18,7 @@ from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.modules.chance import RunningTokens
+from moesaic.modules.running import RunningTokens
 from moesaic.types import cache_of
 
 IDS = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))

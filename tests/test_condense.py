@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, tiny_moe
+from builders import MOE, same, tiny_moe
 from shrunken import small_model
 from torch import Tensor
 
@@ -27,7 +27,6 @@ from moesaic.methods.condense.experts import (
 from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, legs
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.plans.base import same
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.surgery import applied
 from moesaic.types import cache_of

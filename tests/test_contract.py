@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
+from moesaic.arch import tried
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.importance import tapped
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
-from moesaic.io.language import predicts_tokens
+from moesaic.io.models import predicts_tokens
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.method import obstacle

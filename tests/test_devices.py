@@ -30,8 +30,9 @@ from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measurement import Measurement
+from moesaic.modules.running import SpilledList
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerStream, SpilledList
+from moesaic.observation.stream import LayerStream
 from moesaic.train.loop import train
 from moesaic.train.objectives import Schedule
 

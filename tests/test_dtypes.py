@@ -16,8 +16,8 @@ import moesaic
 from moesaic import Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig, run_recipe
 from moesaic.config import Calibration
 from moesaic.estimates import estimate
-from moesaic.io import dtypes
-from moesaic.io.dtypes import has_products, working_type
+from moesaic.io import models
+from moesaic.io.models import has_products, working_type
 from moesaic.io.source import Source
 
 QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
@@ -28,7 +28,7 @@ CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has no products of bfloat16."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    dtypes._say.cache_clear()
+    models._say.cache_clear()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Estimate, estimate, foreseen, weight_bytes
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
-from moesaic.io.dtypes import sizes_in, working_type
+from moesaic.io.models import sizes_in, working_type
 from moesaic.io.source import resolve
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe

@@ -76,10 +76,11 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
 
     @contextmanager
     def opening(i: int) -> Iterator[None]:
-        opened.append(i)
+        if i in range(3):  # a layer
+            opened.append(i)
         yield
 
-    stream = LayerStream(model, arch, tokens, view=arch.view, open_layer=opening)
+    stream = LayerStream(model, arch, tokens, view=arch.view, opening=opening)
     places = [getattr(part, "block", None) for part in priced_layers(stream)]
     assert [block and block.index for block in places] == [2, 1, 0, None]
     assert opened == [0, 1, 2, 2, 1, 0]

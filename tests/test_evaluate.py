@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError
-from moesaic.data.questions import read_questions, wanted_tasks
+from moesaic.data.sources import read_questions, wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import join_processes, process
 from moesaic.io.source import resolve

@@ -36,8 +36,8 @@ from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
 from moesaic.exports.gguf_limits import lacking
 from moesaic.exports.native import decide, verify, write
+from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.dropped import DroppedLayer
 
 CASES = {
     "llama": ("llama", EQUAL, {}, "granitemoeshared"),

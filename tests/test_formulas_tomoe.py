@@ -28,7 +28,7 @@ from moesaic.carving.tomoe.masks import (
     straight_through,
     union,
 )
-from moesaic.modules.chance import RunningTokens
+from moesaic.modules.running import RunningTokens
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (

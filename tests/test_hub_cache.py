@@ -15,8 +15,7 @@ from test_sharing import COMMIT, Hub, hub
 
 import moesaic
 from moesaic.errors import MoesaicError
-from moesaic.io.headers_only import headers_of_model
-from moesaic.io.source import resolve
+from moesaic.io.source import headers_of_model, resolve
 from moesaic.methods.prune.config import PruneConfig
 
 assert hub is not None  # a fixture

@@ -38,7 +38,7 @@ from moesaic import (
     TuneConfig,
     hub,
 )
-from moesaic.io import fingerprint
+from moesaic.io import checkpoint
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
 from moesaic.pipeline import run_recipe
@@ -105,22 +105,22 @@ def test_a_fingerprint_is_of_names_shapes_types_and_values(tmp_path: Path) -> No
 
 def test_a_live_models_fingerprint_changes_with_its_weights() -> None:
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    assert fingerprint.of_model(model) == fingerprint.of_model(tiny_model("llama"))
-    assert fingerprint.of_model(model) != fingerprint.of_model(other)
-    assert fingerprint.of_model(model) != fingerprint.of_model(tiny_model("llama").double())
+    assert checkpoint.of_model(model) == checkpoint.of_model(tiny_model("llama"))
+    assert checkpoint.of_model(model) != checkpoint.of_model(other)
+    assert checkpoint.of_model(model) != checkpoint.of_model(tiny_model("llama").double())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 300_000, 12_345_678])
 @pytest.mark.parametrize("tensors", [1, 700, 44_000])
 def test_pieces_reach_from_end_to_end(nbytes: int, tensors: int) -> None:
     """Few of a checkpoint of many tensors, at most 64 of any; small tensors whole."""
-    found = fingerprint.pieces(nbytes, tensors)
+    found = checkpoint.pieces(nbytes, tensors)
     assert found[0][0] == 0
     assert found[-1][1] == nbytes
     assert all(a <= b for a, b in found)
     assert all(start % 64 == 0 for start, _ in found)
     read = sum(b - a for a, b in found)
-    assert read <= 64 * (fingerprint.PIECE + 64)
+    assert read <= 64 * (checkpoint.SAMPLE + 64)
     assert read == nbytes or len(found) == max(4, min(64, 16_384 // tensors))
 
 
@@ -128,16 +128,16 @@ def test_only_a_sample_of_a_large_tensor_is_read(tmp_path: Path) -> None:
     """A change between the pieces is not seen: that is what makes it cheap. One inside is."""
     big = {"x": torch.zeros(4_000_000, dtype=torch.uint8)}
     save_file(big, tmp_path / "a.safetensors")
-    own = fingerprint.of_stored(fingerprint.stored_in(tmp_path / "a.safetensors"))
-    (_, gap), (inside, _) = fingerprint.pieces(4_000_000, 1)[:2]
+    own = checkpoint.of_stored(checkpoint.stored_in(tmp_path / "a.safetensors"))
+    (_, gap), (inside, _) = checkpoint.pieces(4_000_000, 1)[:2]
     for at, seen in ((gap + 1, False), (inside + 1, True)):
         other = {"x": big["x"].clone()}
         other["x"][at] = 1
         save_file(other, tmp_path / "b.safetensors")
         assert (
-            fingerprint.of_stored(fingerprint.stored_in(tmp_path / "b.safetensors")) != own
+            checkpoint.of_stored(checkpoint.stored_in(tmp_path / "b.safetensors")) != own
         ) is seen
-        assert (fingerprint.of_tensors(other) != fingerprint.of_tensors(big)) is seen
+        assert (checkpoint.of_tensors(other) != checkpoint.of_tensors(big)) is seen
 
 
 # --- progress, statistics, plans ------------------------------------------------------------------

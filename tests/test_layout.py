@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.io.layout import FOLDER, misread
+from moesaic.io.names import FOLDER, misread
 from moesaic.io.outputs import whole_folder
 from moesaic.io.trust import copy_side_files
 

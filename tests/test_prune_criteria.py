@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from builders import statistics, tiny_moe
+from builders import same, statistics, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -29,7 +29,6 @@ from moesaic.methods.prune.subsets import (
 )
 from moesaic.observation.stats import evenly, observed, packed, sample_share, unpacked
 from moesaic.observation.stream import LayerStream
-from moesaic.plans.base import same
 
 
 def sites(model, tokens, **options):

@@ -14,6 +14,7 @@ from builders import (
     loaded,
     logits,
     pages,
+    same,
     same_model,
     saved,
     tiny_model,
@@ -32,7 +33,6 @@ from moesaic.metrics.size import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stats import tallied
 from moesaic.plans import recovery
-from moesaic.plans.base import same
 from moesaic.plans.cut import CutLayer
 
 

@@ -15,7 +15,7 @@ from moesaic import MoesaicError, pipeline
 from moesaic.cli import entry, fitting
 from moesaic.config import check_device
 from moesaic.io import names, source
-from moesaic.io.headers_only import headers_of_model
+from moesaic.io.source import headers_of_model
 from moesaic.observation import files
 
 # --- commands ------------------------------------------------------------------------------------

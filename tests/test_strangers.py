@@ -156,7 +156,7 @@ def test_a_header_of_other_types_is_refused(
 
 def test_a_name_twice_among_many_is_found_at_once(tmp_path: Path) -> None:
     """Each name was counted in all of them: this took hours."""
-    from moesaic.io.headers import header_of
+    from moesaic.io.trust import header_of
 
     names = [*(f'"{i}": 0' for i in range(400_000)), '"399999": 0']
     text = ("{" + ",".join(names) + "}").encode()
@@ -398,9 +398,9 @@ TEMPLATES = {
 def test_a_chat_template_is_bounded(
     tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moesaic.data import templates
+    from moesaic.data import rows
 
-    monkeypatch.setattr(templates, "SECONDS", 1.0)
+    monkeypatch.setattr(rows, "SECONDS", 1.0)
     monkeypatch.setattr(tokenizer, "chat_template", template + SOUND)
     with pytest.raises(MoesaicError, match="chat template"):
         calibration_tokens([{"messages": TURNS}], tokenizer, 1, 4)
@@ -409,7 +409,7 @@ def test_a_chat_template_is_bounded(
 def test_a_chat_template_is_rendered_as_transformers_does(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moesaic.data.templates import rendered
+    from moesaic.data.rows import rendered
 
     for template in (SOUND, SOUND.replace(":", " says")):  # a changed one is not remembered
         monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -429,7 +429,7 @@ def test_a_daemon_renders_chat_templates_too(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers of a pool are daemons, which multiprocessing lets have no child."""
-    from moesaic.data.templates import rendered
+    from moesaic.data.rows import rendered
 
     monkeypatch.setattr(tokenizer, "chat_template", SOUND)
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False)

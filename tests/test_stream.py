@@ -17,8 +17,9 @@ from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
+from moesaic.modules.running import SpilledList
 from moesaic.observation import stream as streaming
-from moesaic.observation.stream import LayerStream, SpilledList
+from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 
 

@@ -15,7 +15,7 @@ from builders import VOCAB, tiny_model, tiny_moe
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import always_skipping
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.train.loop import _arguments, _learning
@@ -207,7 +207,7 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
     with torch.no_grad():
         target = original(ids).logits
         for model in (before, tuned.model):
-            with set_mode(model, "always"):
+            with always_skipping(model):
                 lost.append(distillation_loss(model(ids).logits, target, ids).item())
     count = ids[:, 1:].numel()
     assert losses_of(tuned)[0]["loss"] == pytest.approx(lost[0] / count, rel=1e-4)

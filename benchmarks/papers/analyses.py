@@ -24,8 +24,8 @@ from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MaskingModules
 from moesaic.carving.tomoe.student import layer_shapes
 from moesaic.data.text import calibration_tokens, evaluation_tokens
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.layout import RECORD, placed
+from moesaic.io.models import shape_of
+from moesaic.io.names import RECORD, placed
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.routing_counts import routers

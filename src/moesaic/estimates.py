@@ -1,7 +1,7 @@
 """Sizes of a result, estimated from headers before anything is computed.
 
 Headers of the original are converted by the code that converts its weights, so that a result's
-shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.headers_only`).
+shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.source`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import MethodConfig, RunArgs, parse_dtype
-from moesaic.io.checkpoint import INDEX_NAME, ShardWriter, shape_of
-from moesaic.io.dtypes import sizes_in, working_type
-from moesaic.io.headers_only import headers_of_model
-from moesaic.io.source import Source
+from moesaic.io.checkpoint import INDEX_NAME, ShardWriter
+from moesaic.io.models import shape_of, sizes_in, working_type
+from moesaic.io.source import Source, headers_of_model
 from moesaic.methods import implementation
 from moesaic.methods.base import Outline
 from moesaic.metrics.evaluate import ROOM
@@ -177,7 +176,7 @@ def carried_out(source: Source, config: MethodConfig, recipe: Recipe, folder: Pa
     save_applied(source, outline.plan, folder, job.dtype, writer)
     if outline.plan.layers:
         outline.plan.save(folder)  # tune asks which layers were condensed
-    return Step(job, outline, Source(recipe.out, folder, weightless=True))
+    return Step(job, outline, Source(recipe.out, folder, headers_only=True))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -33,12 +33,11 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
-from moesaic.io.checkpoint import align, extend, shape_of
-from moesaic.io.language import HEADLESS, predicts_tokens
+from moesaic.io.checkpoint import align, extend
+from moesaic.io.models import HEADLESS, predicts_tokens, shape_of
 from moesaic.io.naming import leave_out, register_conversions
 from moesaic.io.quantised import QUANTIZATION
-from moesaic.io.restore import source_or_model
-from moesaic.io.source import check_loaded, language_model, resolve
+from moesaic.io.source import check_loaded, language_model, resolve, source_or_model
 from moesaic.io.trust import pretrained
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from moesaic.types import JSON, Track, silent
 
 T = TypeVar("T")
-OF_SPEED = ("moesaic.modules", "moesaic.io.dtypes", "moesaic.metrics.speed")
+OF_SPEED = ("moesaic.modules", "moesaic.io.models", "moesaic.metrics.speed")
 """Loggers whose warnings explain how fast models are: another floating-point type."""
 
 

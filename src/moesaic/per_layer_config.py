@@ -18,7 +18,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import PLAIN, plain_config
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.models import shape_of
 from moesaic.types import JSON, Config
 
 LISTED = ("moe_intermediate_size", "intermediate_size", "num_experts_per_tok")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
-from moesaic.data.questions import wanted_tasks
+from moesaic.data.sources import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, meant
 from moesaic.hub import on_disk
-from moesaic.io.headers import mapping_of
-from moesaic.io.layout import our_folder
+from moesaic.io.models import untouched
+from moesaic.io.names import our_folder
 from moesaic.io.outputs import (
     check_out,
     discard,
@@ -28,8 +28,8 @@ from moesaic.io.outputs import (
     whole_file,
     whole_folder,
 )
-from moesaic.io.restore import untouched
 from moesaic.io.source import Source, resolve
+from moesaic.io.trust import mapping_of
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation, methods_of
 from moesaic.metrics.evaluate import measured_text

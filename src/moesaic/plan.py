@@ -2,7 +2,7 @@
 
 A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
 header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights); in a result
-both lie where :mod:`moesaic.io.layout` puts them. Where a base was itself made by
+both lie where :mod:`moesaic.io.names` puts them. Where a base was itself made by
 plans, these are in the files too, so that the first base is enough.
 """
 
@@ -21,11 +21,18 @@ from torch import Tensor
 
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.fingerprint import of_tensors
-from moesaic.io.headers import check_fields, header_of, mapping_of, parsed, reading
-from moesaic.io.layout import PLAN, PLAN_TENSORS, placed
+from moesaic.io.checkpoint import of_tensors
+from moesaic.io.names import PLAN, PLAN_TENSORS, placed
 from moesaic.io.outputs import discard, let_read, whole_file
-from moesaic.io.trust import check_file, check_links
+from moesaic.io.trust import (
+    check_fields,
+    check_file,
+    check_links,
+    header_of,
+    mapping_of,
+    parsed,
+    reading,
+)
 from moesaic.plans.base import LayerPlan, loaded
 from moesaic.types import JSON, Values
 

@@ -33,13 +33,12 @@ from moesaic.config import (
     parse_bytes,
     types_of,
 )
-from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import check_apart
-from moesaic.data.sources import read_by, spelled
+from moesaic.data.sources import read_by, spelled, wanted_tasks
 from moesaic.errors import MoesaicError, check_known, meant, shown
-from moesaic.io.headers import DIGITS, mapping_of
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
+from moesaic.io.trust import DIGITS, mapping_of
 from moesaic.methods import VERBS, methods_of
 from moesaic.types import JSON, at_home
 

@@ -20,25 +20,21 @@ from rich.text import Text
 from torch import Tensor
 
 from moesaic import __version__, hub, report
-from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.dense import PREFIX, Arch, LayerUse
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
-from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
-from moesaic.io.fingerprint import IN_MEMORY, of_model
-from moesaic.io.headers import mapping_of
-from moesaic.io.layout import CARD, PAGE, RECIPE, RECORD, our_folder, placed
-from moesaic.io.names import check_repository
+from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, of_model
+from moesaic.io.models import narrowed, shape_of, untouched
+from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, placed
 from moesaic.io.naming import NEXT, is_mtp, language, leave_out
 from moesaic.io.outputs import marked, whole_folder
 from moesaic.io.quantised import describe_format
-from moesaic.io.restore import untouched
 from moesaic.io.source import Source
-from moesaic.io.trust import check_file, copy_side_files, settle_tokenizer
+from moesaic.io.trust import check_file, copy_side_files, mapping_of, settle_tokenizer
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
 from moesaic.metrics.forward import Whole

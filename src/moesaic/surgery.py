@@ -15,19 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.checkpoint import Value, Writer, cast
-from moesaic.io.headers import reading
 from moesaic.io.naming import Naming, is_mtp, language
-from moesaic.modules.chance import Watch
-from moesaic.modules.phase import set_mode
+from moesaic.io.trust import reading
+from moesaic.modules.running import Watch, always_skipping
 from moesaic.plan import FORMAT, BaseShape, Plan
-from moesaic.plans.base import KINDS, Header, LayerPlan, Sizes
-from moesaic.plans.state import DiskState, LiveState
+from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
 from moesaic.types import JSON, Config, Model
 
 # --- bases ---------------------------------------------------------------------------------------
@@ -211,7 +208,7 @@ def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
     apply_layer(layers, 0, arch, plan)
-    with set_mode(layers[0], "always"):
+    with always_skipping(layers[0]):
         yield layers[0]
 
 
@@ -258,7 +255,7 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
             blocks.setdefault(f"{start}.", 0)
             if isinstance(arch, MoEArch) and inside == arch.parts.weight:
                 shape = naming.shape(name)
-                blocks[f"{start}."] = 0 if shape is None else arch.counted(shape)
+                blocks[f"{start}."] = 0 if shape is None else shape[0] - arch.parts.always
     return blocks
 
 
@@ -274,7 +271,8 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
             then nothing else reads the config.
     """
     following, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
-    dense = arch.ties_widths or not plan.base.routed
+    # a mixture's experts and dense layers may have their width from one config attribute
+    dense = arch.width == "intermediate_size" or not plan.base.routed
     for start, count in mtp_blocks(naming, arch, plan.base).items() if changes else ():
         fits = start in following if count else not dense
         if not fits and changes & (arch.with_experts if count else arch.with_width)(0).keys():

@@ -23,9 +23,9 @@ from contract import STEPS
 from transformers import AutoConfig
 from transformers.models.auto import CONFIG_MAPPING
 
+from moesaic.arch import tried
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import architectures, base_arch, dense_arch, moe_arch
-from moesaic.arch.tried import tried
 from moesaic.hub import _said_outright
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.naming import NEXT, Naming

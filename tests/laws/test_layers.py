@@ -24,6 +24,7 @@ from builders import (
     is_own,
     loaded,
     logits,
+    same,
     saved,
     tiny_model,
     tiny_moe,
@@ -40,10 +41,9 @@ from moesaic.io.source import resolve
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.plans.base import KINDS, LayerPlan, same
-from moesaic.plans.condensed import NO_FFN
+from moesaic.plans.base import KINDS, LayerPlan
+from moesaic.plans.condensed import NO_FFN, DroppedLayer
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.dropped import DroppedLayer
 from moesaic.plans.neurons import filled_up
 from moesaic.record import WEIGHTS
 from moesaic.result import save_applied

@@ -19,7 +19,7 @@ from typing import Any
 import carry_out
 import pytest
 import torch
-from builders import equal, launch, loaded, logits, weights
+from builders import equal, launch, loaded, logits, same, weights
 from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, request_of, result_of
 from safetensors.torch import load_file, save_file
 
@@ -34,7 +34,6 @@ from moesaic.methods.base import Method
 from moesaic.metrics.size import model_size
 from moesaic.observation.files import StatsFile
 from moesaic.plan import Plan
-from moesaic.plans.base import same
 from moesaic.recipe import Recipe, step_config
 
 MODES = ("memory", "disk")

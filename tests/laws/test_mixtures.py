@@ -22,10 +22,10 @@ from shrunken import small_model
 from torch import Tensor
 
 from moesaic.api import verb as verb_of
+from moesaic.arch import tried
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import set_top_k
-from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import estimate, weight_bytes
@@ -37,9 +37,8 @@ from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.metrics.size import model_size
-from moesaic.plans.condensed import CondensedLayer
+from moesaic.plans.condensed import CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.plans.cut import CutLayer
-from moesaic.plans.dropped import DroppedLayer, cache_leaders
 from moesaic.recipe import Recipe
 
 SOME = (

@@ -1,7 +1,8 @@
 """Dense architectures: an :class:`Arch` holds the paths of their parts.
 
 Methods never name an architecture. They see a *view*, :class:`DenseFFN`, whose tensors are the
-module's own (no copies).
+module's own (no copies). The parameters of a decoder layer, a :class:`LayerUse`, are counted one
+way for all kinds.
 
 Shape suffixes used across the package::
 
@@ -18,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,71 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.routing import FixedOutput, shallow_copy
-from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Config
+
+if TYPE_CHECKING:
+    from moesaic.arch.mixture import MoEFFN
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """Projection weights of one decoder layer, and how many of them a token uses.
+
+    Only linear projections of attention and FFN are counted; norms and biases are left out, and
+    routers are counted apart.
+    """
+
+    kind: str
+    """``dense``, ``moe``, or a layer kind's name."""
+    width: int
+    """Intermediate size of the whole layer as stored; for a mixture, of all its experts."""
+    active_width: float
+    """Neurons that a token runs."""
+    attention: int
+    """Weights of attention's projections."""
+    ffn: int
+    """Weights of the FFN's projections."""
+    experts: int = 0
+    """Routed experts; 0 if the layer does not route."""
+    top_k: int = 0
+    """Routed experts that a token runs."""
+    expert_width: int = 0
+    """Neurons of one routed expert if all are equal, else 0."""
+    router: int = 0
+    """Weights of routers."""
+    dropped: int = 0
+    """Projection weights of the original that this layer does not have."""
+    copied: int = 0
+    """FFN weights beyond the original's: copies, if experts overlap."""
+    active_attention: float = 1.0
+    """Share of attention's stored projections that a token uses."""
+
+    @property
+    def stored(self) -> int:
+        """Projection weights of the layer."""
+        return self.attention + self.ffn
+
+    @property
+    def active(self) -> float:
+        """Projection weights that a token uses."""
+        return self.attention * self.active_attention + self.active_ffn
+
+    @property
+    def active_ffn(self) -> float:
+        """Weights of the FFN that a token uses."""
+        return self.ffn * self.active_width / self.width if self.width else 0.0
+
+
+@dataclass(frozen=True)
+class RoutedModule:
+    """Module that chooses a token's experts, and the sizes it chooses from."""
+
+    router: nn.Module
+    shared: int
+    """Neurons that every token runs besides the chosen experts."""
+    experts: tuple[int, ...]
+    """Neurons of each expert."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +227,7 @@ class Arch:
         """Return the view of a dense decoder layer's FFN."""
         return dense_ffn(self.ffn_of(layer), self.ffn)
 
-    def view(self, layer: nn.Module) -> FFN:
+    def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
         """Return the view of any decoder layer's FFN."""
         return self.dense(layer)
 
@@ -190,11 +253,6 @@ class Arch:
     def act_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return the activation function of a decoder layer's FFN."""
         return act_of(self.ffn_of(layer), self.ffn)
-
-    def empty_output(self, layer: nn.Module) -> Tensor:
-        """Return an empty output of a decoder layer's FFN (0, D), of its device and dtype."""
-        down = weight_of(self.ffn_of(layer), self.ffn.down)
-        return down.new_empty(0, down.shape[0])
 
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         """Call ``show`` with the input of an FFN (..., D) whenever it runs."""
@@ -224,11 +282,6 @@ class Arch:
     def with_experts(self, count: int) -> JSON:
         """Return the config attributes with which every routed layer has this many experts."""
         return {}
-
-    @property
-    def ties_widths(self) -> bool:
-        """True if experts and dense layers have their width from one config attribute."""
-        return False
 
     def with_width(self, width: int) -> JSON:
         """Return the config attributes that give every FFN, or routed expert, this width."""
@@ -364,48 +417,6 @@ class Heads:
         return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
 
 
-class FFN(Protocol):
-    """FFN as experts that tokens run: a mixture's, or a dense block as one expert."""
-
-    @property
-    def count(self) -> int:
-        """Number of experts."""
-
-    @property
-    def top_k(self) -> int:
-        """Experts that a token runs."""
-
-    @property
-    def width(self) -> int:
-        """Neurons of one expert."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-
-    @property
-    def shared_ffn(self) -> DenseFFN | None:
-        """MLP of the shared path; None without one."""
-
-    def weights_of(self, i: int) -> tuple[Tensor, ...]:
-        """Return gate (M, D) if any, up (M, D) and down (D, M) of expert ``i``, as views."""
-
-    def weighted(
-        self, x_TD: Tensor, allowed_E: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the experts that run; see :meth:`moesaic.arch.mixture.MoEFFN.weighted`."""
-
-    def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
-        """Return the weighted output that is not of the experts' neurons (T, D), or 0."""
-
-    def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
-        """Return the input of the shared down projection times the path's own weight (T, M)."""
-
-    @property
-    def shared_count(self) -> int:
-        """Number of experts in the shared path, all of one width."""
-
-
 @dataclass(frozen=True)
 class DenseFFN:
     """Feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
@@ -426,10 +437,12 @@ class DenseFFN:
 
     @property
     def width(self) -> int:
+        """Neurons of the block."""
         return self.up_MD.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.up_MD.device
 
     @property
@@ -471,22 +484,28 @@ class DenseFFN:
         """Return None: a dense block has no shared path."""
 
     shared_count: ClassVar[int] = 1
+    """Number of experts in the shared path, all of one width."""
 
     def output(self, h_TM: Tensor) -> Tensor:
         """Return the block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
+    def _part(self, take: Callable[[Tensor, int], Tensor]) -> DenseFFN:
+        """Return the neurons that ``take`` takes of a tensor's axis, without the output bias."""
+        gate, up_bias, gate_bias = (
+            None if tensor is None else take(tensor, 0)
+            for tensor in (self.gate_MD, self.up_bias_M, self.gate_bias_M)
+        )
+        up_MD, down_DM = take(self.up_MD, 0), take(self.down_DM, 1)
+        return DenseFFN(up_MD, down_DM, gate, self.act, up_bias, gate_bias)
+
     def neurons(self, start: int, stop: int) -> DenseFFN:
         """Return neurons ``start`` to ``stop`` as a block: views, and no output bias."""
-        rows = slice(start, stop)
-        return DenseFFN(
-            up_MD=self.up_MD[rows],
-            down_DM=self.down_DM[:, rows],
-            gate_MD=None if self.gate_MD is None else self.gate_MD[rows],
-            act=self.act,
-            up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
-            gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
-        )
+        return self._part(lambda tensor, axis: tensor.narrow(axis, start, stop - start))
+
+    def chosen(self, neurons: Tensor) -> DenseFFN:
+        """Return some neurons as a block of their own: copies, and no output bias."""
+        return self._part(lambda tensor, axis: tensor.index_select(axis, neurons))
 
     def split(self, sizes: Sequence[int]) -> list[DenseFFN]:
         """Split all neurons into blocks of these sizes, faster than by :meth:`neurons`."""
@@ -498,21 +517,6 @@ class DenseFFN:
         rest = rows(self.gate_MD), rows(self.up_bias_M), rows(self.gate_bias_M)
         parts = zip(up, down, *rest, strict=True)
         return [DenseFFN(u, d, g, self.act, ub, gb) for u, d, g, ub, gb in parts]
-
-    def chosen(self, neurons: Tensor) -> DenseFFN:
-        """Return some neurons as a block of their own: copies, and no output bias."""
-
-        def rows(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.index_select(0, neurons)
-
-        return DenseFFN(
-            up_MD=self.up_MD.index_select(0, neurons),
-            down_DM=self.down_DM.index_select(1, neurons),
-            gate_MD=rows(self.gate_MD),
-            act=self.act,
-            up_bias_M=rows(self.up_bias_M),
-            gate_bias_M=rows(self.gate_bias_M),
-        )
 
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:

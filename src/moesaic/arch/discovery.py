@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from moesaic.arch.routing import (
     shallow_copy,
 )
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.models import shape_of
 from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
@@ -63,30 +62,19 @@ MOST = 256
 """Most configs whose architecture is cached."""
 
 
-class Norms(NamedTuple):
-    """Norms around experts: fields of :class:`MoEArch`."""
-
-    after: str | None
-    before: str | None = None
-    entry: str | None = None
-
-
-IN_LAYER = {
-    "gemma4_text": Norms(
-        after="post_feedforward_layernorm_2",
-        before="pre_feedforward_layernorm_2",
-        entry="pre_feedforward_layernorm",
-    )
+IN_LAYER: dict[str, JSON] = {
+    "gemma4_text": {
+        "after": "post_feedforward_layernorm_2",
+        "before": "pre_feedforward_layernorm_2",
+        "entry": "pre_feedforward_layernorm",
+    }
 }
-"""Norms by ``model_type``, for experts in the decoder layer itself: no rule finds them."""
+"""Norms, as fields of :class:`MoEArch`, by ``model_type``, for experts in the decoder layer itself:
+no rule finds them."""
 INWARD = ("llama4_text",)
 """Types whose router's scores multiply the experts' inputs, and whose experts do not follow
 transformers' interface and are stored as (inputs, outputs): no rule finds them."""
 _CACHE: dict[str, Arch] = {}
-
-
-class Unknown(MoesaicError):
-    """Error for an architecture whose parts no rule finds."""
 
 
 def discovered(config: Config) -> Arch:
@@ -97,7 +85,7 @@ def discovered(config: Config) -> Arch:
     """
     text = config.get_text_config()
     if text is not config:
-        raise Unknown(
+        raise MoesaicError(
             f"{config.model_type}: it has parts beside text; its language model alone, "
             f"{text.model_type}, is another model_type."
         )
@@ -121,20 +109,16 @@ def of_model(model: Model, config: Config) -> Arch:
         MoesaicError: names the parts that were not found.
     """
     name = config.model_type
-    path = _layers_path(model, config)
+    count = config.num_hidden_layers
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    path = next((n for n, modules in lists if len(modules) == count), None)
     if path is None:
-        raise Unknown(f"{name}: no list of {config.num_hidden_layers} decoder layers was found.")
+        raise MoesaicError(f"{name}: no list of {count} decoder layers was found.")
     layers = list(model.get_submodule(path))
     routed = [layer for layer in layers if _experts_paths(name, layer)]
     if routed:
         return _mixture(name, path, layers, routed, config)
     return _dense(name, path, layers, config)
-
-
-def _layers_path(model: nn.Module, config: Config) -> str | None:
-    count = config.num_hidden_layers
-    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
-    return next((name for name, modules in lists if len(modules) == count), None)
 
 
 # --- plain MLPs ----------------------------------------------------------------------------------
@@ -231,16 +215,16 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
     if len(common) != 1:
         children = ", ".join(sorted({type(m).__name__ for m in layers[0].children()}))
         what = "none" if not common else f"several ({', '.join(sorted(common))})"
-        raise Unknown(
+        raise MoesaicError(
             f"{name}: every decoder layer must have one plain MLP, two or three linear modules and "
             f"an activation function; {what} is in every layer. Found in the first: {children}."
         )
     (place,) = common
     names = {by_place[place] for by_place in mlps}
     if len(names) > 1:
-        raise Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
+        raise MoesaicError(f"{name}: the MLPs of its decoder layers have different projections.")
     if any(ffn.custom_act for ffn in names):
-        raise Unknown(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
+        raise MoesaicError(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
     ffn = names.pop()
     width = getattr(layers[0].get_submodule(place), ffn.down).in_features
     at, attention = _attention(layers[0])
@@ -292,11 +276,11 @@ def _experts_place(name: str, routed: Sequence[nn.Module]) -> tuple[str, str]:
     """Return the path of the experts' block in every routed layer, and their name in it."""
     places = {tuple(_experts_paths(name, layer)) for layer in routed}
     if len(places) != 1 or len(*places) != 1:
-        raise Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
+        raise MoesaicError(f"{name}: its layers have experts at several places: {sorted(places)}.")
     ((place,),) = places
     block_path, _, leaf = place.rpartition(".")
     if not block_path and name not in IN_LAYER:
-        raise Unknown(
+        raise MoesaicError(
             f"{name}: its experts stand in the decoder layer itself, not in a block of their own."
         )
     return block_path, leaf
@@ -312,7 +296,7 @@ def _mixture(
     layer, block = routed[first], blocks[first]
     experts = block.get_submodule(leaf)
     if getattr(experts, "has_post_expert_norm", False):  # in transformers from 5.20 on
-        raise Unknown(f"{name}: a norm is behind every expert.")
+        raise MoesaicError(f"{name}: a norm is behind every expert.")
     down: Tensor = experts.get_parameter("down_proj")
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))
     count, width = down.shape[0], down.shape[1 if transposed else 2]
@@ -322,16 +306,24 @@ def _mixture(
     keys = (_key_of(name, *both, parts) for both in zip(routed, blocks, strict=True))
     parts = replace(parts, key=next(filter(None, [*keys]), None))
     norms, gate = IN_LAYER.get(name), None
-    inside, outside = _mlps_beside(name, block, layer) if norms is None else ({}, {})
+    inside: dict[str, FFNNames] = {}
+    outside: dict[str, FFNNames] = {}
     if norms is None:
-        gate, norms = _shared_gate(block), Norms(after=_norm(block))
+        inside, outside = _mlps(block), _mlps(layer)
+        if len(inside) + len(outside) > 1:
+            raise MoesaicError(
+                f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
+            )
+        linears = {n: m for n, m in block.named_children() if type(m) is nn.Linear}
+        gate = next((n for n, m in linears.items() if m.out_features == 1), None)
+        norms = {"after": _norm(block)}
         inside = {stacked: FFNNames(), **inside} if parts.always else inside
-        expected = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
+        expected = {leaf, parts.router, *inside, *filter(None, [gate, norms["after"]])}
         _nothing_else(name, block, expected, parts)
     shared, beside = next(iter(inside), None), next(iter(outside), None)
     mixes = (value for key, value in vars(block).items() if "combination" in key)
     if shared and any(mix != "sum" for mix in mixes):
-        raise Unknown(f"{name}: its shared path is not simply added to what its experts make.")
+        raise MoesaicError(f"{name}: its shared path is not simply added to what its experts make.")
     settings = config.to_dict()
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)
@@ -352,9 +344,7 @@ def _mixture(
         shared=shared,
         shared_gate=gate if shared else None,
         beside=beside,
-        after=norms.after,
-        before=norms.before,
-        entry=norms.entry,
+        **norms,
         shared_names={**inside, **outside}.get(shared or beside or "", FFNNames()),
         dense_layers=None if odd else next(listed, None),
     )
@@ -371,18 +361,6 @@ def _has_down(layer: nn.Module, path: str) -> bool:
     """Return True if a layer that does not route has an MLP at the path of others' experts."""
     block = getattr(layer, path, None) if path else None
     return isinstance(getattr(block, FFNNames().down, None), nn.Linear)
-
-
-def _mlps_beside(
-    name: str, block: nn.Module, layer: nn.Module
-) -> tuple[dict[str, FFNNames], dict[str, FFNNames]]:
-    """Return the plain MLPs beside the experts, in their block and in the layer: one at most."""
-    inside, outside = _mlps(block), _mlps(layer)
-    if len(inside) + len(outside) > 1:
-        raise Unknown(
-            f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
-        )
-    return inside, outside
 
 
 def _sizing_shared(
@@ -437,11 +415,12 @@ def _router(name: str, block: nn.Module, experts: str, count: int, always: int =
         bias = _choice_bias(block, path, weight, count)
         names = (n for n, p in module.named_parameters() if "expert_scale" in n and len(p) == count)
         scale = next((f"{path}.{n}" for n in names), None)
-        factor = _factor(block, module)
+        numbers = [n for n, v in vars(block).items() if isinstance(v, float | int) and "scal" in n]
+        factor = next((n for n in numbers if not hasattr(module, n)), None)
         top_k = _top_k(module)
         return RouterParts(path, weight, bias, scale, factor=factor, top_k=top_k, always=weighed)
     children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
-    raise Unknown(
+    raise MoesaicError(
         f"{name}: no module of {type(block).__name__} has one row for each of {count} experts and "
         f"is a router. Found: {children}."
     )
@@ -474,12 +453,6 @@ def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str 
     )
 
 
-def _factor(block: nn.Module, router: nn.Module) -> str | None:
-    """Return the name of the block's own factor of the experts' output."""
-    numbers = [n for n, v in vars(block).items() if isinstance(v, float | int) and "scal" in n]
-    return next((n for n in numbers if not hasattr(router, n)), None)
-
-
 def _table(block: nn.Module) -> str | None:
     """Return the name of a table of experts that is not indexed by hidden states."""
     tables = (n for n, t in block.named_buffers() if t.dim() == 2 and t.dtype == torch.int64)
@@ -501,19 +474,11 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
     if len(missing) == 1 and parts.in_block(block).table and missing[0] in passed:
         return missing[0]
     if missing:
-        raise Unknown(
+        raise MoesaicError(
             f"{name}: {type(router).__name__} chooses by {' and '.join(missing)} too, and not by "
             "hidden states alone."
         )
     return None
-
-
-def _shared_gate(block: nn.Module) -> str | None:
-    """Return the name of the gate of the shared path, a linear module with one output."""
-    return next(
-        (n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1),
-        None,
-    )
 
 
 def _norm(block: nn.Module) -> str | None:
@@ -525,14 +490,14 @@ def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: Router
     """Refuse a block with weights that no rule knows."""
     odd = [n for n, m in block.named_children() if n not in expected and [*m.parameters()]]
     if len(latent := [n for n in odd if "latent" in n]) == 2:
-        raise Unknown(
+        raise MoesaicError(
             f"{name}: its experts work on fewer dimensions than the model, into which "
             f"{latent[0]} and out of which {latent[1]} projects for all of them."
         )
     tensors = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
     odd += [n for n, _ in tensors if n != parts.choice_bias]
     if odd:
-        raise Unknown(f"{name}: {type(block).__name__} has parts that no rule knows: {odd}.")
+        raise MoesaicError(f"{name}: {type(block).__name__} has parts that no rule knows: {odd}.")
 
 
 def _keys(settings: JSON, words: Sequence[str], never: Sequence[str] = ()) -> Iterator[str]:
@@ -549,7 +514,7 @@ def _key(settings: JSON, value: int, words: Sequence[str], never: Sequence[str] 
 def _counting(name: str, settings: JSON, count: int) -> str:
     key = _key(settings, count, ("expert",), ("per_tok", "shared", "group", "top", "size", "width"))
     if key is None:
-        raise Unknown(f"{name}: no attribute of its config says that it has {count} experts.")
+        raise MoesaicError(f"{name}: no attribute of its config says that it has {count} experts.")
     return key
 
 
@@ -558,7 +523,9 @@ def _widening(name: str, settings: JSON, width: int) -> str:
     keys = (_key(settings, width, words, ("shared",)) for words in patterns)
     key = next((key for key in keys if key), None)
     if key is None:
-        raise Unknown(f"{name}: no attribute of its config says that experts are {width} wide.")
+        raise MoesaicError(
+            f"{name}: no attribute of its config says that experts are {width} wide."
+        )
     return key
 
 
@@ -593,10 +560,12 @@ def _with_router_findings(arch: MoEArch, block: nn.Module, settings: JSON, count
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
     else:
-        raise Unknown(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
+        raise MoesaicError(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
     same = echo_NE.shape == logits_NE.shape and torch.allclose(echo_NE, logits_NE, atol=1e-5)
     if not (parts.apart or same):
-        raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
+        raise MoesaicError(
+            f"{arch.model_type}: its router changes logits before it chooses by them."
+        )
     arch = replace(arch, parts=parts, groups=groups)
     if (_routing_twin(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
         arch = replace(arch, chosen=None)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from transformers.models.auto import CONFIG_MAPPING
 
+from moesaic.arch import tried
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.discovery import discovered
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
-from moesaic.io.language import predicts_tokens
+from moesaic.io.models import predicts_tokens
 from moesaic.io.quantised import format_of, quantization_of
 from moesaic.registry import Registry
 from moesaic.types import Config
 
-EXCEPTIONS: dict[str, Arch] = {
-    "deepseek": MoEArch(
-        "deepseek",
-        count="n_routed_experts",
-        shared="shared_experts",
-        shared_count="n_shared_experts",
-        dense_layers="first_k_dense_replace",
-    ),
-}
-"""Architectures that transformers lacks, or for which a rule is wrong, by ``model_type``."""
-
-PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
-"""Architectures added by other packages, dense ones and mixtures of experts."""
+_DEEPSEEK = MoEArch(
+    "deepseek",
+    count="n_routed_experts",
+    shared="shared_experts",
+    shared_count="n_shared_experts",
+    dense_layers="first_k_dense_replace",
+)
+EXCEPTIONS: Registry[Arch] = Registry("moesaic.architectures", {}, {"deepseek": _DEEPSEEK})
+"""Architectures that transformers lacks, or for which a rule is wrong, by ``model_type``: ours, and
+those of other packages, dense ones and mixtures of experts."""
 
 EXTRA_KEYS = ("moesaic", "auto_map", "model_type", "quantization_config")
 """Config keys beyond the base's shape."""
@@ -36,11 +33,10 @@ PLAIN = "plain"
 
 def architectures() -> dict[str, list[str]]:
     """Return every architecture known by name: ``moe`` and ``dense``, lists of ``model_type``."""
-    more = {**EXCEPTIONS, **{name: PLUGINS[name] for name in PLUGINS}}
-    mixtures = {name for name, arch in more.items() if isinstance(arch, MoEArch)}
+    mixtures = {name for name, arch in EXCEPTIONS.items() if isinstance(arch, MoEArch)}
     return {
         "moe": sorted({*tried()["moe"], *mixtures}),
-        "dense": sorted({*tried()["dense"], *(more.keys() - mixtures)}),
+        "dense": sorted({*tried()["dense"], *(EXCEPTIONS.keys() - mixtures)}),
     }
 
 
@@ -51,8 +47,6 @@ def base_arch(config: Config) -> Arch:
         MoesaicError: names the parts that no rule finds.
     """
     base = config.model_type.removeprefix(PREFIX)
-    if base in PLUGINS:
-        return PLUGINS[base]
     if base in EXCEPTIONS:
         return EXCEPTIONS[base]
     try:

@@ -13,15 +13,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, act_of, dense_ffn, linear_size
+from moesaic.arch.dense import (
+    Arch,
+    DenseFFN,
+    FFNNames,
+    LayerUse,
+    RoutedModule,
+    act_of,
+    dense_ffn,
+    linear_size,
+)
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
-from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.types import JSON, Config
 
 PLAIN = FFNNames()
@@ -83,7 +92,7 @@ class MoEArch(Arch):
     per_group: int = 1
     """Fewest experts per group that the router can work with."""
 
-    def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
+    def view(self, layer: nn.Module) -> FFN:
         return self.mixture(layer) if self.is_moe(layer) else self.dense(layer)
 
     @property
@@ -116,7 +125,26 @@ class MoEArch(Arch):
 
     def mixture(self, layer: nn.Module) -> MoEFFN:
         """Return the view of a decoder layer's routed block."""
-        return _moe_ffn(layer, self)
+        block = self.ffn_of(layer)
+        router, experts = block.get_submodule(self.parts.router), getattr(block, self.experts)
+        module = None if self.shared_at is None else attrgetter(self.shared_at)(layer)
+        shared = module
+        if module is not None and self.shared_gate is not None:
+            gate = getattr(block, self.shared_gate)
+            shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
+        elif module is not None and self.parts.always:
+            shared = lambda x_TD: module(x_TD, router(x_TD)[-1])  # noqa: E731
+        return MoEFFN(
+            arch=self,
+            parts=self.parts.in_block(block),
+            block=block,
+            router=router,
+            experts=experts,
+            routing=RoutingFunction(block, self.parts),
+            shared=shared,
+            shared_module=module,
+            **({} if self.before is None else {"before": block.get_submodule(self.before)}),
+        )
 
     def experts_in(self, layer: nn.Module) -> int:
         return self.mixture(layer).count if self.is_moe(layer) else 0
@@ -132,7 +160,7 @@ class MoEArch(Arch):
         if not self.is_moe(layer):
             return LayerUse("dense", 0, 0.0, self.attention_size(layer), 0)
         view = self.mixture(layer)
-        weights = sum(view.matrix(name).numel() for name in view.matrices)
+        weights = sum(getattr(view.experts, name).numel() for name in view.matrices)
         per_neuron = weights // (view.count * view.width)
         widths = view.widths
         width, even = view.shared_width + sum(widths), len({*widths}) == 1
@@ -169,13 +197,6 @@ class MoEArch(Arch):
         if view.shared_ffn is not None:
             return view.shared_ffn.act
         return view.experts.act_fn
-
-    def empty_output(self, layer: nn.Module) -> Tensor:
-        if not self.is_moe(layer):
-            return super().empty_output(layer)
-        experts = self.mixture(layer).experts
-        down = experts.down_proj
-        return down.new_empty(0, down.shape[2 if self.transposed else 1])
 
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), show)
@@ -219,14 +240,6 @@ class MoEArch(Arch):
         """Path of the shared path's module in the decoder layer."""
         return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
 
-    def counted(self, shape: Sequence[int]) -> int:
-        """Return the number of routed experts that a router has rows for.
-
-        Args:
-            shape: shape of its weight.
-        """
-        return shape[0] - self.parts.always
-
     def with_experts(self, count: int) -> JSON:
         return {self.count: count}
 
@@ -238,10 +251,6 @@ class MoEArch(Arch):
             top_k: one number; or one per decoder layer, for the few classes that take a list.
         """
         return None if self.chosen is None else {self.chosen: top_k}
-
-    @property
-    def ties_widths(self) -> bool:
-        return self.width == "intermediate_size"
 
     def with_shared(self, shared: int, width: int) -> JSON | None:
         """Return the config attributes with which the shared path has a width; None if there are
@@ -391,14 +400,17 @@ class MoEFFN:
 
     @property
     def count(self) -> int:
+        """Number of routed experts."""
         return self.routing.count
 
     @property
     def top_k(self) -> int:
+        """Experts that a token runs."""
         return attrgetter(self.parts.top_k)(self.router)
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         weight: Tensor = attrgetter(self.parts.weight)(self.block)
         return weight.device
 
@@ -427,10 +439,6 @@ class MoEFFN:
     def matrices(self) -> tuple[str, str]:
         """Names of the experts' matrices: up (with gates if there are any) and down."""
         return ("gate_up_proj" if self.gated else "up_proj"), "down_proj"
-
-    def matrix(self, name: str) -> Tensor:
-        """Return a matrix of all experts, in their module's layout."""
-        return getattr(self.experts, name)
 
     @property
     def shared_width(self) -> int:
@@ -464,7 +472,7 @@ class MoEFFN:
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
         """Return gate (M, D) if any, up (M, D) and down (D, M) of expert ``i``, as views."""
-        both, down = (self.matrix(name)[i] for name in self.matrices)
+        both, down = (getattr(self.experts, name)[i] for name in self.matrices)
         if self.arch.transposed:
             both, down = both.T, down.T
         if not self.gated:
@@ -483,8 +491,8 @@ class MoEFFN:
     def activated(self, i: int, x_TD: Tensor) -> Tensor:
         """Return the input of expert ``i``'s down projection (T, M), from its own input."""
         m, name = self.experts, self.matrices[0]
-        up = self.matrix(name)[i]
-        bias = self.matrix(f"{name}_bias")[i] if self.biased else None
+        up = getattr(m, name)[i]
+        bias = getattr(m, f"{name}_bias")[i] if self.biased else None
         up_TM = F.linear(x_TD, up.T if self.arch.transposed else up, bias)
         if not self.gated:
             return m.act_fn(up_TM)
@@ -550,12 +558,8 @@ class MoEFFN:
 
     def _weighed(self, x_TD: Tensor, allowed_E: Tensor | None) -> Tensor:
         """Return w, followed by the weights of shared experts that the router weighs (T, A)."""
-        allowed_TE = None if allowed_E is None else self._of_each(allowed_E, x_TD)
-        return self.routing.every_weight(self.logits(x_TD), allowed_TE)
-
-    def _of_each(self, allowed_E: Tensor, x_TD: Tensor) -> Tensor:
-        """Repeat the allowed experts for every token (T, E)."""
-        return allowed_E.to(x_TD.device).expand(len(x_TD), -1)
+        each = None if allowed_E is None else allowed_E.to(x_TD.device).expand(len(x_TD), -1)
+        return self.routing.every_weight(self.logits(x_TD), each)
 
     def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
         """Return the weighted output that is not of the experts' neurons (T, D), float32: experts'
@@ -674,11 +678,15 @@ class MoEFFN:
 
             def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits_TX = logits(out)
-                allowed_TE = self._of_each(allowed_E, logits_TX)
+                allowed_TE = allowed_E.to(logits_TX.device).expand(len(logits_TX), -1)
                 return self.parts.written(out, *self.routing.restricted(logits_TX, allowed_TE))
 
             with self.router.register_forward_hook(route):
                 yield
+
+
+FFN: TypeAlias = DenseFFN | MoEFFN
+"""FFN as experts that tokens run: a mixture's, or a dense block as one expert."""
 
 
 def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
@@ -698,27 +706,3 @@ def _stacked_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     gate_MD, up_MD = (getattr(module, n or "").flatten(0, 1) for n in (names.gate, names.up))
     down_DM = getattr(module, names.down).transpose(0, 1).flatten(1)
     return DenseFFN(up_MD, down_DM, gate_MD, act_of(module, names))
-
-
-def _moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
-    """Return the view of a routed layer."""
-    block = arch.ffn_of(layer)
-    router, experts = block.get_submodule(arch.parts.router), getattr(block, arch.experts)
-    module = None if arch.shared_at is None else attrgetter(arch.shared_at)(layer)
-    shared = module
-    if module is not None and arch.shared_gate is not None:
-        gate = getattr(block, arch.shared_gate)
-        shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
-    elif module is not None and arch.parts.always:
-        shared = lambda x_TD: module(x_TD, router(x_TD)[-1])  # noqa: E731
-    return MoEFFN(
-        arch=arch,
-        parts=arch.parts.in_block(block),
-        block=block,
-        router=router,
-        experts=experts,
-        routing=RoutingFunction(block, arch.parts),
-        shared=shared,
-        shared_module=module,
-        **({} if arch.before is None else {"before": block.get_submodule(arch.before)}),
-    )

@@ -19,7 +19,8 @@ from moesaic.carving.targets import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, base_config
-from moesaic.io.checkpoint import Checkpoint, Writer, shape_of
+from moesaic.io.checkpoint import Checkpoint, Writer
+from moesaic.io.models import shape_of
 from moesaic.io.source import Source
 from moesaic.plans.base import Header
 from moesaic.surgery import base_shape

@@ -15,8 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, act_of, dense_ffn, weight_of
 from moesaic.carving.routers import DRAWING, WEIGHING, by_neuron, make_router, norm_scale
-from moesaic.modules.chance import RunningTokens
-from moesaic.modules.phase import Phase
+from moesaic.modules.running import Phase, RunningTokens
 from moesaic.types import Values
 
 NARROW = 32

@@ -14,20 +14,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN, put
-from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.arch.dense import Arch, DenseFFN, LayerUse, RoutedModule, put
 from moesaic.carving.carved_ffn import CarvedFFN, carved_like
 from moesaic.carving.routers import CHOOSING, WEIGHING, Router, by_neuron
 from moesaic.errors import shown
-from moesaic.plans.base import (
-    Description,
-    Header,
-    LayerPlan,
-    LayerTokens,
-    Sizes,
-    State,
-    check_numbers,
-)
+from moesaic.modules.running import LayerTokens
+from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import of_ffn
 from moesaic.plans.recovery import refitted_down
 from moesaic.types import JSON

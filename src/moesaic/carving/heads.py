@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames
-from moesaic.modules.chance import RunningTokens, gumbel
+from moesaic.modules.running import RunningTokens, gumbel
 from moesaic.types import Values
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
 from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.modules.chance import RunningTokens
+from moesaic.modules.running import RunningTokens
 
 FORMS = ("moe", "pseudo")
 

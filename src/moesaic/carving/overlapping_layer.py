@@ -12,15 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, act_of, put, weight_of
-from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.arch.dense import Arch, LayerUse, RoutedModule, act_of, put, weight_of
 from moesaic.carving.carved_ffn import CarvedFFN, carved_like, projections_like
 from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.heads import PartialAttention
 from moesaic.carving.overlapping_ffn import OverlappingFFN
 from moesaic.carving.routers import DRAWING
 from moesaic.errors import MoesaicError, shown
-from moesaic.modules.chance import RunningTokens
+from moesaic.modules.running import RunningTokens
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import narrow_linear, of_ffn
 from moesaic.types import JSON

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.modules.chance import RunningTokens, gumbel
+from moesaic.modules.running import RunningTokens, gumbel
 from moesaic.types import Values
 
 DRAWING = ("random", "tossed")

@@ -15,8 +15,7 @@ import click
 from moesaic import __version__
 from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option
 from moesaic.errors import MoesaicError, bounded, meant
-from moesaic.io.layout import FOLDER, PAGE
-from moesaic.io.names import MODELS, NAMES, check_repository, names_model
+from moesaic.io.names import FOLDER, MODELS, NAMES, PAGE, check_repository, names_model
 from moesaic.io.outputs import resumable, searched, unfinished
 from moesaic.recipe import Recipe, check_run
 from moesaic.types import JSON, Values

@@ -18,8 +18,8 @@ from moesaic.cli.fitting import search_options, search_recipe
 from moesaic.config import ROUNDED, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
-from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import discard, output_lock, searched
+from moesaic.io.trust import mapping_of
 from moesaic.recipe import Recipe, check_anew, check_run, checked, command_of
 from moesaic.types import JSON
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.cli import options as given
 from moesaic.cli.commands import emit, print_start, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
-from moesaic.data.questions import wanted_tasks
+from moesaic.data.sources import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.recipe import Recipe
@@ -145,7 +145,7 @@ def inspect(model: str | None, as_json: bool) -> None:
 
 def _architectures(as_json: bool) -> None:
     """Print the model types that are supported, and those that are not, with the reason."""
-    from moesaic.arch.tried import tried
+    from moesaic.arch import tried
 
     outcomes = tried()
     lines = [f"With transformers {outcomes['transformers']}:"]

@@ -11,10 +11,9 @@ from moesaic.cli import options as given
 from moesaic.cli.commands import emit, figure, print_start, register
 from moesaic.config import ExportArgs, form_of
 from moesaic.errors import MoesaicError
-from moesaic.io.headers import ODD, mapping_of
-from moesaic.io.layout import RECORD, placed
-from moesaic.io.names import check_name
+from moesaic.io.names import RECORD, check_name, placed
 from moesaic.io.outputs import DRAWING, GGUF, check_file, check_out, marked, whole_file
+from moesaic.io.trust import ODD, mapping_of
 from moesaic.types import JSON
 
 if TYPE_CHECKING:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import glob
 import json
-import mmap
 import random
-from array import array
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +21,10 @@ from functools import cache
 from importlib.resources import files
 from itertools import chain, islice, product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moesaic.data.rows import Row
-from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, TextSource, Use, sources_of
+from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, Lines, TextSource, Use, sources_of
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Values
 
@@ -211,18 +209,24 @@ def open_rows(source: TextSource, use: Use) -> Rows:
         documents = _shipped_rows(use, domain)
         taken = _taken(replace(source, config=""), domain, len(documents))
         return IndexedRows(documents, taken)
-    check_there(source)
+    _check_there(source)
     path = Path(source.name)
     if not path.is_file():
         return _data_set(source, use)
     with _reading(source.name):
         if path.suffix == ".parquet" and path.stat().st_size > AT_HAND:
-            return _streamed_parquet(path, source)
+            import datasets
+            from pyarrow import parquet
+
+            taken = _taken(source, str(path.resolve()), parquet.read_metadata(path).num_rows)
+            files = glob.escape(str(path))
+            data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+            return StreamedRows(data, taken, first_shard=False)
         rows = _file_rows(path)
         return IndexedRows(rows, _taken(source, str(path.resolve()), len(rows)))
 
 
-def check_there(source: TextSource) -> None:
+def _check_there(source: TextSource) -> None:
     """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
 
     Raises:
@@ -256,7 +260,7 @@ def check_apart(used: Iterable[str], measured: str) -> None:
     ours = [source for spec in used for source in sources_of(spec, "calibration")]
     theirs = sources_of(measured, "evaluation")
     for source in (*theirs, *ours):
-        check_there(source)
+        _check_there(source)
     for a, b in product(ours, theirs):
         if a.shipped or a.place != b.place:
             continue
@@ -320,33 +324,6 @@ def _taken(source: TextSource, name: str, count: int) -> RowRange:
     return RowRange(name, "", *(source.rows(count) if source.sliced else (0, None)))
 
 
-class Lines(Sequence[Row]):
-    """Rows of a .jsonl file, read when they are used; ``numbers`` are those of their lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._starts, self.numbers, at = array("q"), array("q"), 0
-        with path.open("rb") as lines:
-            self._bytes: mmap.mmap | bytes = b""
-            if path.stat().st_size:  # nothing cannot be mapped
-                self._bytes = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ)
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    self._starts.append(at)
-                    self.numbers.append(number)
-                at += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: Any) -> Any:
-        end = self._bytes.find(b"\n", self._starts[index])
-        try:
-            return json.loads(self._bytes[self._starts[index] : None if end < 0 else end])
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # without a line, which is always the first here
-            raise ValueError(f"line {self.numbers[index]}: {reason}") from None
-
-
 def _file_rows(path: Path) -> Sequence[Row]:
     if path.suffix == ".jsonl":
         return Lines(path)
@@ -365,16 +342,6 @@ def _file_rows(path: Path) -> Sequence[Row]:
     if not text.strip():
         raise ValueError("there is nothing but blanks in it")
     return [text]
-
-
-def _streamed_parquet(path: Path, source: TextSource) -> StreamedRows:
-    import datasets
-    from pyarrow import parquet
-
-    taken = _taken(source, str(path.resolve()), parquet.read_metadata(path).num_rows)
-    files = glob.escape(str(path))
-    data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-    return StreamedRows(data, taken, first_shard=False)
 
 
 # --- data sets -----------------------------------------------------------------------------------

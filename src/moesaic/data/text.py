@@ -142,14 +142,6 @@ class Tokens:
         origins = tuple(replace(o, windows=len(ids)) for o in self.origins if alone)
         return Tokens(ids, mask, origins, self.parts, part, self.begun)
 
-    def padded(self, length: int) -> Tokens:
-        """Return the same windows padded to a length."""
-        more = length - self.input_ids.shape[1]
-        if more <= 0:
-            return self
-        ids, real = (torch.nn.functional.pad(t, (0, more)) for t in (self.input_ids, self.real))
-        return Tokens(ids, real, self.origins, begun=self.begun)
-
     def unpadded(self) -> list[list[int]]:
         """Return the ids of each window, padding left out."""
         return [ids[real].tolist() for ids, real in zip(self.input_ids, self.real, strict=True)]
@@ -234,14 +226,13 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
     begin, ids_T = beginning(tokenizer), _ids(BETWEEN.join(texts), tokenizer)
-    starts_N, body = _starts(ids_T, begin, length)
-    first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(starts_N), -1)
-    return torch.cat([first_N1, _cut(ids_T, starts_N, body)], 1)
+    place_NL = _places(ids_T, begin, length)
+    first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(place_NL), -1)
+    return torch.cat([first_N1, ids_T[place_NL]], 1)
 
 
-def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, int]:
-    """Return the indices at which windows begin in a text (N), and the number of its tokens in
-    each.
+def _places(ids_T: Tensor, begin: Sequence[int], length: int) -> Tensor:
+    """Return the indices of each window's tokens in a text (N, length less BOS).
 
     A BOS that a chat template wrote there is skipped: each window has one already.
 
@@ -255,7 +246,7 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
             "own; raise it."
         )
     if not begin:
-        return torch.arange(len(ids_T) // body) * body, body
+        return torch.arange(len(ids_T) // body * body).view(-1, body)
     written, starts, at = torch.tensor(begin), [], 0
     while at + body <= len(ids_T):
         while torch.equal(ids_T[at : at + len(begin)], written):
@@ -263,12 +254,7 @@ def _starts(ids_T: Tensor, begin: Sequence[int], length: int) -> tuple[Tensor, i
         if at + body <= len(ids_T):
             starts.append(at)
         at += body
-    return torch.tensor(starts, dtype=torch.int64), body
-
-
-def _cut(values_T: Tensor, starts_N: Tensor, length: int) -> Tensor:
-    """Return windows (N, length) of values, from their starts."""
-    return values_T[starts_N[:, None] + torch.arange(length)]
+    return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(body)
 
 
 _KEPT: dict[tuple[str, Hashable], Tensor] = {}
@@ -307,8 +293,7 @@ def _domains(
     row_T = torch.bucketize(torch.tensor([start for start, _ in offsets]), ends, right=True)
     domain_R = torch.tensor([names.index(name) for name in of_rows])
     begin = beginning(tokenizer)
-    starts_N, body = _starts(_ids(BETWEEN.join(texts), tokenizer), begin, length)
-    parts = _cut(domain_R[row_T], starts_N, body)
+    parts = domain_R[row_T][_places(_ids(BETWEEN.join(texts), tokenizer), begin, length)]
     return names, torch.cat([parts[:, :1].expand(-1, len(begin)), parts], 1)
 
 
@@ -398,7 +383,20 @@ def evaluation_tokens(
             raise MoesaicError(
                 f"max_tokens {max_tokens}{of_it} is less than one window of {least} tokens."
             )
-        tokens = _first(rows, tokenizer, length if isinstance(rows, Path) else window, share)
+        if isinstance(rows, Path):
+            tokens = token_file(rows, length)
+            if share is not None and int(tokens.real[0].sum()) > share:
+                tokens = token_file(rows, share)
+        else:
+            limit = None if share is None else max(POOL // 10, 32 * share)
+            read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
+            tokens = _windows(texts, rows, tokenizer, window)
+            if not tokens.count:
+                raise MoesaicError(
+                    f"length {window}: the evaluation text is shorter than one window; lower it."
+                )
+            parts, part_NL = _domains(read, texts, tokenizer, window)
+            tokens = replace(tokens, parts=parts, part_NL=part_NL)
         if share is not None:
             so_far = tokens.real.sum(1).cumsum(0)
             tokens = tokens.rows(slice(int((so_far <= share).sum())))
@@ -407,25 +405,6 @@ def evaluation_tokens(
     if config is not None:
         tokens.check(config)
     return tokens
-
-
-def _first(rows: Rows | Path, tokenizer: Tokenizer, length: int | None, most: int | None) -> Tokens:
-    """Return all windows of a file of token ids, or those of so much text that ``most`` tokens are
-    in it."""
-    if isinstance(rows, Path):
-        tokens = token_file(rows, length)
-        shorter = most is not None and int(tokens.real[0].sum()) > most
-        return token_file(rows, most) if shorter else tokens
-    assert length is not None
-    limit = None if most is None else max(POOL // 10, 32 * most)
-    read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
-    tokens = _windows(texts, rows, tokenizer, length)
-    if not tokens.count:
-        raise MoesaicError(
-            f"length {length}: the evaluation text is shorter than one window; lower it."
-        )
-    parts, part_NL = _domains(read, texts, tokenizer, length)
-    return replace(tokens, parts=parts, part_NL=part_NL)
 
 
 def calibration_tokens(
@@ -543,20 +522,19 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     if len(parts) == 1:
         return parts[0]
     length = max(part.input_ids.shape[1] for part in parts)
-    padded = [part.padded(length) for part in parts]
-    ids = torch.cat([part.input_ids for part in padded])
-    masked = any(part.attention_mask is not None for part in padded)
-    mask = torch.cat([part.real for part in padded]) if masked else None
+    fill = torch.nn.functional.pad
+    rooms = [(0, length - part.input_ids.shape[1]) for part in parts]
+    ids = torch.cat([fill(part.input_ids, room) for part, room in zip(parts, rooms, strict=True)])
+    mask = torch.cat([fill(part.real, room) for part, room in zip(parts, rooms, strict=True)])
     origins = tuple(origin for part in parts for origin in part.origins)
     names = [", ".join(o.source or SHIPPED for o in part.origins) for part in parts]
     kinds = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
-    part_NL = torch.cat(
-        [
-            torch.full_like(part.input_ids, kinds.index(name))
-            for part, name in zip(padded, names, strict=True)
-        ]
-    )
-    return Tokens(ids, mask, origins, kinds, part_NL, max(part.begun for part in parts))
+    counts = torch.tensor([len(part.input_ids) for part in parts])
+    kind_N = torch.tensor([kinds.index(name) for name in names]).repeat_interleave(counts)
+    part_NL = kind_N[:, None].expand_as(ids).contiguous()
+    masked = not bool(mask.all()) or any(part.attention_mask is not None for part in parts)
+    begun = max(part.begun for part in parts)
+    return Tokens(ids, mask if masked else None, origins, kinds, part_NL, begun)
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:

@@ -27,7 +27,7 @@ from moesaic.exports.mixed import TYPES, Layout
 from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, Rounded, quantise, tensors_of, types_of
 from moesaic.exports.rounder import Rounder
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.models import shape_of
 from moesaic.io.naming import Naming, is_mtp
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder
 from moesaic.io.source import Source, resolve

@@ -13,7 +13,8 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, aligned, base_config
-from moesaic.io.checkpoint import Value, Writer, mapped, shape_of
+from moesaic.io.checkpoint import Value, Writer, mapped
+from moesaic.io.models import shape_of
 from moesaic.io.source import Source
 from moesaic.plan import Plan
 from moesaic.plans import neurons

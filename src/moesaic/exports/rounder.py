@@ -30,7 +30,7 @@ from moesaic.exports.mixed import (
     tensor_types,
 )
 from moesaic.exports.quantiser import held_rows, values_of
-from moesaic.io.checkpoint import path_of, shape_of
+from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
 from moesaic.observation.estimates import draws_for, estimated, priced_on

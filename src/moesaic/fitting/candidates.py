@@ -13,7 +13,7 @@ from moesaic.config import ExportArgs, MethodConfig
 from moesaic.exports.mixed import Numbers
 from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
 from moesaic.metrics.score import Score
-from moesaic.plans.regression import significantly_worse
+from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
 BY_WINDOW = "kl_N"
@@ -124,7 +124,7 @@ def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
 
     It has at most :data:`PLAINER` times the best one's KL, as few windows cannot show small
     differences. Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a
-    lower KL. Two are compared by :func:`moesaic.plans.regression.significantly_worse`, paired by
+    lower KL. Two are compared by :func:`moesaic.plans.recovery.significantly_worse`, paired by
     window; with a single window the best one is returned. None if the list is empty.
     """
 

@@ -19,7 +19,7 @@ from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
 from moesaic.methods import METHODS
 from moesaic.methods.mixtures import least_experts
-from moesaic.plans.dropped import cache_leaders
+from moesaic.plans.condensed import cache_leaders
 
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""

@@ -19,9 +19,9 @@ from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.search import Search
 from moesaic.hub import on_disk
-from moesaic.io.layout import RECORD, our_folder
+from moesaic.io.models import untouched
+from moesaic.io.names import RECORD, our_folder
 from moesaic.io.outputs import discard, output_lock, searched, unfinished, whole_folder
-from moesaic.io.restore import untouched
 from moesaic.io.source import Source
 from moesaic.log import Log
 from moesaic.metrics.machine import environment

@@ -16,8 +16,7 @@ from moesaic.estimates import Built, Step, carried_out, outlined
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.hub import convert_config
-from moesaic.io.headers_only import headers_of_model
-from moesaic.io.source import Source
+from moesaic.io.source import Source, headers_of_model
 from moesaic.recipe import Recipe
 from moesaic.types import JSON, Model
 

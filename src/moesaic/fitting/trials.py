@@ -20,10 +20,10 @@ from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
-from moesaic.io.headers import mapping_of, reading
-from moesaic.io.layout import FOLDER, our_folder
+from moesaic.io.names import FOLDER, our_folder
 from moesaic.io.outputs import remove, unfinished, whole_file, whole_folder
 from moesaic.io.source import Source
+from moesaic.io.trust import mapping_of, reading
 from moesaic.metrics.forward import Layerwise, Runner
 from moesaic.metrics.score import scores
 from moesaic.observation.branches import Change

@@ -1,38 +1,47 @@
-"""Checkpoints on disk: a lazy safetensors reader, and a writer of shards.
+"""Checkpoints on disk: a lazy safetensors reader, a writer of shards, and fingerprints of weights.
 
 A tensor that is not changed is :class:`Stored`, a place in a file, and is copied from file to file.
 Every other one is held in memory and written from there.
+
+A fingerprint of weights covers all names, shapes and types, and a sample of every tensor's bytes,
+so that it takes seconds for a checkpoint of any size. Small tensors are covered whole. Weights on
+disk and weights in memory have fingerprints of their own kinds, as transformers gives tensors other
+names and shapes when it loads them.
 """
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import json
 import os
 import re
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
-from math import prod
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
+from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.fingerprint import Stored, of_stored, stored_in
-from moesaic.io.headers import TRUNCATED, mapping_of, reading
 from moesaic.io.outputs import let_read
-from moesaic.io.trust import check_adapter, check_fetched, check_file
-from moesaic.types import JSON, Config, Model, Values
+from moesaic.io.trust import (
+    TRUNCATED,
+    check_adapter,
+    check_fetched,
+    check_file,
+    header_of,
+    mapping_of,
+    reading,
+)
+from moesaic.types import JSON, Model, Values
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -64,17 +73,32 @@ TYPES: dict[str, torch.dtype] = {
 NAMES = {kind: name for name, kind in TYPES.items()}
 PIECE = 1 << 20
 """Bytes that are copied and checked at a time: with fewer, threads cost more than they save."""
-LARGE = 1 << 20
-"""Elements from which on :class:`_NoRoom` gives a tensor no memory."""
-ROOM = 1 << 28
-"""Largest number of values of one buffer: a gigabyte in float32."""
-PARAMETERS = 500_000
-"""Largest number of tensors of a model: five times those of the known one with most experts."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-SHAPES = 8
-"""Number of skeletons that :func:`shape_of` caches."""
-_SHAPES: dict[str, Model] = {}
+
+class Stored(NamedTuple):
+    """Place of a tensor's bytes in a file."""
+
+    path: Path
+    kind: str
+    shape: list[int]
+    begin: int
+    nbytes: int
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file, by name.
+
+    Raises:
+        MoesaicError: the file is damaged.
+    """
+    header, start = header_of(path)
+    stored = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        stored[name] = Stored(path, entry["dtype"], entry["shape"], start + begin, end - begin)
+    return stored
+
 
 Value: TypeAlias = Tensor | Stored
 """Value of a tensor to write: a tensor, or the place of bytes that are copied."""
@@ -83,10 +107,8 @@ Value: TypeAlias = Tensor | Stored
 class Checkpoint:
     """Folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
 
-    weightless = False
+    headers_only = False
     """True if tensors have no values: files are read no further than their headers."""
-    loadable: ClassVar[bool] = True
-    """True if ``from_pretrained`` reads the folder's weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,7 +117,7 @@ class Checkpoint:
 
     def _survey(self) -> None:
         """Learn the file, the shape and the type of every tensor."""
-        for file in self._shards():
+        for file in (self.folder / name for name in shards(self.folder)):
             check_file(file, self.folder)
             check_fetched(file)
             stored = stored_in(file)
@@ -110,15 +132,12 @@ class Checkpoint:
         types = (TYPES.get(stored.kind) for stored in self._stored.values())
         return next((kind for kind in types if kind in COMPUTABLE), None)
 
-    def _shards(self) -> list[Path]:
-        return [self.folder / name for name in shards(self.folder)]
-
     def names(self) -> list[str]:
         return list(self._stored)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of its weights; see :mod:`moesaic.io.fingerprint`."""
+        """Fingerprint of its weights; see :mod:`moesaic.io.checkpoint`."""
         return of_stored(self._stored)
 
     def tensor(self, name: str) -> Tensor:
@@ -128,7 +147,7 @@ class Checkpoint:
             MoesaicError: it is missing, or its file is corrupt.
         """
         stored = self._place(name)
-        if self.weightless:
+        if self.headers_only:
             return torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
         return self._read(name)
 
@@ -246,16 +265,6 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
     return sorted(found)
 
 
-def check_whole(folder: Path) -> None:
-    """Refuse a folder in which a weight file is missing or has a damaged header.
-
-    Raises:
-        MoesaicError: names the file.
-    """
-    if any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-        Checkpoint(folder)
-
-
 def _is_plain(name: object) -> bool:
     """Return True if a name is a plain file name, without a path.
 
@@ -325,12 +334,12 @@ def align(path: Path) -> None:
     moved.replace(path)
 
 
-def _header_bytes(values: Mapping[str, Value]) -> bytes:
+def _header_bytes(values: Mapping[str, Value], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header that safetensors writes for some tensors, its number of bytes before it."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.dtype not in NAMES:
             raise MoesaicError(f"{name} is of type {value.dtype}, which no file holds.")
-    header: JSON = {"__metadata__": {"format": "pt"}}
+    header: JSON = {"__metadata__": metadata or {"format": "pt"}}
     start = 0
     for name in _stored_order(values):
         value = values[name]
@@ -375,35 +384,37 @@ def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
             left -= len(piece)
 
 
-def _write(name: str, stored: Stored, out: BinaryIO) -> None:
-    """Copy a tensor's bytes from its file; values that can be wrong are looked at on the way.
-
-    Raises:
-        MoesaicError: the file ends early, or a value is not finite.
-    """
-    kind = TYPES[stored.kind]
-    checked = kind in COMPUTABLE
-    for piece in _pieces(stored, 0 if checked else _copied(stored, out)):
-        if checked:
-            check_finite(name, torch.frombuffer(piece, dtype=kind))
-        out.write(piece)
-
-
-def write_shard(path: Path, values: Mapping[str, Value], outline: bool = False) -> None:
+def write_shard(
+    path: Path,
+    values: Mapping[str, Value],
+    outline: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a safetensors file; only its header, and a hole as long as the values, if ``outline``.
+
+    Args:
+        path: of the file, which is replaced if it exists.
+        values: tensors, and places of those that are copied from other files, by name.
+        outline: leave out the values.
+        metadata: notes in the header; None for those of checkpoints.
 
     Raises:
         MoesaicError: a value is not finite, of a type that no file has, or its file ends early.
     """
     with path.open("wb") as file:
-        file.write(header := _header_bytes(values))
+        file.write(header := _header_bytes(values, metadata))
         if outline:
             file.truncate(len(header) + sum(value.nbytes for value in values.values()))
             return
         for name in _stored_order(values):
             value = values[name]
             if isinstance(value, Stored):
-                _write(name, value, file)
+                kind = TYPES[value.kind]
+                checked = kind in COMPUTABLE
+                for piece in _pieces(value, 0 if checked else _copied(value, file)):
+                    if checked:
+                        check_finite(name, torch.frombuffer(piece, dtype=kind))
+                    file.write(piece)
                 continue
             check_finite(name, value)
             flat = value.detach().cpu().reshape(-1).view(torch.uint8)
@@ -491,140 +502,91 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def narrowed(model: Model) -> Callable[[str], torch.dtype]:
-    """Return a function of a tensor's name to its type: the model's, or float32 if strict."""
-    dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
-    types = {name: p.dtype for name, p in model.named_parameters()}
-
-    def type_of(name: str) -> torch.dtype:
-        strict = any(part in name for part in wide)
-        return torch.float32 if strict else types.get(name, dtype)
-
-    return type_of
-
-
-def path_of(model: Model, module: nn.Module) -> str:
-    """Return the dotted name of a module in its model."""
-    return next(name for name, other in model.named_modules() if other is module)
+SAMPLE = 4096
+"""Bytes of one sampled piece."""
+MOST, LEAST = 64, 4
+"""Sampled pieces of a tensor, at most and at least."""
+READS = 16_384
+"""Sampled pieces of a checkpoint, unless LEAST of every tensor are more: seconds on a cold disk."""
+IN_MEMORY = "memory-"
+"""Prefix of a loaded model's fingerprint."""
+EXAMPLES = 64
+"""Training texts of an endless stream that its fingerprint covers."""
 
 
-def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
-    """Return the cached skeleton of a config (no values), which must not be run or changed.
+def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
+    """Return the sampled byte ranges of a tensor, evenly spread from its first byte to its last.
 
     Args:
-        config: of the model.
-        dtype: floating-point type; None for the config's own.
+        nbytes: size of the tensor.
+        tensors: number of tensors of the checkpoint.
 
-    Raises:
-        MoesaicError: there is no such model.
+    Returns:
+        first byte and the one after the last of each piece; starts are multiples of 64.
+
+    >>> pieces(100, 1), pieces(1 << 20, 5000)[-1]
+    ([(0, 100)], (1044480, 1048576))
     """
-    dtype = dtype or config.dtype or torch.get_default_dtype()
-    key = f"{type(config).__name__} {dtype} {config.to_json_string(use_diff=False)}"
-    model = _SHAPES.pop(key, None)
-    if model is None:
-        with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            model = skeleton(config, dtype, bare=True)
-    while len(_SHAPES) >= SHAPES:
-        del _SHAPES[next(iter(_SHAPES))]
-    _SHAPES[key] = model
-    return model
+    count = max(LEAST, min(MOST, READS // max(1, tensors)))
+    if nbytes <= count * SAMPLE:
+        return [(0, nbytes)]
+    starts = ((nbytes - SAMPLE) * i // (count - 1) // 64 * 64 for i in range(count))
+    return [(start, nbytes if start + 64 > nbytes - SAMPLE else start + SAMPLE) for start in starts]
 
 
-_FILLED = {torch.ones, torch.zeros, torch.full, torch.rand, torch.randn}
-_COUNTED = {torch.arange, torch.linspace}
+def of_stored(stored: Mapping[str, Stored]) -> str:
+    """Return the fingerprint of stored tensors by name (16 hex digits), however they are divided
+    into files."""
+    total = hashlib.sha256()
+    digests: dict[str, str] = {}
+    files: dict[Path, list[str]] = {}
+    for name in sorted(stored, key=lambda name: stored[name].begin):
+        files.setdefault(stored[name].path, []).append(name)
+    for path, names in files.items():
+        with path.open("rb") as file:
+            for name in names:
+                digest = hashlib.sha256()
+                for first, last in pieces(stored[name].nbytes, len(stored)):
+                    file.seek(stored[name].begin + first)
+                    digest.update(file.read(last - first))
+                digests[name] = digest.hexdigest()
+    for name in sorted(stored):
+        total.update(
+            json.dumps([name, stored[name].kind, stored[name].shape, digests[name]]).encode()
+        )
+    return total.hexdigest()[:16]
 
 
-def _elements(func: Any, args: Sequence[Any], kwargs: Values) -> float:
-    """Return the number of elements of the tensor that a torch factory function is to make."""
-    if func is torch.arange:
-        bounds = [n for n in (*args, kwargs.get("end")) if isinstance(n, int | float)]
-        step = bounds[2] if len(bounds) > 2 else kwargs.get("step") or 1
-        start, end = bounds[:2] if len(bounds) > 1 else (0, *bounds, 0)[:2]
-        return abs((end - start) / (step or 1))
-    if func is torch.linspace:
-        return float(kwargs.get("steps", args[2] if len(args) > 2 else 0))
-    size = kwargs.get("size", args[:1] if func is torch.full else args)
-    size = size[0] if size and isinstance(size[0], tuple | list) else size
-    return prod(size)
+def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the fingerprint of tensors on any device (16 hex digits); meta ones count by shape."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, torch.nn.Parameter):
+            flat, size = tensor.reshape(-1), tensor.element_size()
+            ranges = pieces(flat.numel() * size, len(tensors))
+            sample = torch.cat([flat[a // size : -(-b // size)] for a, b in ranges]).cpu()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
-class _NoRoom(TorchFunctionMode):
-    """Context in which large uninitialised tensors, whose sizes come from a config, get no memory;
-    nor do filled ones of more than :data:`ROOM`, which are no buffers of any model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made = 0.0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            if _elements(func, args, kwargs) > LARGE:
-                kwargs = {**kwargs, "device": "meta"}
-        elif func in _FILLED or func in _COUNTED:
-            count = _elements(func, args, kwargs)
-            if count > ROOM and func in _FILLED:
-                kwargs = {**kwargs, "device": "meta"}
-            else:
-                self._made += count
-            if self._made > 4 * ROOM:
-                raise ValueError(f"it asks for buffers of more than {4 * ROOM:,} values")
-        return func(*args, **kwargs)
+def of_model(model: Model) -> str:
+    """Return the fingerprint of a loaded model's weights, which begins with :data:`IN_MEMORY`."""
+    return IN_MEMORY + of_tensors(model.state_dict())
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Context in which a module's parameters move to the meta device; buffers keep their values."""
-    count = 0
+def of_examples(examples: Iterable[Values]) -> str:
+    """Return the fingerprint of training texts, given as token ids and labels.
 
-    def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        nonlocal count
-        count += 1
-        if count > PARAMETERS:
-            raise ValueError(f"it asks for more than {PARAMETERS:,} tensors")
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
-    with hook, _NoRoom():
-        yield
-
-
-def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
-    """Make the model of a config with parameters on the meta device and real buffers.
-
-    Args:
-        config: of the model.
-        dtype: floating-point type; None for the config's own.
-        bare: buffers are not initialised either, which takes half the time; such a model cannot
-            be run. :func:`shape_of` caches these.
-
-    Raises:
-        MoesaicError: there is no such model.
+    A stream may have an attribute ``fingerprint``; else its first :data:`EXAMPLES` texts count.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    options = {} if dtype is None else {"dtype": dtype}
-    if options:  # transformers writes the type into the config, so into a copy
-        config = copy.deepcopy(config)
-    try:
-        values = no_init_weights() if bare else nullcontext()
-        with _parameters_on_meta(), values:
-            model = AutoModelForCausalLM.from_config(config, **options).eval()
-        model.tie_weights()  # becoming empty broke the ties
-    except MoesaicError:
-        raise
-    except Exception as error:  # transformers raises anything over a config that is odd
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise MoesaicError(
-                f"transformers has no causal language model of the type {config.model_type}."
-            ) from error
-        message = " ".join(str(error).split())
-        raise MoesaicError(
-            f"config.json describes no {config.model_type} that can be made: "
-            f"{type(error).__name__}: {message:.300}"
-        ) from error
-    return model
+    fingerprint = getattr(examples, "fingerprint", None)
+    if fingerprint is not None:
+        return str(fingerprint)
+    digest = hashlib.sha256()
+    sized = hasattr(examples, "__len__")
+    for example in examples if sized else islice(examples, EXAMPLES):
+        plain = {name: list(map(int, ids)) for name, ids in sorted(example.items())}
+        digest.update(json.dumps(plain).encode())
+    return digest.hexdigest()[:16]

@@ -40,8 +40,6 @@ def stored_name(weight: str, end: str) -> str:
     return weight.rpartition(".")[0] + end if end.startswith(".") else weight + end
 
 
-OTHERWISE = ("ignored_layers",)
-"""Config keys by which other programs list modules that are not quantised."""
 _ONE_EXPERT = re.compile(r"(?<=experts)\\?\.[(\[]?\d+")
 
 
@@ -229,7 +227,8 @@ class Format(ABC):
             moved: single experts' modules that were not quantised: new names by old ones.
         """
         said = dict(self.config)
-        for key in (key for key in (self.plainly, *OTHERWISE) if said.get(key)):
+        # other programs list modules that are not quantised by the latter
+        for key in (key for key in (self.plainly, "ignored_layers") if said.get(key)):
             said[key] = [new for entry in said[key] for new in _renumbered(str(entry), moved)]
         more = {*modules} - {*(said.get(self.plainly) or ())}
         if more:

@@ -12,27 +12,28 @@ import hashlib
 import importlib
 import importlib.util
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
-from moesaic.io.fingerprint import Stored
-from moesaic.io.headers import check_counts, check_gguf, reading
+from moesaic.errors import MoesaicError, shown, spoken
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, Stored
+from moesaic.io.models import skeleton
 from moesaic.io.names import PACKAGED, cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import output_lock, whole_file, whole_folder
-from moesaic.io.trust import pretrained
+from moesaic.io.trust import check_counts, pretrained, reading
 from moesaic.types import JSON, Config, Model
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
@@ -89,25 +90,17 @@ class Tensors(Checkpoint):
         self._stored = {n: Stored(self.file, "F32", p.shape, 0, 0) for n, p in self._parts.items()}
 
     def _read(self, name: str) -> Tensor:
+        from gguf import dequantize
+
         stored, expert, shape = self._parts[name]
-        numbers = values(stored.data if expert is None else stored.data[expert], stored.tensor_type)
+        data = stored.data if expert is None else stored.data[expert]
+        numbers = dequantize(data, stored.tensor_type)
         if self._processor is not None:
             # without names of its own to look up, a processor leaves stacked experts apart
             about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
             processed = self._processor.process(weights=numbers, name=str(stored.name), **about)
             numbers = processed.weights
         return torch.from_numpy(np.require(numbers, np.float32, ["C", "W"])).view(shape)
-
-
-def values(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> Numbers:
-    """Return the values, float32, of stored data.
-
-    Raises:
-        NotImplementedError: the type is not known.
-    """
-    from gguf import dequantize
-
-    return dequantize(data, kind)
 
 
 # --- the folder that stands for a file -----------------------------------------------------------
@@ -138,13 +131,13 @@ def folder_of(file: Path) -> Path:
 
 
 def _unfold(file: Path, work: Path) -> None:
-    from gguf import GGML_QUANT_SIZES, GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
     from transformers import AutoTokenizer
     from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor as Plain
 
-    check_gguf(file)
+    _check_gguf(file)
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
     tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
@@ -156,7 +149,7 @@ def _unfold(file: Path, work: Path) -> None:
     model = skeleton(config, torch.float32)
     for kind in sorted({tensor.tensor_type for tensor in reader.tensors}):
         try:
-            values(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+            dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
         except NotImplementedError:
             raise MoesaicError(
                 f"{file} has tensors of type {kind.name}, which is not read."
@@ -314,10 +307,9 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
     if expert is not None:
         count, *stored = stored
     if _sizes(stored) != _sizes(shape) or (expert or 0) >= count:
-        actual, expected = (" x ".join(map(str, sizes)) for sizes in (stored, shape))
         raise MoesaicError(
-            f"{tensor.name} in {file} is of shape {actual}, and its config asks for {expected}: "
-            f"{name}."
+            f"{tensor.name} in {file} is of shape {spoken(stored)}, and its config asks for "
+            f"{spoken(shape)}: {name}."
         )
     return Part(tensor, expert, shape)
 
@@ -329,6 +321,99 @@ def _sizes(shape: list[int]) -> list[int]:
 
 def _shape(tensor: ReaderTensor) -> list[int]:
     return [int(n) for n in reversed(tensor.shape.tolist())]
+
+
+# --- headers -------------------------------------------------------------------------------------
+
+# The format is that of ggml's ``docs/gguf.md``: a magic, a version, numbers of tensors and of
+# fields, the fields, and each tensor's description.
+MOST = {"fields": 10_000, "tensors": 200_000, "values": 4_000_000, "dimensions": 8}
+"""Limits of a header: the largest vocabularies have 300,000 tokens, as many merges, scores and
+types."""
+NAME, WORD, TEXT = 1000, 4096, 1 << 24
+"""Largest numbers of bytes of a name, of a string in a list, and of any other string."""
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Codes of :mod:`struct` by the types of fields that are numbers."""
+STRING, LIST = 8, 9
+
+
+class _Reader:
+    """Reader of a header that checks every size first."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file, self.left = file, size
+        self.order = "<"
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes; raises ValueError if the file ends before."""
+        self.left -= count
+        if self.left < 0:
+            raise ValueError("it ends within its header")
+        return self.file.read(count)
+
+    def number(self, kind: str) -> float:
+        """Return the next number of a :mod:`struct` type."""
+        (value,) = struct.unpack(self.order + kind, self.take(struct.calcsize(f"={kind}")))
+        return value
+
+    def count(self, what: str, most: int, kind: str = "Q") -> int:
+        """Return the next number; raises ValueError if it is above ``most``."""
+        count = int(self.number(kind))
+        if count > most:
+            raise ValueError(f"{count:,} {what}, of {most:,} at most")
+        return count
+
+    def text(self, most: int) -> bytes:
+        """Return the next string, of at most ``most`` bytes."""
+        return self.take(self.count("bytes of text", most))
+
+
+def _check_gguf(path: Path) -> None:
+    """Refuse a header that asks for more than any model has; ValueError names the value and its
+    limit."""
+    with path.open("rb") as file:
+        reader = _Reader(file, path.stat().st_size)
+        if reader.take(4) != b"GGUF":
+            raise ValueError("it does not begin as GGUF does")
+        version = reader.take(4)
+        if version[0] == 0:  # the other order of bytes
+            reader.order = ">"
+        tensors = reader.count("tensors", MOST["tensors"])
+        fields = reader.count("fields", MOST["fields"])
+        for key, number in _numbers(reader, fields):
+            check_counts({key: number})
+        for _ in range(tensors):
+            name = reader.text(NAME)
+            dimensions = reader.count("dimensions", MOST["dimensions"], "I")
+            shape = [reader.number("Q") for _ in range(dimensions)]
+            reader.number("I"), reader.number("Q")
+            if prod(shape) >= 2**62:
+                raise ValueError(f"{shown(name)} is of shape {shown(shape)}")
+
+
+def _numbers(reader: _Reader, fields: int) -> Iterator[tuple[str, float]]:
+    """Yield the fields that are numbers, with the last part of their names."""
+    values = 0
+    for _ in range(fields):
+        name = reader.text(NAME).decode("utf-8", "replace")
+        kind = int(reader.number("I"))
+        if kind in NUMBERS:
+            yield name.rpartition(".")[2], reader.number(NUMBERS[kind])
+        elif kind == STRING:
+            reader.text(TEXT)
+        elif kind == LIST:
+            kind = int(reader.number("I"))
+            count = reader.count("values", MOST["values"] - values)
+            values += count
+            if kind == STRING:
+                for _ in range(count):
+                    reader.text(WORD)
+            elif kind in NUMBERS:
+                reader.take(count * struct.calcsize(f"={NUMBERS[kind]}"))
+            else:
+                raise ValueError(f"{shown(name)} is a list of type {kind}")
+        else:
+            raise ValueError(f"{shown(name)} is of type {kind}")
 
 
 # --- files in packages of the Python index -------------------------------------------------------

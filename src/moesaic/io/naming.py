@@ -197,7 +197,8 @@ class Naming:
             return read(parts[0][0])
         parts = sorted(parts, key=lambda p: dot_natural_key(p[0]))
         converter = copy.deepcopy(self._converters[parts[0][1]])
-        if _stacks(converter):
+        steps = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+        if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             matrices: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
             for part, pattern in parts:
                 matrices[str(pattern)].append(part)
@@ -253,14 +254,6 @@ class Naming:
             )
         except (RuntimeError, ValueError):
             return None
-
-
-def _stacks(converter: WeightConverter) -> bool:
-    """Return True if a converter stacks experts in one tensor, and joins their matrices' rows."""
-    places = [
-        (type(operation), getattr(operation, "dim", None)) for operation in converter.operations
-    ]
-    return places in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def _stacked(experts: Sequence[Sequence[str]], read: Callable[[str], Tensor]) -> Tensor:

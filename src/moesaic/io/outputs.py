@@ -1,7 +1,7 @@
 """Output files and folders: whole or absent, one run at a time, nothing foreign replaced.
 
 An output is written under a hidden name beside its own and renamed when it is complete. A list of
-the files in a folder (:data:`moesaic.io.layout.FILES`) ensures that nothing is ever deleted that
+the files in a folder (:data:`moesaic.io.names.FILES`) ensures that nothing is ever deleted that
 this package did not write.
 """
 
@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.errors import MoesaicError
-from moesaic.io.headers import mapping_of
-from moesaic.io.layout import FILES, FOLDER, misread, our_folder
-from moesaic.io.names import NAMES
+from moesaic.io.names import FILES, FOLDER, NAMES, misread, our_folder
+from moesaic.io.trust import mapping_of
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 DRAWN = "<!-- made by Moesaic -->"
 """Comment in every page and drawing by which it is recognised as our own."""
-STATISTICS = re.compile(rb'.{8}\{"__metadata__": \{"moesaic": ', re.DOTALL)
+STATISTICS = re.compile(rb'.{8}\{"__metadata__":\{"moesaic":', re.DOTALL)
 GGUF = re.compile(b"GGUF")
 DRAWING = re.compile(b"<[^>]*>" + DRAWN.encode())
 """Patterns of the first bytes of statistics, GGUF files and drawings: older outputs."""
@@ -81,7 +80,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
         )
 
 
-def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
+def _check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
     """Refuse an output path that would overwrite an input.
 
     Args:
@@ -122,7 +121,7 @@ def check_file(
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
     _check_free(out, overwrite)
-    check_inputs(out, inputs)
+    _check_inputs(out, inputs)
     if out.exists():
         start = b"?"
         if out.is_file():
@@ -154,7 +153,7 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
         _check_free(out, overwrite)
     inputs, work = [*inputs], (unfinished(out), searched(out))
     for place in (out, *work):
-        check_inputs(place, inputs)
+        _check_inputs(place, inputs)
     if out.exists():
         _check_ours(out)
     for place in work if overwrite else ():
@@ -285,19 +284,14 @@ def _empty(path: Path) -> Path:
     return path
 
 
-def _left(out: Path) -> list[Path]:
-    """Return the hidden files beside an output, left by killed runs or being written now."""
-    names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
-    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
-    return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
-
-
 def _sweep(out: Path) -> None:
     """Remove files that killed runs left beside a locked output.
 
     An older output that was about to be replaced gets its name back if the new one had not got it.
     """
-    for path in _left(out):
+    names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
+    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
+    for path in [path for path in out.parent.iterdir() if left.fullmatch(path.name)]:
         if path.suffix == ".replaced" and not os.path.lexists(out):
             path.rename(out)
             logging.getLogger(__name__).warning("%s is back: a run was killed replacing it.", out)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint
-from moesaic.io.fingerprint import Stored
+from moesaic.io.checkpoint import Checkpoint, Stored
 from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts, stored_name
-from moesaic.io.headers import check_fields, mapping_of, reading
 from moesaic.io.naming import expert_number
+from moesaic.io.trust import check_fields, mapping_of, reading
 from moesaic.types import JSON, Config, Values
 
 FORMATS: dict[str, type[Format]] = {
@@ -267,8 +266,6 @@ class QuantisedCheckpoint(Checkpoint):
         MoesaicError: codes are without scales, scales without codes, or they do not fit.
     """
 
-    loadable = False
-
     def __init__(self, folder: Path, format: Format, dtype: torch.dtype) -> None:
         super().__init__(folder)
         self.format, self._dtype = format, dtype
@@ -393,33 +390,26 @@ def opened(folder: Path) -> Checkpoint:
     """Open the checkpoint of a folder in the format that its config names.
 
     Raises:
-        MoesaicError: it is damaged, or its format is not supported.
+        MoesaicError: it is damaged, its format is not supported, or its config names none and a
+            weight is quantised all the same.
     """
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
     format = format_of(described(config, folder))
     if format is None:
-        return _plain_checkpoint(folder)
+        checkpoint = Checkpoint(folder)
+        for name, stored in checkpoint._stored.items():
+            packed = stored.kind in CODES and re.search(r"weight(_packed)?$|_blocks$", name)
+            if stored.kind.startswith("F8") or packed:
+                raise MoesaicError(
+                    f"{name} in {folder} is stored as {stored.kind}, and config.json names no "
+                    f"format by which it could be read; {', '.join(FORMATS)} are. Dequantise it "
+                    "first."
+                )
+        return checkpoint
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."), torch.bfloat16)
     return QuantisedCheckpoint(folder, format, dtype)
-
-
-def _plain_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint whose config names no format.
-
-    Raises:
-        MoesaicError: a weight is quantised all the same.
-    """
-    checkpoint = Checkpoint(folder)
-    for name, stored in checkpoint._stored.items():
-        packed = stored.kind in CODES and re.search(r"weight(_packed)?$|_blocks$", name)
-        if stored.kind.startswith("F8") or packed:
-            raise MoesaicError(
-                f"{name} in {folder} is stored as {stored.kind}, and config.json names no format "
-                f"by which it could be read; {', '.join(FORMATS)} are. Dequantise it first."
-            )
-    return checkpoint
 
 
 def describe_format(config: Config, checkpoint: Checkpoint, kept: bool) -> None:

@@ -1,21 +1,33 @@
-"""Models by name: a folder, a GGUF file, a model that ships, a hub id."""
+"""Models by name: a folder, a GGUF file, a model that ships, a hub id; whole or headers alone.
+
+A file's header names every tensor, its type and its shape. Converted by the code that converts
+tensors with values, on the meta device, it is the header of the result: so the bytes of a result's
+files are known before they are written.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, partial
 from glob import escape
 from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.logging import (
@@ -28,30 +40,46 @@ from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
+    TYPES,
     Checkpoint,
+    ShardWriter,
     check_finite,
     first_file,
-    path_of,
-    shape_of,
     shards,
+    write_shard,
 )
 from moesaic.io.gguf import folder_of, packaged_file
-from moesaic.io.headers import check_counts, mapping_of, reading
-from moesaic.io.language import predicts_tokens
-from moesaic.io.layout import FOLDER, PLAN, READ, RECORD, SIDE_FILES, TOKENIZER_FILES, placed
-from moesaic.io.names import PACKAGED, SHIPPED, check_name, without_slash
+from moesaic.io.models import path_of, predicts_tokens, shape_of
+from moesaic.io.names import (
+    FOLDER,
+    NAMES,
+    PACKAGED,
+    PLAN,
+    READ,
+    RECORD,
+    SHIPPED,
+    SIDE_FILES,
+    TOKENIZER_FILES,
+    check_name,
+    placed,
+    without_slash,
+)
 from moesaic.io.naming import Naming, is_mtp, language, read_as
-from moesaic.io.quantised import Awaited, opened, quantization_of
+from moesaic.io.quantised import Awaited, QuantisedCheckpoint, opened, quantization_of
 from moesaic.io.trust import (
     NEEDS_CODE,
     brings_code,
     check_adapter,
     check_config,
+    check_counts,
     check_fetched,
     check_links,
+    copy_side_files,
+    mapping_of,
     pretrained,
+    reading,
 )
-from moesaic.types import JSON, Config, Model, Tokenizer, Values
+from moesaic.types import JSON, Config, Made, Model, Tokenizer, Values
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Name patterns of a hub repository's files that are read beside its weights."""
@@ -65,7 +93,7 @@ class Source:
     folder: Path
     file: Path | None = None
     """GGUF file that the folder was unpacked from."""
-    weightless: bool = False
+    headers_only: bool = False
     """True if headers and small files are read, and no weight: tensors are on the meta device."""
 
     @property
@@ -179,7 +207,7 @@ class Source:
         """Weights of the folder, to be read one by one."""
         check_links(self.folder)
         checkpoint = opened(self.folder)
-        checkpoint.weightless = self.weightless
+        checkpoint.headers_only = self.headers_only
         return checkpoint
 
     @cached_property
@@ -190,7 +218,7 @@ class Source:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights; empty if there are none."""
-        return "" if self.weightless else self.checkpoint.fingerprint
+        return "" if self.headers_only else self.checkpoint.fingerprint
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -248,7 +276,7 @@ class Source:
         checkpoint = self.checkpoint
         # sizes that do not fit are refused by us
         options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        if checkpoint.loadable and not self.beside:
+        if not (isinstance(checkpoint, QuantisedCheckpoint) or self.beside):
             own: JSON = {"config": copy.deepcopy(self.config), "use_safetensors": True}
             return pretrained(AutoModelForCausalLM, self.folder, **own, **options)
         config = copy.deepcopy(self.config)
@@ -392,7 +420,7 @@ def from_hub(
         try:
             return Path(snapshot_download(name, revision=revision, token=token, **only))
         except Exception as error:
-            raise unreachable(name, because or error) from error
+            raise _unreachable(name, because or error) from error
 
     try:
         found = HfApi(token=token).model_info(name, revision=revision)
@@ -403,7 +431,7 @@ def from_hub(
             weights = shards(folder)
             if all((folder / file).exists() for file in weights):
                 return folder, weights
-        raise unreachable(f"{name} is not whole in the hub's cache, and", error) from error
+        raise _unreachable(f"{name} is not whole in the hub's cache, and", error) from error
     if "config.json" not in names:
         first_file(names, {}, name)
         raise MoesaicError(f"{name} has no config.json; is it a model?")
@@ -425,10 +453,130 @@ def _is_small(file: str) -> bool:
     return any(fnmatch(file, p) and file.count("/") == p.count("/") for p in SMALL)
 
 
-def unreachable(name: str, error: Exception) -> MoesaicError:
+def _unreachable(name: str, error: Exception) -> MoesaicError:
     """Return the error for a repository that cannot be fetched, with the reason."""
     reason = shorten(str(error), 120, placeholder=" ...")
     return MoesaicError(
         f"{name} could not be fetched from the hub ({type(error).__name__}: {reason}). "
         "Check the name and the connection, or pass the folder of a downloaded copy."
     )
+
+
+def source_or_model(
+    model: object, revision: str | None = None, token: str | bool | None = None
+) -> Source | Model:
+    """Return the model that a verb was given: a loaded one itself, or the source of a name.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        revision: as for :func:`~moesaic.io.source.resolve`.
+        token: the same.
+
+    Raises:
+        MoesaicError: it is neither, or there is no such model.
+    """
+    if isinstance(model, str | Path):
+        return resolve(str(model), revision, token)
+    if isinstance(model, Made):
+        return model.model
+    if isinstance(model, PreTrainedModel | Source):
+        return model
+    raise MoesaicError(
+        "A model is a name, a folder, a loaded PreTrainedModel of transformers, or a Result; "
+        f"got {type(model).__name__}."
+    )
+
+
+def tokenizer_of(model: object, opened: Source | Model) -> Tokenizer | None:
+    """Return the tokenizer that comes with a model; None for a loaded one, which has none.
+
+    Args:
+        model: the argument of a verb.
+        opened: what :func:`source_or_model` returned for it.
+
+    Raises:
+        MoesaicError: its folder holds no tokenizer that can be used.
+    """
+    if isinstance(model, Made):
+        return model.tokenizer
+    return opened.tokenizer if isinstance(opened, Source) else None
+
+
+LARGEST = 1 << 44
+"""Largest number of bytes of a model, 17.6 TB: some file systems hold no larger sparse file."""
+
+
+def headers_of_model(
+    name: str, folder: Path, revision: str | None = None, token: str | bool | None = None
+) -> Source:
+    """Find a model without its weights.
+
+    Of a hub id only small files and headers are fetched. A folder that has a config and no weights
+    is taken for the model that the config describes.
+
+    Args:
+        name: as for :func:`moesaic.io.source.resolve`.
+        folder: an existing one, for the files that have to be made.
+        revision: as for :func:`moesaic.io.source.resolve`.
+        token: the same.
+
+    Raises:
+        MoesaicError: there is no such model, or the hub cannot be reached.
+    """
+    check_name(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
+        if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
+            return _of_config(name, path, folder)
+        return Source(name, path, headers_only=True)
+    if without_slash(name) in NAMES or path.suffix == ".gguf":
+        return Source(name, resolve(name).folder, headers_only=True)
+    return _of_hub(name, folder, revision, token)
+
+
+def _of_config(name: str, path: Path, folder: Path) -> Source:
+    """Return the checkpoint that a config describes, its tensors named as in memory."""
+    check_links(path)
+    copy_side_files(path, folder, "*.json")
+    config = Source(name, folder).config
+    model = shape_of(config, config.dtype or torch.float32)
+    tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
+    size = sum(tensor.nbytes for tensor in first.values())
+    if size > LARGEST:
+        raise MoesaicError(
+            f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
+            "of the sizes in it must be wrong."
+        )
+    writer = ShardWriter(folder, outline=True)
+    for tensor_name, tensor in first.items():
+        writer.add(tensor_name, tensor.detach().to("meta"))
+    writer.close()
+    return Source(name, folder, headers_only=True)
+
+
+def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Source:
+    """Return a model in the hub's cache if it has the weights, else small files and headers alone.
+
+    The headers are fetched from the hub, eight files at a time.
+    """
+    from huggingface_hub import HfApi
+
+    place, weights = from_hub(name, revision, token, whole=False)
+    if all((place / file).exists() for file in weights):
+        return Source(name, place, headers_only=True)
+    read = partial(HfApi(token=token).parse_safetensors_file_metadata, name, revision=place.name)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            headers = [*pool.map(read, weights)]
+    except Exception as error:
+        raise _unreachable(name, error) from error
+    copy_side_files(place, folder, "*.json")
+    for shard, header in zip(weights, headers, strict=True):
+        tensors = {
+            tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
+            for tensor, info in header.tensors.items()
+        }
+        write_shard(folder / shard, tensors, outline=True)
+    return Source(name, folder, headers_only=True)

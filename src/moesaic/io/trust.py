@@ -1,4 +1,9 @@
-"""Folders from strangers: no code in them is run, and no link out of them is followed."""
+"""Files from strangers, checked before they are trusted.
+
+Sizes of JSON files and of safetensors headers are limited and types are checked before anything is
+computed from them, or a library reads them; no tensor is read here. No code in a model's folder is
+run, and no link out of it is followed.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,229 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import MoesaicError
-from moesaic.io.headers import LARGEST, mapping_of
-from moesaic.io.layout import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
-from moesaic.types import Values
+from safetensors import SafetensorError
+
+from moesaic.errors import MoesaicError, shown
+from moesaic.io.names import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
+from moesaic.types import JSON, Values, suits
+
+LARGEST = 100_000_000
+"""Largest number of bytes of a header or of a JSON file, as in safetensors itself."""
+DEEPEST = 64
+"""Deepest nesting of lists and mappings."""
+DIGITS = 300
+"""Largest number of digits of a whole number, so that it can be converted to a float."""
+ODD = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, OSError,
+    AssertionError, SafetensorError, struct.error,
+)  # fmt: skip
+"""Exceptions that readers raise over a damaged file, RecursionError included."""
+LAYERS, EXPERTS = 1000, 10_000
+"""Largest numbers of decoder layers and of experts; the largest known are 126 and 1,024. More are a
+mistake, and would take minutes to be found out."""
+_COUNTS = (
+    (re.compile(r"(layers?|num_blocks|block_count|depth)$"), LAYERS),
+    (re.compile(r"experts|expert_(used_)?count$"), EXPERTS),
+)
+
+
+TRUNCATED = "is missing, truncated or corrupt"
+
+
+@contextmanager
+def reading(
+    what: object,
+    remedy: str = "",
+    failure: str = "cannot be read",
+    errors: tuple[type[Exception], ...] = ODD,
+) -> Iterator[None]:
+    """Context in which the exceptions of readers of a damaged file become :class:`MoesaicError`.
+
+    Args:
+        what: the file or field that is read, for the message.
+        remedy: a sentence that ends the message.
+        failure: says what is wrong with the file, before the reason.
+        errors: that its readers may raise.
+
+    Raises:
+        MoesaicError: gives the reason why the file cannot be read.
+
+    >>> with reading("plan.json"):
+    ...     {}["layers"]
+    Traceback (most recent call last):
+    moesaic.errors.MoesaicError: plan.json cannot be read: it has no 'layers'.
+    """
+    try:
+        yield
+    except MoesaicError:
+        raise
+    except errors as error:
+        reason = " ".join(f"{error}".split())[:300].strip(" .") or type(error).__name__
+        if isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
+        if isinstance(error, KeyError):
+            reason = f"it has no {reason}"
+        end = f" {remedy}" if remedy else ""
+        raise MoesaicError(f"{what} {failure}: {reason}.{end}") from error
+
+
+def parsed(text: str | bytes, where: str) -> Any:
+    """Parse JSON from a file.
+
+    Args:
+        text: the file's content.
+        where: the file, for messages.
+
+    Raises:
+        MoesaicError: it is not JSON, is no text, is larger than :data:`LARGEST`, is nested beyond
+            :data:`DEEPEST`, or holds a whole number of more than :data:`DIGITS`.
+
+    >>> parsed("[" * 100_000, "a.json")
+    Traceback (most recent call last):
+    moesaic.errors.MoesaicError: a.json cannot be read: it is nested too deeply.
+    """
+    with reading(where):
+        return _json(text)
+
+
+def _json(text: str | bytes, **options: Any) -> Any:
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} bytes")
+    content = json.loads(text, parse_int=_whole, **options)
+    level, depth = [content], 0
+    while level := [p for value in level for p in _parts(value) if isinstance(p, dict | list)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise RecursionError
+    return content
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _parts(value: object) -> Iterable[object]:
+    """Return the values directly in a list or a mapping; nothing for anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def mapping_of(path: Path) -> JSON:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        MoesaicError: it cannot be read, or holds something else.
+    """
+    with reading(path), path.open("rb") as file:
+        text = file.read(LARGEST + 1)
+    content = parsed(text, str(path))
+    if not isinstance(content, dict):
+        raise MoesaicError(f"{path} cannot be read: it holds no JSON object.")
+    return content
+
+
+def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
+    """Refuse values whose type is not their hint's; missing ones pass.
+
+    Args:
+        plain: values by name.
+        hints: types by name.
+
+    Raises:
+        TypeError: names the first.
+
+    >>> check_fields({"layers": "x"}, {"layers": list[int]})
+    Traceback (most recent call last):
+    TypeError: layers is 'x'
+    """
+    for name, hint in hints.items():
+        if name in plain and not suits(plain[name], hint):
+            raise TypeError(f"{name} is {shown(plain[name])}")
+
+
+def check_counts(plain: object) -> None:
+    """Refuse numbers of layers and of experts that no model has, at any depth of a config.
+
+    Args:
+        plain: a config as plain JSON, or a part of one.
+
+    Raises:
+        ValueError: names the first.
+
+    >>> check_counts({"text_config": {"num_hidden_layers": 10**9}})
+    Traceback (most recent call last):
+    ValueError: num_hidden_layers is 1,000,000,000, of 1,000 at most
+    """
+    for key, value in plain.items() if isinstance(plain, dict) else ():
+        for names, most in _COUNTS:
+            if type(value) in (int, float) and value > most and names.search(str(key)):
+                raise ValueError(f"{key} is {value:,}, of {most:,} at most")
+    for part in _parts(plain):
+        check_counts(part)
+
+
+def _once(pairs: list[tuple[str, object]]) -> JSON:
+    """Return key-value pairs as a JSON object; ValueError if a key occurs twice."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(name)} is there twice")
+    return mapping
+
+
+def header_of(path: Path) -> tuple[JSON, int]:
+    """Read the header of a safetensors file.
+
+    Returns:
+        for every tensor's name its ``dtype``, ``shape`` and ``data_offsets``, counted from the
+        second value: the byte at which data begin.
+
+    Raises:
+        MoesaicError: the file is missing or truncated, names a tensor twice, or has an entry that
+            is not valid.
+    """
+    with reading(path, failure=TRUNCATED):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            room = path.stat().st_size - 8 - size
+            if not 0 < size <= LARGEST or room < 0:
+                raise ValueError(f"a header of {size} bytes")
+            header = _json(file.read(size), object_pairs_hook=_once)
+        check_fields({"the header": header}, {"the header": dict})
+        notes = header.pop("__metadata__", None) or {}
+        check_fields({"metadata": notes}, {"metadata": dict})
+        check_fields(notes, dict.fromkeys(notes, str))
+        for name, entry in header.items():
+            if not _is_valid(entry, room):
+                raise ValueError(f"{shown(name)} is said to be {shown(entry, 200)}")
+    return header, 8 + size
+
+
+def _is_valid(entry: object, room: int) -> bool:
+    """Return True if a tensor's entry in a header is valid; ``room``: bytes of all data."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        return False
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(kind) is not str or not (_are_counts(shape) and _are_counts(offsets)):
+        return False
+    return len(offsets) == 2 and offsets[0] <= offsets[1] <= room
+
+
+def _are_counts(value: object) -> bool:
+    """Return True if a value is a list of whole numbers, none of them below 0."""
+    return type(value) is list and all(type(n) is int and n >= 0 for n in value)
+
 
 NEVER_READ = (*READ, "LICENSE*", "NOTICE*", "README*", "*.md", ".*")
 """Name patterns at the top of a model's folder that are not checked here: weights are checked when
@@ -93,18 +312,15 @@ def _leads_out(file: Path, folder: Path) -> bool:
         folder, target = folder.resolve(), file.resolve()
     except (OSError, RuntimeError):  # a link to itself
         return True
-    return not (target.is_relative_to(folder) or _is_blob_of(target, folder))
-
-
-def _is_blob_of(target: Path, folder: Path) -> bool:
-    """Return True if a path is a blob where the hub's library keeps a snapshot's files."""
+    if target.is_relative_to(folder):
+        return False
     for snapshot in (folder, *folder.parents):
         repository = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and REPOSITORY.fullmatch(repository.name):
             store, name = repository.parent / "blobs", target.name
             shared = target.parent == store / name[:2] and HASH.fullmatch(name) is not None
-            return shared or target.parent == repository / "blobs"
-    return False
+            return not (shared or target.parent == repository / "blobs")
+    return True
 
 
 def check_file(file: Path, folder: Path) -> None:
@@ -166,21 +382,20 @@ def check_links(folder: Path) -> None:
             )
 
 
-def _side_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that a rewritten checkpoint takes over: no weights, no code, no link out."""
-    weights = misread(folder)
+def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
+    """Copy tokenizer, generation settings and licence of a checkpoint, and files of a pattern.
+
+    Of the former no weights, no code and no link out of the folder are copied.
+    """
+    weights, files = misread(folder), {*(folder.glob(pattern) if pattern else ())}
     for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
         if not file.is_file() or file.name in weights or file.suffix == ".py":
             continue
         if _leads_out(file, folder):
             logging.getLogger(__name__).warning("%s is a link elsewhere and left out.", file)
-            continue
-        yield file
-
-
-def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
-    """Copy tokenizer, generation settings and licence of a checkpoint, and files of a pattern."""
-    for file in {*_side_files(folder), *(folder.glob(pattern) if pattern else ())}:
+        else:
+            files.add(file)
+    for file in files:
         to = out / file.relative_to(folder)
         to.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, to)

@@ -18,17 +18,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
-from moesaic.arch.dense import FFN
+from moesaic.arch.mixture import FFN
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import recover, refit_name
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.branches import divergences
 from moesaic.observation.files import Observation, Observed
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
-from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.regression import significantly_worse
+from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
 S = TypeVar("S")
@@ -112,7 +112,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Simpler alternatives with the same budget, by name.
 
         All are compared by KL on held-out windows. This method's result is used only if every
-        alternative is :func:`~moesaic.plans.regression.significantly_worse`; otherwise the best
+        alternative is :func:`~moesaic.plans.recovery.significantly_worse`; otherwise the best
         alternative is."""
         return {}
 

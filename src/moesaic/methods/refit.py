@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import FFN
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.stream import LayerTokens
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied

@@ -13,8 +13,7 @@ from moesaic.config import Bench
 from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.hub import on_disk
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import working_type
+from moesaic.io.models import shape_of, working_type
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.size import model_size

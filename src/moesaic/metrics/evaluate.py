@@ -11,17 +11,15 @@ import torch
 
 from moesaic.bars import tracked
 from moesaic.config import Evaluation, text_fields
-from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import RowRange, check_apart
+from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import sizes_in, working_type
-from moesaic.io.headers import mapping_of
-from moesaic.io.layout import RECORD, placed
-from moesaic.io.restore import leaves_untouched, source_or_model
-from moesaic.io.source import Source
+from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
+from moesaic.io.names import RECORD, placed
+from moesaic.io.source import Source, source_or_model
+from moesaic.io.trust import mapping_of
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
@@ -69,7 +67,7 @@ def evaluate(
         data: texts, tokens (N, L), or a source; the text that ships by default.
         length: tokens of a window; None for 512, or for a token file's own.
         max_tokens: use at most this much of the text; 0 or None for all of it.
-        tasks: as for :func:`moesaic.data.questions.wanted_tasks`.
+        tasks: as for :func:`moesaic.data.sources.wanted_tasks`.
         limit: questions of each task at most; None for all.
         shots: examples before each question; None for the task's own.
         generations: continue fixed prompts, and measure how the continuations repeat themselves.

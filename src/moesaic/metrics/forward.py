@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
-from moesaic.io.checkpoint import skeleton
-from moesaic.io.dtypes import working_type
+from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
 from moesaic.metrics.routing_counts import Routing, counted
-from moesaic.modules.phase import set_mode
-from moesaic.observation.stream import LayerStream, PartChange, SpilledList
+from moesaic.modules.running import SpilledList, always_skipping
+from moesaic.observation.stream import LayerStream, PartChange
 from moesaic.types import Model, Track, logits_alone, silent
 
 T = TypeVar("T")
@@ -81,7 +80,7 @@ class Whole:
     def _logits(
         self, batches: Sequence[Tokens], track: Track, label: str, counts: dict[int, Routing]
     ) -> Iterator[tuple[Tensor, Tokens]]:
-        with counted(self.shape) as routing, set_mode(self.shape, "always"):
+        with counted(self.shape) as routing, always_skipping(self.shape):
             for batch in track(batches, label, len(batches)):
                 routing.look_at(batch.attention_mask)
                 yield self._logits_of(batch), batch  # which nothing here holds on to
@@ -122,7 +121,7 @@ class Layerwise:
         source: the checkpoint.
         device: where a layer computes.
         dtype: floating-point type; None for the checkpoint's own, or what stands in for it
-            (:func:`~moesaic.io.dtypes.working_type`).
+            (:func:`~moesaic.io.models.working_type`).
         keep: keep the last layer's outputs, so that the same batches pass the layers only once.
         change: context entered for each part of the model while its weights are loaded; see
             :attr:`moesaic.observation.stream.LayerStream.change`.
@@ -177,7 +176,7 @@ class Layerwise:
         )
         stream.change = self.change or stream.change
         model = self.shape
-        with torch.no_grad(), counted(model) as routing, set_mode(model, "always"):
+        with torch.no_grad(), counted(model) as routing, always_skipping(model):
             states, kwargs = stream.record()
             for block in track(stream.blocks(kwargs), label, stream.count):
                 outputs = block.outputs(states)

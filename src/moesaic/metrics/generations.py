@@ -14,10 +14,10 @@ from statistics import fmean
 import torch
 from jinja2 import TemplateError
 
-from moesaic.data.templates import rendered
+from moesaic.data.rows import rendered
 from moesaic.errors import MoesaicError
-from moesaic.io.restore import leaves_untouched, source_or_model, tokenizer_of
-from moesaic.io.source import Source
+from moesaic.io.models import leaves_untouched
+from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.metrics.gguf_engine import Engine
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
 

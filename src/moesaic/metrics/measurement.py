@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from moesaic.config import Evaluation
-from moesaic.data.questions import wanted_tasks
+from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, positions
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
-from moesaic.io.dtypes import working_type
+from moesaic.io.models import working_type
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_tasks
 from moesaic.metrics.forward import Whole

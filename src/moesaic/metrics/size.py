@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.use import LayerUse
-from moesaic.io.checkpoint import check_whole, shape_of
-from moesaic.io.dtypes import sizes_in
-from moesaic.io.headers_only import headers_of_model
-from moesaic.io.restore import source_or_model
-from moesaic.io.source import resolve
+from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from moesaic.io.models import shape_of, sizes_in
+from moesaic.io.source import headers_of_model, resolve, source_or_model
 from moesaic.metrics.routing_counts import Routing
 from moesaic.surgery import layer_uses
 from moesaic.types import JSON, Model, Named
@@ -27,7 +25,7 @@ class Size:
     active_parameters: int
     """Parameters that one token runs: embeddings, head and routers included."""
     active_ratio: float
-    """Share of the original's projections that one token runs (see :mod:`moesaic.arch.use`)."""
+    """Share of the original's projections that one token runs (see :mod:`moesaic.arch.dense`)."""
     router_parameters: int
     total_bytes: int
     """Bytes of all parameters, in their types in memory."""
@@ -83,7 +81,8 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
             local = Path(name).expanduser().is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(shape_of(opened.config))
-            check_whole(opened.folder)
+            if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+                Checkpoint(opened.folder)  # a missing or damaged file is reported
         else:
             opened = source_or_model(model)
             size = model_size(opened)

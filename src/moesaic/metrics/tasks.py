@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moesaic.data.questions import HEADLINE, PRESETS, Task
+from moesaic.data.sources import HEADLINE, PRESETS, Task
 from moesaic.errors import MoesaicError
-from moesaic.modules.phase import set_mode
+from moesaic.modules.running import always_skipping
 from moesaic.types import JSON, Model, Tokenizer, Values
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def measure_tasks(
     Args:
         model: in memory.
         tokenizer: its own.
-        tasks: of :func:`moesaic.data.questions.wanted_tasks`.
+        tasks: of :func:`moesaic.data.sources.wanted_tasks`.
         limit: most questions of each; None for all.
 
     Returns:
@@ -43,7 +43,7 @@ def measure_tasks(
     by_task: dict[str, JSON] = {}
     for task in tasks:
         try:
-            with set_mode(model, "always"):
+            with always_skipping(model):
                 report: Values = simple_evaluate(
                     lm,
                     tasks=[task.request],

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.losses import divergence, in_chunks
-from moesaic.observation.stream import LayerStream, SpilledList
+from moesaic.modules.running import SpilledList
+from moesaic.observation.stream import LayerStream
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import applied
 from moesaic.types import Track, silent

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from moesaic.data.text import Tokens
 from moesaic.io.outputs import whole_file
 from moesaic.losses import divergence, log_probabilities, predicting
+from moesaic.modules.running import SpilledList
 from moesaic.observation.branches import Change, StandIn, changed
-from moesaic.observation.stream import BEFORE, Block, LayerStream, SpilledList
+from moesaic.observation.stream import BEFORE, Block, LayerStream
 from moesaic.plans.base import LayerPlan
 from moesaic.types import Track, silent
 

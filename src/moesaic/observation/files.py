@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -17,15 +15,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
+from moesaic.arch.mixture import FFN
 from moesaic.config import RunArgs, takes_options
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, shown
-from moesaic.io.fingerprint import of_stored, stored_in
-from moesaic.io.headers import check_fields, header_of, parsed, reading
+from moesaic.io.checkpoint import of_stored, stored_in, write_shard
+from moesaic.io.models import leaves_untouched
 from moesaic.io.outputs import (
     STATISTICS,
     check_file,
@@ -34,10 +33,10 @@ from moesaic.io.outputs import (
     unfinished,
     whole_file,
 )
-from moesaic.io.restore import leaves_untouched
+from moesaic.io.trust import check_fields, header_of, parsed, reading
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
-from moesaic.observation.stream import LayerTokens
 from moesaic.plan import differences
 from moesaic.types import JSON, Named, Values
 
@@ -77,29 +76,24 @@ class Observation:
         own: Callable[[LayerTokens[Any], Tally], None] | None = None,
     ) -> None:
         self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
-        path = job.args.calibration.stats
-        file = self._opened(path) if path else None
-        self._file = file if self.needs else None
+        self._file: StatsFile | None = None
+        if path := job.args.calibration.stats:
+            if lacking := self.needs - FILED:
+                words = {"pairs of neurons" if name in PAIRS else name for name in lacking}
+                raise MoesaicError(
+                    f"stats hold no {' and no '.join(sorted(words))}: these options need the "
+                    "model, and cannot decide from stats."
+                )
+            file = StatsFile(Path(path))
+            job.warn_of_text()
+            if others := differences({"base": file.header["base"]}, {"base": asdict(job.base)}):
+                raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
+            if "gram_SP" in self.needs and not file.header["gram"]:
+                raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
+            self._file = file if self.needs else None
         job.observed = self._file.header if self._file is not None else {}
         self.reads_text = self._file is None and not self.needs <= OF_WEIGHTS
         self._own = own if self.reads_text else None
-
-    def _opened(self, path: str) -> StatsFile:
-        lacking = self.needs - FILED
-        if lacking:
-            words = {"pairs of neurons" if name in PAIRS else name for name in lacking}
-            raise MoesaicError(
-                f"stats hold no {' and no '.join(sorted(words))}: these options need the model, "
-                "and cannot decide from stats."
-            )
-        file = StatsFile(Path(path))
-        self.job.warn_of_text()
-        own = {"base": asdict(self.job.base)}
-        if others := differences({"base": file.header["base"]}, own):
-            raise MoesaicError(f"{path} was observed on another model than this: {others[0]}.")
-        if "gram_SP" in self.needs and not file.header["gram"]:
-            raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
-        return file
 
     @property
     def whole(self) -> bool:
@@ -349,20 +343,6 @@ def _metadata(header: JSON) -> dict[str, str]:
 
 def join(parts: Sequence[Path], out: Path, header: JSON) -> None:
     """Join layers' files into one, byte by byte, without loading them."""
-    index: JSON = {"__metadata__": _metadata(header)}
-    start = 0
-    spans: list[tuple[Path, int]] = []
-    for path in parts:
-        part, data = header_of(path)
-        for name, entry in part.items():
-            index[name] = {**entry, "data_offsets": [start + n for n in entry["data_offsets"]]}
-        spans.append((path, data))
-        start += path.stat().st_size - data
-    text = json.dumps(index).encode()
-    text += b" " * (-len(text) % 8)
-    with whole_file(out) as partly, partly.open("wb") as joined:
-        joined.write(struct.pack("<Q", len(text)) + text)
-        for path, skip in spans:
-            with path.open("rb") as file:
-                file.seek(skip)
-                shutil.copyfileobj(file, joined, 16 << 20)
+    stored = {name: place for part in parts for name, place in stored_in(part).items()}
+    with whole_file(out) as partly:
+        write_shard(partly, stored, metadata=_metadata(header))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,14 +30,12 @@ from moesaic.data.text import (
 )
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import working_type
-from moesaic.io.fingerprint import of_model
+from moesaic.io.checkpoint import of_model
 from moesaic.io.formats import Format
+from moesaic.io.models import shape_of, working_type
 from moesaic.io.naming import Naming, mtp_layers
 from moesaic.io.quantised import QuantisedCheckpoint
-from moesaic.io.restore import source_or_model, tokenizer_of
-from moesaic.io.source import Source
+from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
 from moesaic.plans.base import LayerPlan
@@ -79,7 +79,16 @@ class Job(Generic[A_co]):
         self.return_device = "cpu"
         """Device to which a live model returns after the run."""
         if not isinstance(self.original, Source):
-            self._check_in_memory(self.original)
+            if getattr(self.original, "hf_quantizer", None) is not None:
+                raise MoesaicError(
+                    "This model was loaded from quantised weights. Pass its name or its folder "
+                    "instead: then what stays keeps its bytes."
+                )
+            if any(parameter.is_meta for parameter in self.original.parameters()):
+                raise MoesaicError(
+                    "Some of this model's weights wait on disk or beside the device (device_map). "
+                    "Pass its name or its folder instead: then layers are read one at a time."
+                )
             self.return_device = str(self.original.device)
             if self.return_device != "cpu":
                 self.device = self.return_device
@@ -87,19 +96,6 @@ class Job(Generic[A_co]):
         self.observed: JSON = {}
         """Header of the statistics file used for the decision; empty without one."""
         self._length = length
-
-    @staticmethod
-    def _check_in_memory(model: Model) -> None:
-        if getattr(model, "hf_quantizer", None) is not None:
-            raise MoesaicError(
-                "This model was loaded from quantised weights. Pass its name or its folder "
-                "instead: then what stays keeps its bytes."
-            )
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise MoesaicError(
-                "Some of this model's weights wait on disk or beside the device (device_map). Pass "
-                "its name or its folder instead: then layers are read one at a time."
-            )
 
     @property
     def on_disk(self) -> bool:
@@ -181,25 +177,15 @@ class Job(Generic[A_co]):
         every = self.tokens
         count = len(every.input_ids)
         few = max(1, min(2, count // 2), count // HELD_BACK)
-        others = self._other_windows(every, few)
-        if others is not None:
-            return others
+        if self.args.text is None:
+            with suppress(MoesaicError):  # the text has no more windows
+                more = self._windows(self.args.calibration.source, count + 2 * few)
+                others = without_overlap(more, every)
+                if len(others.input_ids) >= few:
+                    return others.rows(slice(few))
         if count > few:
             self.tokens = every.rows(slice(count - few))
         return every.rows(slice(count - few, None))
-
-    def _other_windows(self, every: Tokens, count: int) -> Tokens | None:
-        """Return this many windows of the text outside ``every``; None if the text is too short."""
-        calibration = self.args.calibration
-        if self.args.text is not None:
-            return None
-        windows = len(every.input_ids) + 2 * count
-        try:
-            more = self._windows(calibration.source, windows)
-        except MoesaicError:
-            return None
-        others = without_overlap(more, every)
-        return others.rows(slice(count)) if len(others.input_ids) >= count else None
 
     @property
     def planned_tokens(self) -> int:
@@ -359,8 +345,6 @@ class Job(Generic[A_co]):
         Args:
             inplace: True for the caller's own; None for the request's ``inplace``.
         """
-        import copy
-
         if self.on_disk:
             return self.original.load("cpu", self.dtype)
         if inplace is None:

@@ -44,12 +44,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import FFN
-from moesaic.arch.mixture import MoEFFN
+from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
-from moesaic.observation.stream import LayerTokens
+from moesaic.modules.running import LayerTokens
 
 Stats = dict[str, Tensor]
 """Statistics of one layer by name, on the CPU."""

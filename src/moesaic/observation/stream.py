@@ -8,164 +8,34 @@ forward pass, with one layer's weights in memory when the model is read from dis
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN, hands_on
+from moesaic.arch.dense import Arch, hands_on
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint, narrowed, path_of, skeleton
+from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.checkpoint import cast as as_dtype
-from moesaic.io.dtypes import working_type
+from moesaic.io.models import forward_replaced, narrowed, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
-from moesaic.io.restore import forward_replaced
-from moesaic.modules.chance import RunningTokens, places
+from moesaic.modules.running import LayerTokens, RunningTokens, SpilledList, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
-
-
-class SpilledList:
-    """List of tensors that are moved to memory-mapped files beyond ``limit`` bytes of memory.
-
-    Each is returned on the device that it was on.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._tensors: list[Tensor] = []
-        self._devices: list[torch.device] = []
-        self._mapped: set[int] = set()
-        self._in_memory = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, i: int) -> Tensor:
-        return self._tensors[i].to(self._devices[i])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
-
-    def append(self, tensor: Tensor) -> None:
-        self._devices.append(tensor.device)
-        if self._in_memory + tensor.nbytes <= self.limit:
-            self._in_memory += tensor.nbytes
-            self._tensors.append(tensor)
-            return
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="moesaic-")
-        mapped = torch.from_file(
-            str(Path(self._folder.name) / str(len(self))),
-            shared=True,
-            size=tensor.numel(),
-            dtype=tensor.dtype,
-        ).view(tensor.shape)
-        self._mapped.add(len(self))
-        self._tensors.append(mapped.copy_(tensor))
-
-    def replace(self, i: int, tensor: Tensor) -> None:
-        """Replace entry ``i`` by a tensor of the same shape, in memory or on disk as before."""
-        self._devices[i] = tensor.device
-        if i in self._mapped:
-            self._tensors[i].copy_(tensor)
-        else:
-            self._tensors[i] = tensor
-
-    def clear(self) -> None:
-        self._tensors, self._devices, self._mapped, self._in_memory = [], [], set(), 0
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
 
 V_co = TypeVar("V_co", covariant=True)
 """View of a layer that a method gets: a DenseFFN or a MoEFFN."""
-
-
-@dataclass
-class LayerTokens(Generic[V_co]):
-    """Decoder layer with its weights loaded, and the tokens that reach its FFN."""
-
-    index: int
-    layer: nn.Module
-    ffn: nn.Module
-    view: V_co
-    _device: torch.device
-    _inputs: SpilledList
-    _entered: Callable[[SpilledList, RunningTokens], Iterator[Tensor]]
-    _cache_bytes: int
-    _targets: SpilledList | None = None
-    _hidden: list[Tensor] | None = None
-    _residuals: Callable[[], Iterator[Tensor]] | None = None
-    passage: RunningTokens = field(default_factory=RunningTokens)
-    """Tokens of the batch that :meth:`inputs` yielded last."""
-    change: AbstractContextManager[nn.Module | None] | None = None
-    """Context set by the loop body: entered while this layer passes its tokens on to the next,
-    through the module that it returns, if any. The stream must ``follow``."""
-
-    def __len__(self) -> int:
-        """Return the number of calibration batches."""
-        return len(self._inputs)
-
-    @property
-    def tokens(self) -> int:
-        """Number of calibration tokens, padding left out."""
-        return sum(x.shape[0] for x in self._inputs)
-
-    def inputs(self) -> Iterator[Tensor]:
-        """Yield batches of x (T, D): the FFN's input, padding left out.
-
-        The FFN is meanwhile given each batch's other arguments, see :meth:`LayerStream.entered`.
-        """
-        for x_TD in self._entered(self._inputs, self.passage):
-            yield x_TD.to(self._device)
-
-    def targets(self) -> Iterator[Tensor | None]:
-        """Yield batches of the original model's FFN output (T, D), before any norm of its own.
-
-        None if the stream does not ``follow``: it is the FFN's output for :meth:`inputs`.
-        """
-        for b in range(len(self._inputs)):
-            yield None if self._targets is None else self._targets[b].to(self._device)
-
-    def residuals(self) -> Iterator[Tensor]:
-        """Yield batches of the residual stream after the original layer (T, D)."""
-        assert self._residuals is not None
-        for s_TD in self._residuals():
-            yield s_TD.to(self._device)
-
-    @torch.no_grad()
-    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of x (T, D) and of a dense FFN's h (T, M), cached if memory allows."""
-        if self._hidden is not None:
-            yield from zip(self.inputs(), self._hidden, strict=True)
-            return
-        view = cast(DenseFFN, self.view)
-        size = view.width * view.up_MD.element_size()
-        hidden: list[Tensor] | None = [] if self.tokens * size <= self._cache_bytes else None
-        for x_TD in self.inputs():
-            h_TM = view.hidden(x_TD)
-            if hidden is not None:
-                hidden.append(h_TM)
-            yield x_TD, h_TM
-        self._hidden = hidden
-
-
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
 """``id`` of a :class:`SpilledList` of hidden states, index of a batch, and the layer passed."""
 PartChange = Callable[[nn.Module, int], AbstractContextManager[object]]
 """Function of a part of a model and its place that returns a context in which it is changed."""
-BEFORE = -1
-"""Place of the parts before layer 0."""
+BEFORE, REST = -1, -2
+"""Place of the parts before layer 0, and of all of these but the embeddings."""
 CARRIED = object()
 """Placeholder in recorded arguments for the extra output of the previous layer."""
 
@@ -265,10 +135,9 @@ class LayerStream(Generic[V_co]):
         follow: pass two sets of tokens through the layers: one through the model as it is, one
             through every ``site.change``. Sites show the inputs of the second and, as targets, the
             outputs of the first. Takes up to three times as long.
-        open_rest: returns a context in which the weights besides layers and head are loaded;
-            given False, without the embeddings.
-        open_head: returns one for the head.
-        open_layer: returns one for the layer of an index.
+        opening: returns a context in which the weights of a place are loaded: a layer's by its
+            index, the head's by the number of layers, and all others at :data:`BEFORE`, or at
+            :data:`REST` without the embeddings.
     """
 
     def __init__(
@@ -283,9 +152,7 @@ class LayerStream(Generic[V_co]):
         spill_bytes: int = 4 << 30,
         cache_bytes: int = 2 << 30,
         follow: bool = False,
-        open_rest: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext(),
-        open_head: Callable[[], AbstractContextManager[None]] = nullcontext,
-        open_layer: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+        opening: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.model = model
         self.arch = arch
@@ -298,9 +165,7 @@ class LayerStream(Generic[V_co]):
         self._spill_bytes = spill_bytes
         self._cache_bytes = cache_bytes
         self._follow = follow
-        self._open_rest = open_rest
-        self._open_head = open_head
-        self._open_layer = open_layer
+        self._opening = opening
         self.change: Callable[[nn.Module, int], AbstractContextManager[object]] = lambda *_: (
             nullcontext()
         )
@@ -312,13 +177,8 @@ class LayerStream(Generic[V_co]):
 
     @contextmanager
     def _opened(self, place: int) -> Iterator[None]:
-        inside = 0 <= place < self.count
-        part = self.arch.layers(self.model)[place] if inside else self.model
-        if inside:
-            opening = self._open_layer(place)
-        else:
-            opening = self._open_rest(True) if place == BEFORE else self._open_head()
-        with opening, self.change(part, place):
+        part = self.arch.layers(self.model)[place] if 0 <= place < self.count else self.model
+        with self._opening(place), self.change(part, place):
             yield
 
     @classmethod
@@ -340,7 +200,7 @@ class LayerStream(Generic[V_co]):
 
         Args:
             dtype: floating-point dtype; None for the checkpoint's own, or its replacement
-                (:func:`~moesaic.io.dtypes.working_type`).
+                (:func:`~moesaic.io.models.working_type`).
             model: the skeleton to fill; by default a new one. Other arguments are those of the
                 class.
         """
@@ -380,22 +240,17 @@ class LayerStream(Generic[V_co]):
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
         embeddings_name = path_of(model, embedding).removeprefix(f"{prefix}.")
-        return cls(
-            model,
-            arch,
-            tokens,
-            layers,
-            view=view,
-            open_rest=lambda embeddings: opened(
-                model.get_submodule(prefix),
-                f"{prefix}.",
-                f"{layers_name}.",
-                *(() if embeddings else (f"{embeddings_name}.",)),
-            ),
-            open_head=lambda: opened(model, "", f"{prefix}."),
-            open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
-            **options,
-        )
+        loaded = arch.layers(model)
+
+        def opening(place: int) -> AbstractContextManager[None]:
+            if place == len(loaded):
+                return opened(model, "", f"{prefix}.")
+            if place >= 0:
+                return opened(loaded[place], arch.layer_prefix(place))
+            skip = (f"{embeddings_name}.",) if place == REST else ()
+            return opened(model.get_submodule(prefix), f"{prefix}.", f"{layers_name}.", *skip)
+
+        return cls(model, arch, tokens, layers, view=view, opening=opening, **options)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -403,7 +258,10 @@ class LayerStream(Generic[V_co]):
     @torch.no_grad()
     def __iter__(self) -> Iterator[LayerTokens[V_co]]:
         hidden, kwargs = self.record()
-        followed = self._copied(hidden) if self._follow else None
+        followed = SpilledList(self._spill_bytes // 4) if self._follow else None
+        if followed is not None:
+            for tensor in hidden:
+                followed.append(tensor.clone())
         share = self._spill_bytes // (8 if self._follow else 2)
         inputs, targets = SpilledList(share), SpilledList(share)
         try:
@@ -430,7 +288,7 @@ class LayerStream(Generic[V_co]):
                         partial(self.entered, block),
                         self._cache_bytes,
                         leaving,
-                        _residuals=partial(self._valid, hidden),
+                        lambda: (valid(s, m) for s, m in zip(hidden, self.masks(), strict=True)),
                     )
                     yield site
                     inputs.clear()
@@ -511,7 +369,7 @@ class LayerStream(Generic[V_co]):
             with stand_in, self._replaced(replay), torch.set_grad_enabled(gradients):
                 return self._run(self.model if logits else self._body, batch)[0]
 
-        with self._open_rest(False), self._opened(self.count) if logits else nullcontext():
+        with self._opening(REST), self._opened(self.count) if logits else nullcontext():
             yield finish
 
     def heads(
@@ -526,15 +384,6 @@ class LayerStream(Generic[V_co]):
         with self.headed(logits) as finish:
             for batch, last in zip(self._batches, states, strict=True):
                 yield finish(batch, last), batch
-
-    def _valid(self, states: SpilledList) -> Iterator[Tensor]:
-        return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
-
-    def _copied(self, states: SpilledList) -> SpilledList:
-        copied = SpilledList(self._spill_bytes // 4)
-        for tensor in states:
-            copied.append(tensor.clone())
-        return copied
 
     @contextmanager
     def collected(
@@ -583,9 +432,9 @@ class LayerStream(Generic[V_co]):
             passage: object that is given the tokens of each batch.
         """
         for b, x_TD in enumerate(inputs):
-            for told in (passage, vars(block.layer).get("passage")):
-                if told is not None:
-                    block._set_tokens(told, self._batches[b], real=True)
+            for running in (passage, vars(block.layer).get("passage")):
+                if running is not None:
+                    block._set_tokens(running, self._batches[b], real=True)
             with self.handing(block, b):
                 yield x_TD
 

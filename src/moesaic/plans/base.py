@@ -1,7 +1,7 @@
 """Layer kinds: the interface of a converted decoder layer, from its plan to its description.
 
-One file of this folder holds one kind and everything about it. The rest of the package calls these
-methods and never checks which kind it has.
+One file holds a kind and everything about it. The rest of the package calls these methods and never
+checks which kind it has.
 """
 
 from __future__ import annotations
@@ -9,68 +9,97 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
-from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError
-from moesaic.io.headers import check_fields
-from moesaic.modules.chance import RunningTokens
+from moesaic.io.checkpoint import cast
+from moesaic.io.naming import Naming
+from moesaic.io.trust import check_fields
+from moesaic.modules.running import LayerTokens
 from moesaic.registry import Registry
 from moesaic.types import JSON, Values
 
-V_co = TypeVar("V_co", covariant=True)
 Header = Values
 """JSON of a converted layer in ``config.json``: enough to build its modules without values."""
 
 
-class State(Protocol):
-    """Tensors of one decoder layer, live or on disk. Names are relative to the layer.
+class LiveState:
+    """Tensors of a live layer; names as stored and in memory are the same."""
 
-    Tensors are stored under other names and in other pieces than a model in memory has them: a
-    checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
-    """
+    def __init__(self, layer: nn.Module) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
         """Yield the stored name and the name in memory of tensors under some prefixes."""
+        return ((name, name) for name in self._tensors if name.startswith(prefixes))
 
     def read(self, stored: str) -> Tensor:
         """Return a tensor by its stored name."""
+        return self._tensors[stored]
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor by its name in memory."""
+        return self._tensors[name]
 
     def __contains__(self, name: str) -> bool:
         """Return True if a tensor has this name in memory."""
+        return name in self._tensors
 
 
-class LayerTokens(Protocol[V_co]):
-    """Unchanged layer and the calibration tokens that reach it; see ``observation.stream``."""
+class DiskState:
+    """Tensors of a layer in a checkpoint, which are read when they are used.
 
-    @property
-    def view(self) -> V_co:
-        """View of the layer's FFN, a DenseFFN or a MoEFFN."""
+    Args:
+        naming: the checkpoint's names and tensors.
+        prefix: the start of the layer's names in memory.
+        names: full names in memory of the layer's tensors, by full name on disk.
+        dtype: function from a full name in memory to its dtype, None for the checkpoint's own.
+    """
 
-    @property
-    def layer(self) -> nn.Module:
-        """Decoder layer."""
+    def __init__(
+        self,
+        naming: Naming,
+        prefix: str,
+        names: Mapping[str, str],
+        dtype: Callable[[str], torch.dtype | None],
+    ) -> None:
+        self._naming, self._prefix, self._dtype = naming, prefix, dtype
+        number = f".{prefix.rstrip('.').rpartition('.')[2]}."
+        starts = {disk.partition(number)[0] + number for disk in names if number in disk}
+        self.stored_prefix = starts.pop() if len(starts) == 1 else prefix
+        """Start of the layer's names on disk, such as ``backbone.layers.3.``."""
+        self._names = {
+            disk.removeprefix(self.stored_prefix): name.removeprefix(prefix)
+            for disk, name in names.items()
+        }
+        self._in_memory = {*self._names.values()}
 
-    @property
-    def passage(self) -> RunningTokens:
-        """Tokens that run through the layer now."""
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        return ((d, n) for d, n in self._names.items() if n.startswith(prefixes))
 
-    def inputs(self) -> Iterator[Tensor]:
-        """Yield batches of x (T, D), the FFN's input."""
+    def read(self, stored: str) -> Tensor:
+        dtype = self._dtype(self._prefix + self._names[stored])
+        return self._naming.ordered(self.stored_prefix + stored, lambda t: cast(t, dtype))
 
-    def targets(self) -> Iterator[Tensor | None]:
-        """Yield batches of the original's output (T, D); None if the FFN gives it for inputs()."""
+    def __getitem__(self, name: str) -> Tensor:
+        full = self._prefix + name
+        return self._naming.read(full, lambda tensor: cast(tensor, self._dtype(full)))
 
-    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of x (T, D) and of a dense FFN's h (T, M)."""
+    def __contains__(self, name: str) -> bool:
+        return name in self._in_memory
+
+
+State: TypeAlias = LiveState | DiskState
+"""Tensors of one decoder layer, live or on disk. Names are relative to the layer.
+
+Tensors are stored under other names and in other pieces than a model in memory has them: a
+checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
+"""
 
 
 @dataclass(frozen=True)
@@ -308,16 +337,6 @@ def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
     return plan
 
 
-def same(a: LayerPlan, b: LayerPlan) -> bool:
-    """Return True if two layers' plans are identical, tensors bitwise."""
-    ta, tb = a.tensors(), b.tensors()
-    return (
-        a.header() == b.header()
-        and ta.keys() == tb.keys()
-        and all(torch.equal(ta[k], tb[k]) for k in ta)
-    )
-
-
 KINDS: Registry[type[LayerPlan]] = Registry(
     "moesaic.plans",
     {
@@ -325,7 +344,7 @@ KINDS: Registry[type[LayerPlan]] = Registry(
         "overlapping": "moesaic.carving.overlapping_layer:OverlappingLayer",
         "cut": "moesaic.plans.cut:CutLayer",
         "condensed": "moesaic.plans.condensed:CondensedLayer",
-        "dropped": "moesaic.plans.dropped:DroppedLayer",
+        "dropped": "moesaic.plans.condensed:DroppedLayer",
     },
 )
 """Layer kinds by the name in their headers."""

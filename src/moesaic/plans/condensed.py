@@ -1,4 +1,7 @@
-"""A mixture turned into one dense MLP: shared path and chosen experts folded (CD-MoE, Eq. 3).
+"""A mixture turned into one dense MLP, and decoder layers that are removed.
+
+Shared path and chosen experts are folded (CD-MoE, Eq. 3); a removed layer has no attention either
+(Block Drop).
 
 Shape suffixes: E routed experts, K chosen ones, M neurons, D hidden size.
 """
@@ -13,23 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN, Arch, FFNNames, hands_on, put
-from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.arch.dense import Arch, FFNNames, LayerUse, RoutedModule, hands_on, put
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError, shown
-from moesaic.modules.condensed_ffn import CondensedFFN, Nothing
+from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
+from moesaic.modules.running import LayerTokens
 from moesaic.plans.base import (
     Description,
     Header,
     LayerPlan,
-    LayerTokens,
+    LiveState,
     Sizes,
     State,
     check_numbers,
 )
 from moesaic.plans.recovery import Balance
-from moesaic.plans.state import LiveState
-from moesaic.types import JSON
+from moesaic.types import JSON, Config
 
 Part = tuple[Tensor, Tensor, Tensor, float]
 """Gate (M, D), up (M, D), down (D, M), and the factor of the part's output."""
@@ -103,7 +105,7 @@ class CondensedLayer(LayerPlan):
             for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
                 gate_MD, up_MD = both[i].chunk(2)
                 parts.append((gate_MD, up_MD, down[i], scale))
-        empty_0D = empty_projection(arch, state)
+        empty_0D = _empty_projection(arch, state)
         like = parts[0][2] if parts else empty_0D
         names = arch.ffn.apart
         folded = dict(zip(names, _fold(parts, empty_0D.shape[1], self.width), strict=True))
@@ -136,17 +138,17 @@ class CondensedLayer(LayerPlan):
     # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
-        stays = ["the shared path"] if self.shared else []
+        kept = ["the shared path"] if self.shared else []
         if self.experts:
-            stays.append(f"{len(self.experts)} of {experts} experts with fixed weights")
-        text = " and ".join(stays) or "nothing of the feed-forward block"
+            kept.append(f"{len(self.experts)} of {experts} experts with fixed weights")
+        text = " and ".join(kept) or "nothing of the feed-forward block"
         shape: JSON = {
             "before": experts,
             "chosen": self.experts,
             "gates": self.gates_K.tolist(),
             "shared": self.shared,
         }
-        return Description(f"one dense MLP: {text}" if stays else f"{text} stays", shape)
+        return Description(f"one dense MLP: {text}" if kept else f"{text} stays", shape)
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
@@ -207,7 +209,7 @@ def _new_ffn(
     layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
 ) -> CondensedFFN:
     """Return the MLP that replaces a live layer's FFN, by default on its device."""
-    like_0D = arch.empty_output(layer)
+    like_0D = _empty_projection(arch, LiveState(layer))
     device = device or like_0D.device
     act = arch.act_of(layer) if width else nn.Identity()
     more = hands_on(type(arch.ffn_of(layer)).forward)
@@ -218,7 +220,7 @@ def _new_ffn(
     )
 
 
-def empty_projection(arch: Arch, state: State) -> Tensor:
+def _empty_projection(arch: Arch, state: State) -> Tensor:
     """Return an FFN's projection with no neurons (0, D), of the dtype of its experts or neurons.
 
     Routers may have a wider dtype.
@@ -266,3 +268,62 @@ def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor
         gate_MD, up_MD = up_MD.chunk(2)
         return gate_MD, up_MD, down_DM
     return state[f"{at}.{names.gate}.weight"], up_MD, down_DM
+
+
+def cache_leaders(config: Config) -> set[int]:
+    """Return the layers without which cached decoding goes wrong: the first one, and the first one
+    of each kind of attention, since transformers reads positions and mask sizes from their
+    caches."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return {0, *(kinds.index(kind) for kind in {*kinds} - {"moe", "mlp"})}
+
+
+@dataclass(frozen=True)
+class DroppedLayer(LayerPlan):
+    """Plan of a removed layer: tokens pass unchanged."""
+
+    kind: ClassVar[str] = "dropped"
+
+    def check(self, sizes: Sizes) -> None:
+        """Accept any layer: nothing is chosen."""
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ("",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Yield three projections without neurons, by which the block is recognised."""
+        empty_0D = _empty_projection(arch, state)
+        for name, shape in shapes(arch.ffn.apart, empty_0D.shape[1]).items():
+            yield f"{arch.ffn_path}.{name}.weight", empty_0D.new_empty(shape)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        hidden = _empty_projection(arch, LiveState(layers[index])).shape[1]
+        every = {**vars(type(layers[index])), **vars(layers[index])}
+        layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
+        for name, value in every.items():  # some models read a layer's type
+            if name[0] != "_" and isinstance(value, str | int | float):
+                vars(layers[index])[name] = value
+
+    def describe(self, experts: int) -> Description:
+        return Description("the whole layer is gone")
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return None
+
+    @classmethod
+    def removes(cls, header: Header) -> bool:
+        return True
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        return LayerUse(cls.kind, 0, 0, 0, 0)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return None
+
+    def refit(self, site: LayerTokens[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
+        """Return the plan unchanged: nothing is left that could be fitted."""
+        return self, {}

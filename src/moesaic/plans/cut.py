@@ -18,32 +18,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN, Arch, DenseFFN
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.dense import Arch, DenseFFN, LayerUse, weight_of
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.arch.routing import replaced, set_top_k
-from moesaic.arch.use import LayerUse
 from moesaic.errors import MoesaicError, shown
 from moesaic.io.naming import expert_number, renumbered
-from moesaic.modules.skipping_router import RULES, make_skipping
-from moesaic.modules.uneven import DOWN_ROWS, UP_ROWS, flat, make_uneven
-from moesaic.plans.base import (
-    PADDING,
-    Description,
-    Header,
-    LayerPlan,
-    LayerTokens,
-    Sizes,
-    State,
-    check_numbers,
-)
+from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
+from moesaic.modules.running import LayerTokens
+from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import (
     narrow_experts,
     narrow_mlp,
     narrow_stacked,
-    of_expert,
+    neuron_axis,
     of_ffn,
     of_mlp,
     of_stacked,
+    resize,
+    taken,
+    twice,
 )
 from moesaic.plans.recovery import refitted_down, refitted_downs
 from moesaic.types import JSON
@@ -234,14 +227,20 @@ class CutLayer(LayerPlan):
         experts = f"{arch.inside}{arch.experts}."
         shared = "\0" if arch.shared_at is None else f"{arch.shared_at}."
         router = f"{arch.inside}{arch.parts.weight}"
-        count = 0 if self.kept_E is None else arch.counted(state[router].shape)
+        count = 0 if self.kept_E is None else state[router].shape[0] - arch.parts.always
         for stored, name in state.stored(*self.sources(arch)):
             if self.uneven and name.startswith(experts):
                 continue
             leaf, number = name.removeprefix(arch.inside), expert_number(stored)
             if name.startswith(shared) and self.shared_S is not None:
-                leaf = name.removeprefix(shared)
-                yield stored, self._of_shared(arch, leaf, state.read(stored), state)
+                names, leaf = arch.shared_names, name.removeprefix(shared)
+                tensor = state.read(stored)
+                if arch.parts.always:
+                    part = of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
+                else:
+                    width = state[f"{arch.shared_at}.{names.down}.weight"].shape[1]
+                    part = of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
+                yield stored, part
             elif number is None:
                 yield stored, self._of_all(arch, leaf, state.read(stored), count)
             elif places := [n for n, old in enumerate(self.kept) if max(0, old) == number]:
@@ -268,8 +267,11 @@ class CutLayer(LayerPlan):
         inside = leaf.removeprefix(f"{arch.experts}.")
         if self.down_E is not None and inside == DOWN:
             tensor = self.down_E[place].to(tensor)
-        elif self.neurons_EW is not None:
-            tensor = of_expert(arch, inside, tensor, self.neurons_EW[place], self.before)
+        elif self.neurons_EW is not None and (axis := neuron_axis(arch, inside)) is not None:
+            order_W = self.neurons_EW[place]
+            if tensor.shape[axis - 1] == 2 * self.before:
+                order_W = twice(order_W, self.before, arch.alternating)
+            tensor = taken(tensor, axis - 1, order_W)
         return torch.zeros_like(tensor) if self.kept[place] == PADDING else tensor
 
     def _of_all(self, arch: MoEArch, leaf: str, tensor: Tensor, count: int) -> Tensor:
@@ -302,15 +304,6 @@ class CutLayer(LayerPlan):
         lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
         always = arch.parts.always if leaf == arch.parts.weight else 0
         return self._taken(tensor, axis, always, lowest)
-
-    def _of_shared(self, arch: MoEArch, leaf: str, tensor: Tensor, state: State) -> Tensor:
-        """Return the kept neurons' part of a tensor of the shared path."""
-        assert self.shared_S is not None
-        names = arch.shared_names
-        if arch.parts.always:
-            return of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
-        width = state[f"{arch.shared_at}.{names.down}.weight"].shape[1]
-        return of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
 
     def _taken(self, tensor: Tensor, axis: int, always: int = 0, padding: float = 0) -> Tensor:
         """Return the kept experts' part of a tensor.
@@ -418,7 +411,8 @@ class CutLayer(LayerPlan):
         use = arch.use(layer)
         if "width" not in header or "experts" in header:
             return use
-        neuron = (3 if arch.ffn.gate else 2) * arch.empty_output(layer).shape[1]
+        hidden = weight_of(arch.ffn_of(layer), arch.ffn.down).shape[0]
+        neuron = (3 if arch.ffn.gate else 2) * hidden
         return replace(use, kind=cls.kind, dropped=neuron * (header["before"] - use.width))
 
     @classmethod
@@ -474,11 +468,7 @@ class CutLayer(LayerPlan):
 
 
 def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
-    """Give a routed block another number of experts, in place.
-
-    Parameters with an axis of experts are replaced by new ones on the meta device, buffers by new
-    ones on their own device: vLLM gives values to parameters alone.
-    """
+    """Give a routed block another number of experts, in place, as :func:`resize` does."""
     view = arch.mixture(layer)
     before = view.count
     for name, tensor in [*view.block.named_parameters(), *view.block.named_buffers()]:
@@ -486,13 +476,7 @@ def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
         if axis is None:
             continue
         owner, _, leaf = name.rpartition(".")
-        shape = list(tensor.shape)
-        shape[axis] += count - before
-        learned = isinstance(tensor, nn.Parameter)
-        new = torch.empty(shape, dtype=tensor.dtype, device="meta" if learned else tensor.device)
-        if learned:
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        setattr(view.block.get_submodule(owner), leaf, new)
+        resize(view.block.get_submodule(owner), leaf, axis, tensor.shape[axis] + count - before)
     for module in (view.block, *view.router.modules(), view.experts):
         for name in ("num_experts", "out_features"):
             if getattr(module, name, None) == before:

@@ -64,12 +64,12 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
     return filled_up(real_W[new_W.argsort(stable=True)], len(order_W))
 
 
-def _twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
+def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
     """Return the order of gates and ups in one tensor: all gates before all ups, or alternating (2
     W,).
 
     >>> order = torch.tensor([2, 0, PADDING])
-    >>> _twice(order, 3).tolist(), _twice(order, 3, alternate=True).tolist()
+    >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
     ([2, 0, -1, 5, 3, -1], [4, 5, 0, 1, -1, -1])
     """
     real = order_W != PADDING
@@ -104,7 +104,7 @@ def of_mlp(
             return tensor
         return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
     if names.fused and tensor.shape[0] != width:
-        order_W = _twice(order_W, tensor.shape[0] // 2)
+        order_W = twice(order_W, tensor.shape[0] // 2)
     return taken(tensor, 0, order_W)
 
 
@@ -154,31 +154,13 @@ def of_stacked(
     return torch.stack([taken(part, axis - 1, order_W) for part, order_W in parts])
 
 
-def _neuron_axis(arch: MoEArch, leaf: str) -> int | None:
+def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
     """Return the axis of a fused tensor of experts that counts neurons; None if it has none."""
     if leaf == "down_proj":
         return 1 if arch.transposed else 2
     if leaf in ("gate_up_proj", "up_proj"):
         return 2 if arch.transposed else 1
     return 1 if leaf in ("gate_up_proj_bias", "up_proj_bias") else None
-
-
-def of_expert(arch: MoEArch, leaf: str, tensor: Tensor, order_W: Tensor, width: int) -> Tensor:
-    """Return a tensor of one routed expert with some of its neurons.
-
-    Args:
-        arch: the architecture.
-        leaf: name in memory of the tensor that holds all experts, relative to their module.
-        tensor: the expert's part of it, or of that the part that is stored by itself.
-        order_W: int64: the neuron at each new place, or PADDING.
-        width: neurons before.
-    """
-    axis = _neuron_axis(arch, leaf)
-    if axis is None:
-        return tensor
-    if tensor.shape[axis - 1] == 2 * width:
-        order_W = _twice(order_W, width, arch.alternating)
-    return taken(tensor, axis - 1, order_W)
 
 
 def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
@@ -192,17 +174,17 @@ def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
 
 def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
     """Give a linear module another number of outputs (axis 0) or inputs (1), in place."""
-    _resize(linear, "weight", axis, size)
+    resize(linear, "weight", axis, size)
     linear.out_features, linear.in_features = linear.weight.shape
     if linear.bias is not None and axis == 0:
-        _resize(linear, "bias", 0, size)
+        resize(linear, "bias", 0, size)
 
 
 def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
     """Give several MLPs of one width another number of neurons, as :func:`narrow_mlp` does."""
     before = getattr(module, names.down).shape[2]
     for name in names.projections:
-        _resize(module, name, 2 if name == names.down else 1, width)
+        resize(module, name, 2 if name == names.down else 1, width)
     _update_width([module], before, width)
 
 
@@ -210,18 +192,23 @@ def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> 
     """Give routed experts another number of neurons, in place; new parameters are on meta."""
     experts = getattr(block, arch.experts)
     for leaf, tensor in list(experts.named_parameters()):
-        axis = _neuron_axis(arch, leaf)
+        axis = neuron_axis(arch, leaf)
         if axis is not None:
-            _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
+            resize(experts, leaf, axis, tensor.shape[axis] // before * width)
     _update_width([block, experts], before, width)
 
 
-def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
+def resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
+    """Replace a parameter by one of another size on the meta device, a buffer by one on its own.
+
+    vLLM gives values to parameters alone.
+    """
     old = getattr(owner, leaf)
     shape = list(old.shape)
     shape[axis] = size
-    new = torch.empty(shape, dtype=old.dtype, device="meta")
-    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+    learned = isinstance(old, nn.Parameter)
+    new = torch.empty(shape, dtype=old.dtype, device="meta" if learned else old.device)
+    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad) if learned else new)
 
 
 def _update_width(modules: Sequence[nn.Module], before: int, width: int) -> None:

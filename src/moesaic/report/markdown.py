@@ -9,7 +9,7 @@ from pathlib import PurePath
 import yaml
 
 from moesaic.errors import how_to_install, printable
-from moesaic.io.layout import FOLDER, PLAN
+from moesaic.io.names import FOLDER, PLAN
 from moesaic.record import Record
 from moesaic.report import facts
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from moesaic.data.questions import HEADLINE
+from moesaic.data.sources import HEADLINE
 from moesaic.record import LayerRecord, Record
 from moesaic.report import facts, numbers
 from moesaic.report.blocks import Cell, Format, Table, cell

@@ -40,9 +40,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.io.dtypes import has_products
-from moesaic.io.fingerprint import of_examples
-from moesaic.io.headers import mapping_of
+from moesaic.io.checkpoint import of_examples
+from moesaic.io.models import has_products
+from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress
 from moesaic.train.objectives import NextToken, Objective, Schedule, checkpointing, collate

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.carving.clustering import affinity_degree, cluster, fill, spectral_embedding
-from moesaic.observation.stream import LayerTokens
-from moesaic.plans.regression import Ridge
+from moesaic.modules.running import LayerTokens
+from moesaic.plans.recovery import Ridge
 
 COVERAGE = (0.1, 0.01, 0.001, 0.0005)
 """Shares of the channels for which Table 4's never-activated ratio is reported."""

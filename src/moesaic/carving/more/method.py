@@ -38,9 +38,9 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
 from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.sentences import carved, number, some
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import Tally
-from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord, Row

@@ -36,11 +36,11 @@ from moesaic.methods.condense.experts import (
     ranked_experts,
     weight_scores,
 )
+from moesaic.modules.running import SpilledList
 from moesaic.observation.branches import branches, changed, measured
-from moesaic.observation.stream import Block, LayerStream, SpilledList, valid
-from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
-from moesaic.plans.dropped import DroppedLayer
-from moesaic.plans.regression import significantly_worse
+from moesaic.observation.stream import Block, LayerStream, valid
+from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer
+from moesaic.plans.recovery import significantly_worse
 from moesaic.types import JSON
 
 Replaced: TypeAlias = CondensedLayer | DroppedLayer

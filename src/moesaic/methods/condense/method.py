@@ -22,8 +22,7 @@ from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
-from moesaic.io.checkpoint import shape_of
-from moesaic.io.dtypes import sizes_in
+from moesaic.io.models import shape_of, sizes_in
 from moesaic.io.naming import read_as
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
@@ -37,8 +36,7 @@ from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.plans.base import LayerPlan
-from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer
-from moesaic.plans.dropped import DroppedLayer, cache_leaders
+from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
 from moesaic.types import JSON, Config
 

@@ -28,8 +28,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFN
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
@@ -48,8 +47,8 @@ from moesaic.methods.prune.subsets import (
     subsets,
 )
 from moesaic.methods.sentences import credited
+from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerTokens
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord

@@ -32,7 +32,7 @@ from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import routed_layers, routing_of, unskipped
 from moesaic.methods.sentences import percent
 from moesaic.methods.skip.config import SkipConfig
-from moesaic.modules.skipping_router import survivors
+from moesaic.modules.blocks import survivors
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer

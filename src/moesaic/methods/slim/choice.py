@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import FFN
+from moesaic.arch.mixture import FFN
 from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.scores import Neurons
-from moesaic.observation.stream import LayerTokens
+from moesaic.modules.running import LayerTokens
 from moesaic.plans.base import PADDING
 from moesaic.plans.neurons import filled_up
 

@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary

@@ -12,10 +12,9 @@ from torch import Tensor
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.io.dtypes import working_type
-from moesaic.io.fingerprint import of_model
-from moesaic.io.language import HEADLESS
-from moesaic.io.layout import PLAN, placed
+from moesaic.io.checkpoint import of_model
+from moesaic.io.models import HEADLESS, working_type
+from moesaic.io.names import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.observation.job import Job
