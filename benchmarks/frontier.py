@@ -33,10 +33,8 @@ from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Pass, Whole
 from moesaic.metrics.gguf_engine import Engine
-from moesaic.metrics.machine import environment
-from moesaic.metrics.score import Quality, Score, qualities, scores
-from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Timed, against, interleaved, one_round
+from moesaic.metrics.score import Quality, Score, model_size, qualities, scores
+from moesaic.metrics.speed import Timed, against, environment, interleaved, one_round
 
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"

@@ -251,7 +251,7 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     import torch
 
     from moesaic.io.source import resolve
-    from moesaic.metrics.size import model_size
+    from moesaic.metrics.score import model_size
     from moesaic.metrics.speed import against, compare_speed
 
     torch.set_num_threads(speed.get("threads", 1))
@@ -281,7 +281,7 @@ def _named(file: Path) -> str:
 def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
     """What every result carries: the command that makes it, versions and machine."""
     from moesaic import __version__
-    from moesaic.metrics.machine import environment
+    from moesaic.metrics.speed import environment
 
     head = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()

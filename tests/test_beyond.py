@@ -25,8 +25,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide
 from moesaic.io.source import resolve
-from moesaic.metrics.score import score
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size, score
 from moesaic.modules.phase import set_mode
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import moesaic
 from moesaic import Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig, run_recipe
 from moesaic.config import Calibration
-from moesaic.estimates import estimate
 from moesaic.io import dtypes
 from moesaic.io.dtypes import has_products, working_type
 from moesaic.io.source import Source
+from moesaic.sizes import estimate
 
 QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
 CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)

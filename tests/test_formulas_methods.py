@@ -24,7 +24,7 @@ from moesaic.methods.condense.experts import tail_exponent
 from moesaic.methods.prune.subsets import every_set, exhaustive
 from moesaic.methods.refit import recover
 from moesaic.methods.slim.scores import SCORES, Neurons
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stats import tallied
 from moesaic.observation.stream import LayerStream

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moesaic import Tokens
 from moesaic.arch.lookup import base_arch
-from moesaic.exports.importance import importance, means
+from moesaic.exports.rounder import importance, means
 from moesaic.io.source import resolve
 from moesaic.observation.stats import Tally
 

@@ -44,7 +44,6 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, GgufType, by_tex
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
 from moesaic.exports.native import NEAR
 from moesaic.exports.quantiser import quantise, tensors_of
 from moesaic.fitting.config import FitConfig
@@ -56,6 +55,7 @@ from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
+from moesaic.sizes import Built
 from moesaic.surgery import base_shape
 
 pytestmark = [

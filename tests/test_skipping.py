@@ -12,8 +12,8 @@ from shrunken import small_model
 import moesaic
 from moesaic import MoesaicError, SkipConfig, SlimConfig
 from moesaic.methods.skip.dynamic import mean_calls, quantile, ratios
-from moesaic.metrics.routing_counts import counted
-from moesaic.metrics.size import model_size
+from moesaic.metrics.forward import counted
+from moesaic.metrics.score import model_size
 from moesaic.modules.skipping_router import skip, survivors
 from moesaic.types import cache_of
 

@@ -28,7 +28,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stats import tallied
 from moesaic.plans import recovery

@@ -32,7 +32,7 @@ from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.student import Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.loop import last_checkpoint

@@ -43,9 +43,8 @@ from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.generations import generate
-from moesaic.metrics.machine import environment
-from moesaic.metrics.score import Score, scores
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import Score, model_size, scores
+from moesaic.metrics.speed import environment
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe

@@ -37,7 +37,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.io.source import resolve
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS, LayerPlan, same

@@ -251,11 +251,11 @@ def carry_out(
         return
     from moesaic import pipeline, report
     from moesaic.bars import bars
-    from moesaic.estimates import foreseen
     from moesaic.report.numbers import memory
+    from moesaic.sizes import on_headers
 
     if unfinished(recipe.out).exists() and not (overwrite or resume):
-        with foreseen(recipe) as steps:  # what is wrong with the request is said first
+        with on_headers(recipe) as steps:  # what is wrong with the request is said first
             if recipe.calibration.source:
                 _ = steps[0].job.tokens
     try:
@@ -273,8 +273,8 @@ def carry_out(
 
 def _print_sizes(recipe: Recipe, as_json: bool) -> None:
     """Show the sizes of a recipe's result."""
-    from moesaic.estimates import estimate
     from moesaic.report.numbers import memory
+    from moesaic.sizes import estimate
 
     figures = estimate(recipe).as_json()
     table: JSON = {

@@ -186,10 +186,10 @@ def asked(what: str, default: str, choices: Sequence[str] = ()) -> str:
 def look(recipe: Recipe) -> JSON:
     """Print what a model is and whether it fits this machine, of which the facts are returned."""
     from moesaic.config import parse_dtype
-    from moesaic.estimates import Built
     from moesaic.io.source import resolve
-    from moesaic.metrics.machine import environment, free_bytes
+    from moesaic.metrics.speed import environment, free_bytes
     from moesaic.report.numbers import count, memory
+    from moesaic.sizes import Built
 
     source, machine = resolve(recipe.model), environment(recipe.device)
     built, free = Built(source.config, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
@@ -265,9 +265,8 @@ def measured(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
     from moesaic.fitting.candidates import figures
     from moesaic.io.outputs import remove
     from moesaic.io.source import Source
-    from moesaic.metrics.evaluate import have_room, measured_text
+    from moesaic.metrics.evaluate import have_room, measured_text, rounded_scores
     from moesaic.metrics.forward import Layerwise
-    from moesaic.metrics.rounding import rounded_scores
     from moesaic.metrics.score import scores
 
     source, settings = search.source, search.recipe.evaluation
@@ -319,8 +318,7 @@ def drawn(points: Sequence[Point], size: int) -> Table:
 
 def _writes_gguf(search: Search) -> bool:
     """Return whether llama.cpp's converter is here, and knows the model."""
-    from moesaic.exports.gguf_limits import lacking
-    from moesaic.exports.llamacpp import find_converter
+    from moesaic.exports.llamacpp import find_converter, lacking
 
     with suppress(MoesaicError):
         return bool(find_converter()) and not lacking(search.source.config)

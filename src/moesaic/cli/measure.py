@@ -107,7 +107,7 @@ def bench(model: str, against: str | None, as_json: bool, **options: Any) -> Non
     print_start(model)
     from moesaic import report
     from moesaic.bars import bars
-    from moesaic.metrics.bench import bench
+    from moesaic.metrics.measurement import bench
 
     figures = bench(model, against, **settings, progress=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
@@ -126,7 +126,7 @@ def inspect(model: str | None, as_json: bool) -> None:
     print_start(model)
     from rich.table import Table
 
-    from moesaic.metrics.size import inspect
+    from moesaic.sizes import inspect
 
     figures = inspect(model)
     table = Table(title=f"{model}: {figures['model_type']}", title_justify="left")

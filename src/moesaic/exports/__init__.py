@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -51,3 +54,21 @@ def export(
     shown = {"track": tracked(progress)} if args.to == "gguf" else {}
     with on_disk(model, tokenizer, revision, token) as name:
         return form(name, Path(out).expanduser(), args, overwrite, **shown)
+
+
+def run_script(name: str, request: str, **env: str) -> str | None:
+    """Run a script of this folder in a process of its own; return the last line of its error, or
+    None.
+
+    Its folder is kept off the path, or its neighbours would be imported as packages of the same
+    names.
+    """
+    script = Path(__file__).with_name(name)
+    run = subprocess.run(
+        [sys.executable, str(script), request],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", **env},
+    )
+    messages = run.stderr.strip().splitlines()[-1:] or ["no message"]
+    return messages[0] if run.returncode else None

@@ -24,7 +24,7 @@ from moesaic.io.outputs import discard, output_lock, searched, unfinished, whole
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source
 from moesaic.log import Log
-from moesaic.metrics.machine import environment
+from moesaic.metrics.speed import environment
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_anew, check_run, checked
