@@ -48,7 +48,7 @@ from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe
-from moesaic.report import sentences
+from moesaic.report import contents
 from moesaic.sizes import Built, Costs, Weight, steps_as_json
 
 ORIGINAL = Built(resolve("tiny-moe").config, None)
@@ -424,7 +424,7 @@ def test_the_original_alone_may_be_best(
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
     assert [file.name for file in out.iterdir()] == ["moesaic"]
     assert {f.name for f in (out / "moesaic").iterdir()} >= {"model-q8_0.gguf", "result.json"}
-    (said,) = sentences.other_ways(record)
+    (said,) = contents.other_ways(record)
     assert re.fullmatch(
         r"moesaic/model-q8_0.gguf has [\d.]+\sMB, perplexity [\d.]+, and is 0.000 nats .*",
         said.text,

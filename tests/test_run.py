@@ -40,9 +40,9 @@ from moesaic.carving.more.method import MoRE
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.io.source import Source
-from moesaic.log import Log
 from moesaic.metrics import measurement as measuring
 from moesaic.plan import Plan
+from moesaic.progress import Log
 from moesaic.recipe import step_config
 from moesaic.surgery import apply_plan
 

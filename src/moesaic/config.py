@@ -564,7 +564,7 @@ class RunArgs:
         Raises:
             TypeError: an option is unknown.
         """
-        from moesaic.bars import tracked
+        from moesaic.progress import tracked
 
         text = options.pop("calibration", "")
         names = {f.name for f in fields(Calibration)} & options.keys()

@@ -30,13 +30,13 @@ from moesaic.io.outputs import (
 )
 from moesaic.io.restore import untouched
 from moesaic.io.source import Source, resolve
-from moesaic.log import Log
 from moesaic.methods import VERBS, implementation, methods_of
 from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress, differences
+from moesaic.progress import Log
 from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied

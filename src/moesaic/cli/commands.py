@@ -210,7 +210,7 @@ def emit(as_json: bool, data: object, view: object) -> None:
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
     else:
-        from moesaic.bars import console
+        from moesaic.progress import console
 
         console.print(view)
 
@@ -250,7 +250,7 @@ def carry_out(
         _print_sizes(recipe, as_json)
         return
     from moesaic import pipeline, report
-    from moesaic.bars import bars
+    from moesaic.progress import bars
     from moesaic.report.numbers import memory
     from moesaic.sizes import on_headers
 
@@ -295,7 +295,7 @@ def print_start(model: str) -> None:
 
 def print_notice(line: str, style: str = "") -> None:
     """Print a line on stderr as it is, such as a path or a command: no line is broken."""
-    from moesaic.bars import err_console
+    from moesaic.progress import err_console
 
     err_console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)
 
@@ -310,7 +310,7 @@ def print_words(text: str, style: str = "") -> None:
     """Print a text on stderr; a terminal's lines are broken between words alone."""
     from rich.text import Text
 
-    from moesaic.bars import err_console
+    from moesaic.progress import err_console
 
     if sys.stderr.isatty():
         lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)

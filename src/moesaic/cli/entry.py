@@ -14,7 +14,7 @@ from types import ModuleType
 import click
 import wrapt
 
-from moesaic.cli import conversions, fitting, guide, measure, results
+from moesaic.cli import conversions, guide, measure
 from moesaic.cli.commands import app, fail, interrupted
 from moesaic.errors import MoesaicError, bounded
 
@@ -29,7 +29,7 @@ REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "5
 experts get new numbers of tokens in each batch. The default is 1,024; prompts of a small mixture
 take a third longer with 256, and as long with 512."""
 
-for group in (conversions, fitting, measure, results, guide):
+for group in (conversions, measure, guide):
     group.commands()
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 
-from moesaic.bars import tracked
 from moesaic.config import ExportArgs, form_of
 from moesaic.hub import on_disk
+from moesaic.progress import tracked
 from moesaic.types import JSON, Named, Tokenizer, Track
 
 FORMS = {

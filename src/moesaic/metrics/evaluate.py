@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.bars import tracked
 from moesaic.config import Evaluation, text_fields
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import RowRange, check_apart
@@ -37,6 +36,7 @@ from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.speed import free_bytes
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
 from moesaic.observation.files import StatsFile
+from moesaic.progress import tracked
 from moesaic.record import Record
 from moesaic.types import JSON, Made, Model, Named, Tokenizer, Track, Values, give_back, silent
 

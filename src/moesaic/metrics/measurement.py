@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from moesaic.bars import tracked
 from moesaic.config import Bench, Evaluation
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
@@ -30,6 +29,7 @@ from moesaic.metrics.score import model_size, scores
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory
 from moesaic.metrics.speed import against as ratios
 from moesaic.metrics.tasks import measure_tasks
+from moesaic.progress import tracked
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
 
 logger = logging.getLogger(__name__)

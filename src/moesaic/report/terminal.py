@@ -15,8 +15,7 @@ from rich.text import Text as Line
 from moesaic.record import Record
 from moesaic.report import facts
 from moesaic.report.blocks import Block, Cell, Sentence, Table, Text
-from moesaic.report.contents import contents
-from moesaic.report.sentences import speed_words
+from moesaic.report.contents import contents, speed_words
 from moesaic.report.tables import speed_table
 from moesaic.types import JSON, Values
 
