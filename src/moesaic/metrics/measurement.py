@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from moesaic.metrics.forward import Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.score import model_size, scores
-from moesaic.metrics.speed import Speed, compare_speed, peak_memory
+from moesaic.metrics.speed import Speed, interleaved, one_round, peak_memory
 from moesaic.metrics.speed import against as ratios
 from moesaic.metrics.tasks import measure_tasks
 from moesaic.progress import tracked
@@ -126,7 +127,8 @@ class Measurement:
             self._continue(name, model)
         if not self.settings.rounds:
             return {}
-        return compare_speed(models, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
+        runners = {name: partial(one_round, model) for name, model in models.items()}
+        return interleaved(runners, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
 
     def _continue(self, name: str, model: Model) -> None:
         """Generate a model's continuations and keep their figures."""
@@ -287,8 +289,8 @@ def _measured(
     speeds: dict[str, Speed] = {}
     for names in [[*sources]] if together else [[name] for name in sources]:
         loading = track(names, "Loading models", len(names))
-        live = {name: sources[name].load(device, types[name]) for name in loading}
-        speeds |= compare_speed(live, prompt, new_tokens, rounds, track)
+        live = {n: partial(one_round, sources[n].load(device, types[n])) for n in loading}
+        speeds |= interleaved(live, prompt, new_tokens, rounds, track)
         live.clear()
     active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
     return speeds, {

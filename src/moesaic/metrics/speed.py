@@ -14,13 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.types import JSON, Model, Track, Values, cache_of, logits_alone, silent
+from moesaic.types import JSON, Model, Track, cache_of, logits_alone, silent
 
 
 @dataclass(frozen=True)
@@ -90,18 +89,6 @@ Timed = Callable[[torch.Tensor, int], tuple[float, float]]
 """Function of a prompt and a number of new tokens that returns the seconds of each part."""
 
 
-def compare_speed(
-    models: Values,
-    prompt: torch.Tensor,
-    new_tokens: int = 32,
-    rounds: int = 5,
-    track: Track = silent,
-) -> dict[str, Speed]:
-    """Time models of transformers in turn; see :func:`interleaved`."""
-    runners = {name: partial(one_round, model) for name, model in models.items()}
-    return interleaved(runners, prompt, new_tokens, rounds, track)
-
-
 def interleaved(
     runners: Mapping[str, Timed],
     prompt: torch.Tensor,
@@ -112,7 +99,7 @@ def interleaved(
     """Time models in turn, round by round, after one round of warm-up.
 
     Args:
-        runners: by name.
+        runners: by name; of a model of transformers ``partial(one_round, model)``.
         prompt: int64 (1, L).
         new_tokens: greedy decoding steps a round.
         rounds: counted rounds.
