@@ -617,14 +617,14 @@ def test_a_verb_shows_what_rounding_alone_costs(command, moe_folder, tmp_path):
 
 def test_nothing_is_drawn_where_there_is_nothing_to_do(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(bars, "err_console", told)
+    monkeypatch.setattr(progress, "err_console", told)
     assert list(progress.bars([], "Refining", 0)) == []
     assert told.export_text() == ""
 
 
 def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(bars, "err_console", told)
+    monkeypatch.setattr(progress, "err_console", told)
     steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
     monkeypatch.setenv("RANK", "1")
     assert list(progress.bars(steps, "Training", 8)) == steps
