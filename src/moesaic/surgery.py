@@ -237,11 +237,11 @@ def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
         plans by prefix of the layer's names in memory; MTP layers without one are not changed.
     """
     last = max(plan.base.routed, default=-1)
-    along = plan.layers[last].mtp_plan() if last in plan.layers else None
-    if along is None:
+    copied = plan.layers[last].mtp_plan() if last in plan.layers else None
+    if copied is None:
         return {}
     blocks = mtp_blocks(naming, arch, plan.base)
-    return {start: along for start, n in blocks.items() if n == plan.base.experts_of(last)}
+    return {start: copied for start, n in blocks.items() if n == plan.base.experts_of(last)}
 
 
 def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
@@ -282,20 +282,16 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
     return "along" if following else "kept"
 
 
-def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
+def kept(model: Model, mtp: bool, beside: bool) -> Callable[[str], bool]:
     """Return a function that is True for names in memory of tensors that are kept in a result.
 
     Args:
         model: a skeleton of the language model.
-        along: MTP layers are kept.
+        mtp: MTP layers are kept.
         beside: so are parts beside the language model.
     """
     names, count = {*model.state_dict()}, model.config.num_hidden_layers
-
-    def stays(name: str) -> bool:
-        return along if is_mtp(name, count) else beside or name in names
-
-    return stays
+    return lambda name: mtp if is_mtp(name, count) else beside or name in names
 
 
 @dataclass(frozen=True)

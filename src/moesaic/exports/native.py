@@ -434,9 +434,9 @@ class _Reduced:
             if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
         fitting = Fitting(LanguageAlone(writer) if self.source.beside else writer, self, starts)
-        stays = kept(model, along=False, beside=not self.source.beside)
+        keep = kept(model, mtp=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
-        rewrite(naming, self.arch, plan, fitting, stays)
+        rewrite(naming, self.arch, plan, fitting, keep)
 
 
 def shorten(config: Config, stay: Sequence[int]) -> None:

@@ -44,12 +44,13 @@ def contents(record: Record, alone: bool = True) -> list[Section]:
 def verdict(record: Record) -> list[Section]:
     """Return what a page begins with: one sentence, a few figures, what else could be done."""
     lead: list[Block] = [Sentence(said, "lead")] if (said := outcome(record)) else []
-    key = key_figures(record)
+    rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
+    key = [Table(["original → result", ""], rows, "key")] if rows else []
     others = facts.warnings(record)[1]
     warned = [Sentence(f"Warning of the run: {warning}", "remark") for warning in others]
     return [
         Section("", lead, BOTH),
-        Section("", [*([key] if key.rows else []), *warned], CARD),
+        Section("", [*key, *warned], CARD),
         Section("Other ways, measured beside it", [*other_ways(record)], BOTH),
     ]
 
@@ -101,7 +102,7 @@ def _of_scores(record: Record) -> str:
 def _of_speed(record: Record) -> str:
     """Return how speed was measured, on which machine, and what explains it."""
     machine, turns = record.environment, "models timed in turn"
-    if not facts.interleaved(record):
+    if record.measured.get("speed_interleaved") is False:
         turns = "one model after the other, as there was room for one at a time"
     notes = [f"Medians over rounds, with the least and the greatest; {turns}."]
     notes.append(
@@ -213,7 +214,7 @@ def weights(record: Record) -> str:
     changes = {step.weights for step in record.steps} | {x.weights for x in record.layers}
     changes = changes - {"own"} or {"own"}
     trained = []
-    for training in facts.trainings(record):
+    for training in filter(None, (part(step.summary, "training") for step in record.steps)):
         steps = len(training.get("losses") or ())
         trained.append(
             f"{training.get('what') or 'weights'}{f', {steps:,} steps' if steps else ''}"
@@ -262,12 +263,6 @@ class Change:
 def changes(record: Record) -> list[Change]:
     """Return size, quality and speed of the result beside the original's, as far as known."""
     return [*_size(record), *_active(record), *_quality(record), *_speed(record)]
-
-
-def key_figures(record: Record) -> Table:
-    """Return the figures that a page begins with."""
-    rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
-    return Table(["original → result", ""], rows, "key")
 
 
 def outcome(record: Record) -> str:
@@ -370,22 +365,17 @@ def _speed(record: Record) -> list[Change]:
 
 
 def other_ways(record: Record) -> list[Sentence]:
-    """Return how the GGUF file beside the result and every comparison do beside it."""
-    return [*_file(record), *_comparisons(record)]
-
-
-def _file(record: Record) -> list[Sentence]:
-    """Return the GGUF file beside the result, as it was read back."""
+    """Return how the GGUF file beside the result, as it was read back, and every comparison do."""
     gguf = part(record.measured, "gguf")
     if not gguf:
-        return []
+        return _comparisons(record)
     text = f"{gguf['file']} has {numbers.memory(gguf['bytes'])}"
     if "kl" in gguf:
         text += (
             f", perplexity {numbers.perplexity(gguf['perplexity'])}, and is {gguf['kl']:.3f} nats "
             "a token from the original (KL)"
         )
-    return [Sentence(f"{text}.", "remark")]
+    return [Sentence(f"{text}.", "remark"), *_comparisons(record)]
 
 
 def _comparisons(record: Record) -> list[Sentence]:

@@ -181,16 +181,6 @@ def routes(record: Record) -> Heat | None:
 # --- the run -------------------------------------------------------------------------------------
 
 
-def interleaved(record: Record) -> bool:
-    """Return True if models were timed in turn; False if there was room for one at a time only."""
-    return record.measured.get("speed_interleaved", True) is not False
-
-
-def trainings(record: Record) -> list[Values]:
-    """Return the summaries of the steps that trained."""
-    return [training for step in record.steps if (training := part(step.summary, "training"))]
-
-
 def warnings(record: Record) -> tuple[list[str], list[str]]:
     """Return the warnings that explain the run's speed, and the others."""
     messages = list(record.log.get("warnings") or ())
