@@ -87,7 +87,7 @@ def estimate(recipe: Recipe) -> Estimate:
             output_parameters=result.size.total_parameters,
             active_parameters=result.size.active_parameters,
             active_ratio=result.size.active_ratio,
-            exact=all(step.outline.exact for step in steps),
+            exact=steps[-1].exact,
             model_type=str(source.config.model_type),
             native=result.native,
             peak_memory_bytes=peak_memory(recipe, steps, result),
@@ -121,18 +121,6 @@ def _held(job: Job[Arch], outline: Outline) -> int:
     return max(every - sum(layers), 2 * max(layers) + outline.statistics) + min(SPILL, states)
 
 
-# --- steps on headers ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """Step of a recipe that was carried out on headers."""
-
-    job: Job[Arch]
-    outline: Outline
-    result: Source
-
-
 @contextmanager
 def on_headers(recipe: Recipe) -> Iterator[list[Step]]:
     """Yield a recipe's steps, carried out on headers; their results are temporary folders.
@@ -141,53 +129,8 @@ def on_headers(recipe: Recipe) -> Iterator[list[Step]]:
         MoesaicError: the request cannot be met.
     """
     with TemporaryDirectory(prefix="moesaic-") as work:
-        first = Path(work) / "original"
-        first.mkdir()
-        source = headers_of_model(recipe.model, first)
-        steps: list[Step] = []
-        for number, config in enumerate(recipe.steps):
-            folder = Path(work) / f"step-{number}"
-            steps.append(_carried_out(source, config, recipe, folder))
-            source = steps[-1].result
-        yield steps
-
-
-def _outlined(
-    source: Source, config: MethodConfig, recipe: Recipe, shape: Model | None = None
-) -> tuple[Job[Arch], Outline]:
-    """Return one step's job and its outline, from headers.
-
-    Args:
-        source: the step's input.
-        config: the step.
-        recipe: gives text, device and type.
-        shape: a skeleton of the source, if there is one already.
-    """
-    method = implementation(config)
-    calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
-    args = RunArgs(model=source, calibration=calibration, device=recipe.device, dtype=dtype)
-    job: Job[Arch] = Job(args, method.find, config.window, shape)
-    for _ in method.resolve_defaults(job):
-        pass  # the run itself prints them
-    return job, method.outline(job)
-
-
-def _carried_out(source: Source, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
-    """Carry out one step on headers; write its result's small files, and headers of weights.
-
-    Args:
-        source: the step's input.
-        config: the step.
-        recipe: gives text, device and type.
-        folder: the folder to make.
-    """
-    job, outline = _outlined(source, config, recipe)
-    folder.mkdir()
-    writer = ShardWriter(folder, outline=True)
-    save_applied(source, outline.plan, folder, job.dtype, writer)
-    if outline.plan.layers:
-        outline.plan.save(folder)  # tune asks which layers were condensed
-    return Step(job, outline, Source(recipe.out, folder, weightless=True))
+        costs, steps = Costs(recipe, Path(work)), recipe.steps
+        yield [costs.step(steps[:count]) for count in range(1, len(steps) + 1)]
 
 
 def weight_bytes(folder: Path) -> int:
@@ -272,7 +215,7 @@ class Built:
         return not self.config.model_type.startswith(PREFIX)
 
 
-# --- candidates of a search ----------------------------------------------------------------------
+# --- recipes ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,13 +229,24 @@ class Weight:
     exact: bool
 
 
+@dataclass(frozen=True)
+class Step:
+    """Step of a recipe that was carried out on headers."""
+
+    job: Job[Arch]
+    outline: Outline
+    result: Source
+    exact: bool
+    """False if sizes after it depend on text."""
+
+
 class Costs:
-    """Sizes of recipes' results; the steps before the last are shared.
+    """Recipes of one model, carried out on headers; steps that they begin with are shared.
 
     Args:
         recipe: model, text, device and type; its steps are not looked at.
         folder: an existing one, for headers.
-        file_size: returns the bytes of a result's GGUF file, where candidates end in one.
+        file_size: returns the bytes of a result's GGUF file, where recipes end in one.
     """
 
     def __init__(
@@ -334,23 +288,48 @@ class Costs:
         return _once(self._built, converted, lambda: self._convert(converted))
 
     def _convert(self, steps: tuple[MethodConfig, ...]) -> Built:
-        source, exact = self._source, True
         if not steps:
-            return Built(source.config, parse_dtype(self.recipe.dtype))
-        for number in range(1, len(steps)):
-            step = self._carried_out(source, steps[:number])
-            source, exact = step.result, exact and step.outline.exact
-        job, outline = _outlined(source, steps[-1], self.recipe, self._shapes.get(source.folder))
-        self._shapes[source.folder] = job.shape
+            return Built(self._source.config, parse_dtype(self.recipe.dtype))
+        source, job, outline, exact = self._outlined(steps)
         config = copy.deepcopy(source.config)
         convert_config(config, job.arch, outline.plan)
-        return Built(config, job.dtype, exact and outline.exact)
+        return Built(config, job.dtype, exact)
 
-    def _carried_out(self, source: Source, steps: tuple[MethodConfig, ...]) -> Step:
-        folder = self.folder / str(len(self._steps))
-        return _once(
-            self._steps, steps, lambda: _carried_out(source, steps[-1], self.recipe, folder)
-        )
+    def step(self, steps: tuple[MethodConfig, ...]) -> Step:
+        """Return the last of some steps, carried out on headers after the others.
+
+        Its result has small files, and headers of weights.
+
+        Raises:
+            MoesaicError: the steps cannot be carried out.
+        """
+        return _once(self._steps, steps, lambda: self._carry_out(steps))
+
+    def _carry_out(self, steps: tuple[MethodConfig, ...]) -> Step:
+        source, job, outline, exact = self._outlined(steps)
+        folder = self.folder / f"step-{len(self._steps)}"
+        folder.mkdir()
+        writer = ShardWriter(folder, outline=True)
+        save_applied(source, outline.plan, folder, job.dtype, writer)
+        if outline.plan.layers:
+            outline.plan.save(folder)  # tune asks which layers were condensed
+        return Step(job, outline, Source(self.recipe.out, folder, weightless=True), exact)
+
+    def _outlined(self, steps: tuple[MethodConfig, ...]) -> tuple[Source, Job[Arch], Outline, bool]:
+        """Return the input of the last step, its job, its outline, and True if sizes are exact."""
+        source, exact, recipe = self._source, True, self.recipe
+        if len(steps) > 1:
+            before = self.step(steps[:-1])
+            source, exact = before.result, before.exact
+        method, dtype = implementation(steps[-1]), parse_dtype(recipe.dtype)
+        args = RunArgs(source, recipe.calibration, device=recipe.device, dtype=dtype)
+        shape = self._shapes.get(source.folder)
+        job: Job[Arch] = Job(args, method.find, steps[-1].window, shape)
+        for _ in method.resolve_defaults(job):
+            pass  # the run itself prints them
+        outline = method.outline(job)
+        self._shapes[source.folder] = job.shape
+        return source, job, outline, exact and outline.exact
 
 
 def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:
