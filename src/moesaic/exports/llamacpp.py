@@ -296,11 +296,6 @@ def lacking(config: Config) -> list[str]:
     return list(_lacking(config))
 
 
-def _experts(config: Config) -> int:
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return next((n for name in names if (n := getattr(config, name, None))), 0)
-
-
 def _chosen(config: Config) -> list[int]:
     """Return the experts per token, in all layers or by layer."""
     names = ("num_experts_per_tok", "moe_k", "moe_topk")
@@ -322,7 +317,8 @@ def _granite_attention(config: Config) -> Iterator[str]:
 
 
 def _lacking(config: Config) -> Iterator[str]:
-    count = _experts(config)
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    count = next((n for name in names if (n := getattr(config, name, None))), 0)
     if count:
         yield from _activation(config)
     if count > 1024:

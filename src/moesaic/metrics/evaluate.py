@@ -380,7 +380,7 @@ def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | Non
     return ROOM * need <= free_bytes(device)
 
 
-# --- the original quantised -----------------------------------------------------------------------
+# --- the original quantised ----------------------------------------------------------------------
 
 
 BLOCK = 32

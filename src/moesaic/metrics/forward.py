@@ -28,7 +28,7 @@ from moesaic.observation.stream import LayerStream, PartChange, SpilledList
 from moesaic.surgery import routed_modules
 from moesaic.types import JSON, Model, Track, logits_alone, silent
 
-# --- routing --------------------------------------------------------------------------------------
+# --- routing -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -153,7 +153,7 @@ def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
     return count
 
 
-# --- logits ---------------------------------------------------------------------------------------
+# --- logits --------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -219,7 +219,7 @@ class Measurement:
         }
 
 
-# --- speed, memory and file size ------------------------------------------------------------------
+# --- speed, memory and file size -----------------------------------------------------------------
 
 
 def bench(
@@ -261,48 +261,37 @@ def bench(
     track = tracked(progress)
     given = {"model": model} | ({} if against is None else {"against": against})
     with ExitStack() as held:
-        models = {
-            name: held.enter_context(on_disk(each, tokenizer, revision, token))
+        sources = {
+            name: resolve(held.enter_context(on_disk(each, tokenizer, revision, token)))
             for name, each in given.items()
         }
-        speeds, figures = _measured(models, settings, device, dtype, track)
-    measured = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
-    if {"model", "against"} <= speeds.keys():
-        theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
-        measured["ratio"] = ratios(speeds["model"], speeds["against"], theirs / ours)
-    return measured
-
-
-def _measured(
-    models: Mapping[str, str],
-    settings: Bench,
-    device: str,
-    dtype: torch.dtype | None,
-    track: Track,
-) -> tuple[dict[str, Speed], dict[str, JSON]]:
-    new_tokens, rounds = settings.new_tokens, settings.rounds
-    sources = {name: resolve(model) for name, model in models.items()}
-    length = _length(settings, sources.values())
-    types = {name: working_type(source.config, dtype, device) for name, source in sources.items()}
-    prompt = _prompt(sources, length)
-    together = have_room(sources.values(), device, dtype)
-    speeds: dict[str, Speed] = {}
-    for names in [[*sources]] if together else [[name] for name in sources]:
-        loading = track(names, "Loading models", len(names))
-        live = {n: partial(one_round, sources[n].load(device, types[n])) for n in loading}
-        speeds |= interleaved(live, prompt, new_tokens, rounds, track)
-        live.clear()
-    active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
-    return speeds, {
-        name: {
-            "peak_memory_bytes": peak_memory(
-                source.folder, length, new_tokens, device, types[name]
-            ),
-            "active_parameters": active[name],
-            "file_bytes": source.nbytes,
+        length, new_tokens = _length(settings, sources.values()), settings.new_tokens
+        types = {name: working_type(each.config, dtype, device) for name, each in sources.items()}
+        ids = evaluation_tokens("", sources["model"].tokenizer, length, length).input_ids
+        prompt = ids % min(source.config.vocab_size for source in sources.values())
+        together = have_room(sources.values(), device, dtype)
+        speeds: dict[str, Speed] = {}
+        for names in [[*sources]] if together else [[name] for name in sources]:
+            loading = track(names, "Loading models", len(names))
+            live = {n: partial(one_round, sources[n].load(device, types[n])) for n in loading}
+            speeds |= interleaved(live, prompt, new_tokens, settings.rounds, track)
+            live.clear()
+        active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
+        measured: dict[str, JSON] = {
+            name: {
+                **speeds[name].as_json(),
+                "peak_memory_bytes": peak_memory(
+                    source.folder, length, new_tokens, device, types[name]
+                ),
+                "active_parameters": active[name],
+                "file_bytes": source.nbytes,
+            }
+            for name, source in sources.items()
         }
-        for name, source in sources.items()
-    }
+    if against is not None:
+        ideal = active["against"] / active["model"]
+        measured["ratio"] = ratios(speeds["model"], speeds["against"], ideal)
+    return measured
 
 
 def _length(settings: Bench, sources: Iterable[Source]) -> int:
@@ -321,13 +310,6 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
             )
         length = min(length, room)
     return length
-
-
-def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
-    """Return the first model's tokens of a text, within all models' vocabularies."""
-    first = next(iter(sources.values()))
-    ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
-    return ids % min(source.config.vocab_size for source in sources.values())
 
 
 def _active(model: Model) -> int:

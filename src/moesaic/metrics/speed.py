@@ -173,7 +173,7 @@ def peak_memory(
     return int(run.stdout.strip().splitlines()[-1])
 
 
-# --- memory and machine ---------------------------------------------------------------------------
+# --- memory and machine --------------------------------------------------------------------------
 
 
 def main(request: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -120,19 +121,13 @@ def check_tasks(tasks: Iterable[Task]) -> None:
     names = {*task_manager().all_tasks} if named else set()
     for name in named:
         if name not in names:
-            raise MoesaicError(_unknown(name, names))
-
-
-def _unknown(name: str, names: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, [*names, *PRESETS], 3, 0.7)
-    perhaps = f"; perhaps {', '.join(close)}" if close else ""
-    listed = ", ".join(PRESETS)
-    return (
-        f"tasks {name!r} is no task of lm-eval{perhaps}. The papers' lists are {listed}; a file of "
-        "questions ends in .jsonl."
-    )
+            close = get_close_matches(name, [*names, *PRESETS], 3, 0.7)
+            perhaps = f"; perhaps {', '.join(close)}" if close else ""
+            listed = ", ".join(PRESETS)
+            raise MoesaicError(
+                f"tasks {name!r} is no task of lm-eval{perhaps}. The papers' lists are {listed}; a "
+                "file of questions ends in .jsonl."
+            )
 
 
 ABSENT = ("Connection", "Offline", "DatasetNotFound", "LocalEntryNotFound", "HfHubHTTP", "Timeout")
