@@ -267,8 +267,7 @@ def bench(
         }
         length, new_tokens = _length(settings, sources.values()), settings.new_tokens
         types = {name: working_type(each.config, dtype, device) for name, each in sources.items()}
-        ids = evaluation_tokens("", sources["model"].tokenizer, length, length).input_ids
-        prompt = ids % min(source.config.vocab_size for source in sources.values())
+        prompt = _prompt(sources, length)
         together = have_room(sources.values(), device, dtype)
         speeds: dict[str, Speed] = {}
         for names in [[*sources]] if together else [[name] for name in sources]:
@@ -310,6 +309,13 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
             )
         length = min(length, room)
     return length
+
+
+def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
+    """Return the first model's tokens of a text, within all models' vocabularies."""
+    first = next(iter(sources.values()))
+    ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
+    return ids % min(source.config.vocab_size for source in sources.values())
 
 
 def _active(model: Model) -> int:
