@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from moesaic.dynamic import Dynamic, remade
 from moesaic.io.naming import register_conversions
+from moesaic.registry import Dynamic, remade
 from moesaic.types import Config, Model
 
 TEXT = "_text"

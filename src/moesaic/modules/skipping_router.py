@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.mixture import Experts
-from moesaic.dynamic import Dynamic, remade
+from moesaic.registry import Dynamic, remade
 
 RULES = ("top2", "tail")
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.mixture import Experts, each_with_its_tokens
-from moesaic.dynamic import Dynamic, remade
+from moesaic.registry import Dynamic, remade
 
 UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
 """Names of tensors: each expert's gates, then ups (2 R, D); columns of its down projection (R,
