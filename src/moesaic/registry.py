@@ -1,7 +1,7 @@
 """Tables of names (methods, layer kinds, criteria, architectures), and classes made at run time.
 
-An entry of a table is ``"package.module:Name"`` and is imported when it is used, so that reading a table is
-cheap. Other packages add entries by Python's own means, an entry point in the group
+An entry of a table is ``"package.module:Name"`` and is imported when it is used, so that reading a
+table is cheap. Other packages add entries by Python's own means, an entry point in the group
 ``moesaic.<table>`` of their metadata.
 """
 
