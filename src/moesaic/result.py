@@ -50,10 +50,10 @@ from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import (
-    LanguageAlone,
     apply_plan,
     check_base,
     kept,
+    language_alone,
     mtp_blocks,
     mtp_fate,
     rewrite,
@@ -633,7 +633,7 @@ def save_applied(
         logging.getLogger(__name__).warning(ALONE)
     to = writer or ShardWriter(folder)
     keep = kept(model, mtp, beside=whole)
-    rewrite(naming, arch, plan, to if whole else LanguageAlone(to), keep, **types)
+    rewrite(naming, arch, plan, to if whole else language_alone(to), keep, **types)
     if dtype is not None:
         config.dtype = dtype
     describe_format(config, source.checkpoint, kept=dtype is None)

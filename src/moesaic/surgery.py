@@ -295,16 +295,25 @@ def kept(model: Model, mtp: bool, beside: bool) -> Callable[[str], bool]:
 
 
 @dataclass(frozen=True)
-class LanguageAlone:
-    """Writer of the language model alone from a multimodal checkpoint."""
+class ChangedWriter:
+    """Writer that changes names or values before another one takes them."""
 
     writer: Writer
+    change: Callable[[str, Value], tuple[str, Value] | None]
+    """Returns name and value to be written; None for a tensor that is left out."""
 
     def add(self, name: str, value: Value) -> None:
-        self.writer.add(language(name), value)
+        changed = self.change(name, value)
+        if changed is not None:
+            self.writer.add(*changed)
 
     def close(self) -> None:
         self.writer.close()
+
+
+def language_alone(writer: Writer) -> Writer:
+    """Return a writer of the language model alone from a multimodal checkpoint."""
+    return ChangedWriter(writer, lambda name, value: (language(name), value))
 
 
 def rewrite(

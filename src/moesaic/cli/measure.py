@@ -92,11 +92,6 @@ def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluatio
     )
 
 
-def beside(model: str, against: str) -> str:
-    """Return the name of the second column."""
-    return against if against != model else f"{against}, again"
-
-
 def bench(model: str, against: str | None, as_json: bool, **options: Any) -> None:
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
     for name in (model, against or model):
@@ -112,7 +107,7 @@ def bench(model: str, against: str | None, as_json: bool, **options: Any) -> Non
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
     shown = {model: figures["model"]}
     if against:
-        shown[beside(model, against)] = figures["against"]
+        shown[against if against != model else f"{against}, again"] = figures["against"]
     emit(as_json, result, report.speeds(shown, figures.get("ratio", {})))
 
 

@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,10 +40,11 @@ from moesaic.plans import neurons
 from moesaic.plans.base import KINDS, Header
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import (
-    LanguageAlone,
+    ChangedWriter,
     base_shape,
     headers_of,
     kept,
+    language_alone,
     rewrite,
     shaped,
     sizes,
@@ -419,7 +420,7 @@ class _Reduced:
         return {name: self.widened(index, name, shape) for name, shape in sizes(layer).items()}
 
     def widened(self, index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a layer's tensor after :class:`Fitting` has padded it."""
+        """Return the shape of a layer's tensor as written: dense layers are padded to one width."""
         if index not in self.narrow or not name.startswith(f"{self.arch.ffn_path}."):
             return shape
         down = name.endswith(f".{self.arch.ffn.down}.weight")
@@ -433,10 +434,26 @@ class _Reduced:
             for disk, name in naming.in_memory.items()
             if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
-        fitting = Fitting(LanguageAlone(writer) if self.source.beside else writer, self, starts)
+        numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
+
+        def fitted(name: str, value: Value) -> tuple[str, Value] | None:
+            if (layer := numbered.match(name)) is None:
+                return name, value
+            start, old, rest = layer[1], int(layer[2]), layer[3]
+            if old not in self.numbers:
+                return None
+            name = f"{start}{self.numbers[old]}.{rest}"
+            new = self.widened(old, rest, tuple(value.shape))
+            if new != tuple(value.shape):
+                missing = [n - was for was, n in zip(value.shape, new, strict=True)]
+                assert min(missing) >= 0, f"{name} would be cut"
+                value = F.pad(mapped(value), (0, missing[1], 0, missing[0]))
+            return name, value
+
+        to = ChangedWriter(language_alone(writer) if self.source.beside else writer, fitted)
         keep = kept(model, mtp=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
-        rewrite(naming, self.arch, plan, fitting, keep)
+        rewrite(naming, self.arch, plan, to, keep)
 
 
 def shorten(config: Config, stay: Sequence[int]) -> None:
@@ -445,34 +462,3 @@ def shorten(config: Config, stay: Sequence[int]) -> None:
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(config, name, [value[i] for i in stay])
     config.num_hidden_layers = len(stay)
-
-
-class Fitting:
-    """Writer that renumbers layers and pads dense ones to one width.
-
-    Args:
-        writer: the writer of the padded tensors.
-        mixture: the source of new numbers and shapes.
-        starts: prefixes of names on disk up to a layer's number.
-    """
-
-    def __init__(self, writer: Writer, mixture: _Reduced, starts: Collection[str]) -> None:
-        self.writer, self.mixture = writer, mixture
-        self.numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
-
-    def add(self, name: str, value: Value) -> None:
-        layer = self.numbered.match(name)
-        if layer is not None:
-            start, old, rest = layer[1], int(layer[2]), layer[3]
-            if old not in self.mixture.numbers:
-                return
-            name = f"{start}{self.mixture.numbers[old]}.{rest}"
-            new = self.mixture.widened(old, rest, tuple(value.shape))
-            if new != tuple(value.shape):
-                missing = [n - was for was, n in zip(value.shape, new, strict=True)]
-                assert min(missing) >= 0, f"{name} would be cut"
-                value = F.pad(mapped(value), (0, missing[1], 0, missing[0]))
-        self.writer.add(name, value)
-
-    def close(self) -> None:
-        self.writer.close()

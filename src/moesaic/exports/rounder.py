@@ -394,18 +394,15 @@ class Rounder:
         layers = self.arch.layers(shape)
         parts = {BEFORE: shape, **dict(enumerate(layers)), len(layers): shape}
         found = {name: place for place, part in parts.items() for name in self._held(part, place)}
-        if unknown := {*self.layout.rounded} - {*found, *self._fused(layers)}:
+        parts_in = (names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
+        # transformers has these in one with the first of their names
+        fused = {name for part in parts_in for _, names in part for name in names[1:]}
+        if unknown := {*self.layout.rounded} - {*found, *fused}:
             raise MoesaicError(
                 f"memory: types cannot be chosen for {', '.join(sorted(unknown)[:3])}, which "
                 f"{self.source.config.model_type} has under other names; give a type instead."
             )
         return {self.layout.rounded[name]: place for name, place in found.items()}
-
-    def _fused(self, layers: nn.ModuleList) -> Iterator[str]:
-        """Names of tensors that transformers has in one with the first of their names."""
-        for number, layer in enumerate(layers):
-            for _, names in names_in(layer, number, self.arch, self.named):
-                yield from names[1:]
 
     def _held(self, part: nn.Module, place: int) -> dict[str, Tensor]:
         """Return the matrices of a layer, or of the model around its layers, that are rounded.

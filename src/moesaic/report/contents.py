@@ -29,13 +29,15 @@ def contents(record: Record, alone: bool = True) -> list[Section]:
         record: of the run.
         alone: False beside other runs, whose page leaves out what only one run's own page has.
     """
+    paragraphs = [*steps(record), weights(record)] if record.steps else []
+    made: list[Block] = [Sentence(paragraph) for paragraph in paragraphs]
     sections = [
         *verdict(record),
         *_measured(record),
         *(_layers(record) if alone else ()),
         *(_plots(record) if alone else ()),
         Section("The same prompt, continued", _continued(record), TERMINAL),
-        Section("How it was made", _made(record), CARD),
+        Section("How it was made", made, CARD),
         Section("Options and machine", [*_options(record)]),
     ]
     return [section for section in sections if section.blocks]
@@ -122,8 +124,8 @@ def _of_speed(record: Record) -> str:
 def _layers(record: Record) -> list[Section]:
     """Return what became of the layers: those that became the same together, then every one."""
     alike: dict[str, list[int]] = {}
-    for layer in facts.changed(record):
-        if layer.told:
+    for layer in record.layers:
+        if layer.changed and layer.told:
             alike.setdefault(layer.told, []).append(layer.index)
     blocks: list[Block] = [
         Sentence(f"{'Layers' if len(n) > 1 else 'Layer'} {numbers.ranges(n)}: {form}.")
@@ -155,13 +157,6 @@ def _continued(record: Record) -> list[Block]:
         Text(name, str(written[name]).strip() or "(nothing)") for name in facts.names(written)
     ]
     return [Sentence(str(prompt), "prompt"), *texts] if prompt and texts else texts
-
-
-def _made(record: Record) -> list[Block]:
-    """Return a paragraph for each step, and what became of the weights."""
-    if not record.steps:
-        return []
-    return [Sentence(t) for t in (*steps(record), weights(record))]
 
 
 def _options(record: Record) -> list[Table]:

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from moesaic.config import ROUNDED
-from moesaic.record import Heat, LayerRecord, Record, Row, Step
+from moesaic.record import Heat, Record, Row, Step
 from moesaic.types import Values
 
 V = TypeVar("V")
@@ -140,11 +140,6 @@ def by_projections(record: Record) -> bool:
     """Return True if dense layers were made experts: ratios are then those of their projections."""
     step = _main_step(record)
     return step is not None and step.ratio == "projections"
-
-
-def changed(record: Record) -> list[LayerRecord]:
-    """Return the layers that are not as they were in the base."""
-    return [layer for layer in record.layers if layer.changed]
 
 
 def by_layer(values: Mapping[str, V]) -> list[tuple[int, V]]:
