@@ -150,7 +150,6 @@ def _sparkline(values: Sequence[float], width: int = 40) -> str:
 # --- the log of a run ----------------------------------------------------------------------------
 
 
-T = TypeVar("T")
 OF_SPEED = ("moesaic.modules", "moesaic.io.dtypes", "moesaic.metrics.speed")
 """Loggers whose warnings explain how fast models are: another floating-point type."""
 

@@ -34,7 +34,7 @@ from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.speed import free_bytes
-from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
+from moesaic.metrics.tasks import check_tasks, headline, measure_tasks, recovery_ratio
 from moesaic.observation.files import StatsFile
 from moesaic.progress import tracked
 from moesaic.record import Record
@@ -244,11 +244,18 @@ def scored(
 def with_tasks(
     score: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None
 ) -> Score:
-    """Return a score with its tasks' figures, beside the original's where those are others."""
+    """Return a score with its tasks' figures, beside the original's where those are others.
+
+    Each task then has ``recovery``: its main figure over the original's.
+    """
     if original is None or tasks is original:
         return replace(score, tasks=tasks)
-    recovery = recovery_ratio(tasks, original)
-    return replace(score, tasks=with_recovery(tasks, original), recovery=recovery)
+    compared = {}
+    for name, task in tasks.items():
+        after, before = headline(task), headline(original.get(name, {}))
+        recovered = {"recovery": after / before} if after is not None and before else {}
+        compared[name] = {**task, **recovered}
+    return replace(score, tasks=compared, recovery=recovery_ratio(tasks, original))
 
 
 def named(track: Track, name: str) -> Track:

@@ -67,17 +67,6 @@ def headline(task: Values) -> float | None:
     return next((float(task[name]) for name in HEADLINE if name in task), None)
 
 
-def with_recovery(ours: dict[str, JSON], theirs: Values) -> dict[str, JSON]:
-    """Return tasks' figures, each with ``recovery``: its main figure over the original's."""
-    compared = {}
-    for name, task in ours.items():
-        after, before = headline(task), headline(theirs.get(name, {}))
-        compared[name] = (
-            {**task, "recovery": after / before} if after is not None and before else task
-        )
-    return compared
-
-
 def recovery_ratio(ours: Values, theirs: Values) -> float | None:
     """Return CD-MoE's recovery ratio: the mean of the tasks' main figures over the original's.
 
