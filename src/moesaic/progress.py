@@ -70,7 +70,7 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
     with Bar(*columns, console=err_console) as bar:
         for item in bar.track(items, total=total, description=label):
             if isinstance(item, Figures):
-                bar.tell(item)
+                bar.add(item)
             yield item
 
 
@@ -119,7 +119,8 @@ class Bar(Progress):
         self.curves: dict[str, list[float]] = {}  # looked at while Progress is made
         super().__init__(*columns, **options)
 
-    def tell(self, figures: Figures) -> None:
+    def add(self, figures: Figures) -> None:
+        """Append figures to their curves."""
         for name, value in figures.items():
             self.curves.setdefault(name, []).append(value)
 

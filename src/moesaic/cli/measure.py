@@ -43,7 +43,7 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     from moesaic.progress import bars
 
     result = evaluate(model, against=against, **settings, progress=bars).as_json()
-    if process()[0]:  # the first process tells what all have found
+    if process()[0]:  # the first process prints what all have measured
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
     from moesaic import report
