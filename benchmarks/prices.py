@@ -26,7 +26,7 @@ from moesaic.fitting.candidates import KINDS, QUANTISE
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import asked, key_of
 from moesaic.fitting.search import Search
-from moesaic.metrics.machine import environment
+from moesaic.metrics.speed import environment
 from moesaic.observation.branches import divergences
 from moesaic.observation.job import Job
 
