@@ -1,11 +1,11 @@
 """Estimated KL of every alternative of a model beside its measured KL, by kind of change.
 
-    python benchmarks/prices.py tiny-moe tiny-dense FOLDER     writes prices.json; llama.cpp adds types
+    python benchmarks/prices.py tiny-moe tiny-dense FOLDER     writes prices.json
 
-Estimates are those of `fit`; measured are :func:`moesaic.observation.branches.divergences` of the
-same changes on the windows that choose, of which 16 are taken. r is the correlation of logarithms;
-ratios are estimated over measured, their median and tenths. A model that is in the file is not
-measured again.
+Alternatives are those of `fit`, before any refit; of types only where llama.cpp is there and knows
+the model. KL is measured by :func:`moesaic.observation.branches.divergences`, on 16 of the windows
+that choose. r is the correlation of logarithms; ratios are estimated over measured: the median and
+the tenths. A model that is in the file is not measured again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def compared(model: str, work: Path) -> dict[str, dict[str, object]]:
         changes = rounder.changes([*prices.types])
         found += [(QUANTISE, kl, change) for kl, change in zip(kls, changes, strict=True)]
     text = search.texts.both[1].rows(slice(WINDOWS))
-    stream = Job(replace(search.trials.args(), text=text), base_arch).stream((), lambda layer: layer)
+    job = Job(replace(search.trials.args(), text=text), base_arch)
+    stream = job.stream((), lambda layer: layer)
     measured = divergences(stream, [change for *_, change in found]).mean(1).tolist()
     pairs = defaultdict[str, list[tuple[float, float]]](list)
     for (kind, estimate, _), kl in zip(found, measured, strict=True):
