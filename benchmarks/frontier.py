@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,10 +34,8 @@ from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Pass, Whole
 from moesaic.metrics.gguf_engine import Engine
-from moesaic.metrics.machine import environment
-from moesaic.metrics.score import Quality, Score, qualities, scores
-from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Timed, against, interleaved, one_round
+from moesaic.metrics.score import Quality, Score, model_size, qualities, scores
+from moesaic.metrics.speed import Timed, against, environment, interleaved, one_round
 
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
@@ -157,6 +156,21 @@ def bytes_of(work: Path, name: str) -> int:
     return sum(file.stat().st_size for file in here)
 
 
+class TimedEngine(Engine):
+    """A GGUF file that llama.cpp runs, and that is timed."""
+
+    def __call__(self, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        """Seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
+        self._reset()
+        ids = prompt[0].tolist()
+        start = perf_counter()
+        token = self._next(ids)
+        prefilled = perf_counter()
+        for _ in range(new_tokens):
+            token = self._next([token])
+        return prefilled - start, perf_counter() - prefilled
+
+
 def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     """Time all rows that are kept, in turn."""
     load = os.getloadavg()
@@ -165,7 +179,7 @@ def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     models |= {n: resolve(str(work / n)).load("cpu", torch.float32).eval() for n in converted}
     runners: dict[str, Timed] = {n: partial(one_round, model) for n, model in models.items()}
     runners[INT8] = partial(one_round, int8(resolve(MODEL).load("cpu", torch.float32).eval()))
-    runners |= {name: Engine(work / f"{name}.gguf", 128 + 32 + 8) for name in FILES}
+    runners |= {name: TimedEngine(work / f"{name}.gguf", 128 + 32 + 8) for name in FILES}
     prompt = torch.randint(5, 20_000, (1, 128), generator=torch.Generator().manual_seed(0))
     speeds = interleaved(runners, prompt, 32, rounds)
     whole = model_size(models[DENSE]).active_parameters

@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from moesaic import __version__
     from moesaic.data.text import evaluation_tokens
     from moesaic.io.source import resolve
-    from moesaic.metrics.machine import environment
+    from moesaic.metrics.speed import environment
 
     peers = {}
     for name, _, where in (peer.partition("=") for peer in args.peer):

@@ -20,15 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic import Calibration, MoesaicError, Recipe
 from moesaic.arch.lookup import base_arch
+from moesaic.config import Calibration
+from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import KINDS, QUANTISE
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import asked, key_of
 from moesaic.fitting.search import Search
-from moesaic.metrics.machine import environment
+from moesaic.metrics.speed import environment
 from moesaic.observation.branches import divergences
 from moesaic.observation.job import Job
+from moesaic.recipe import Recipe
 
 OUT = Path(__file__).with_suffix(".json")
 TYPES = ("q8_0", "q4_k_m", "q3_k_m", "q2_k", "iq2_xxs")

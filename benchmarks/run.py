@@ -43,6 +43,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -251,8 +252,8 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     import torch
 
     from moesaic.io.source import resolve
-    from moesaic.metrics.size import model_size
-    from moesaic.metrics.speed import against, compare_speed
+    from moesaic.metrics.score import model_size
+    from moesaic.metrics.speed import against, interleaved, one_round
 
     torch.set_num_threads(speed.get("threads", 1))
     names = {row.name: str(work / row.folder) for row in rows if (work / row.folder).exists()}
@@ -261,7 +262,8 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     prompt = torch.randint(
         5, 4000, (1, speed["prompt"]), generator=torch.Generator().manual_seed(0)
     )
-    speeds = compare_speed(models, prompt, speed["new_tokens"], speed["rounds"])
+    runners = {name: partial(one_round, model) for name, model in models.items()}
+    speeds = interleaved(runners, prompt, speed["new_tokens"], speed["rounds"])
     whole = model_size(models["original"]).active_parameters
     return {
         name: {
@@ -281,7 +283,7 @@ def _named(file: Path) -> str:
 def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
     """What every result carries: the command that makes it, versions and machine."""
     from moesaic import __version__
-    from moesaic.metrics.machine import environment
+    from moesaic.metrics.speed import environment
 
     head = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()

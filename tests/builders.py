@@ -34,8 +34,7 @@ from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
 from moesaic.data.sources import sources_of
-from moesaic.exports.form import Export
-from moesaic.exports.native import NEAR, decide, write
+from moesaic.exports.native import NEAR, Export, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.running import always_skipping

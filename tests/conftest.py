@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from moesaic.data.text import Tokens
-from moesaic.exports.form import run_script
+from moesaic.exports import run_script
 
 gc.disable()  # until all that stays to the end, as test modules do, is there
 logging.disable_progress_bar()
@@ -77,8 +77,7 @@ def _no_fresh_processes() -> Iterator[None]:
     """One takes ten seconds to import torch and transformers; lm-eval starts one that asks pip."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
-        for module in ("bench", "measurement"):
-            patch.setattr(f"moesaic.metrics.{module}.peak_memory", _memory)
+        patch.setattr("moesaic.metrics.measurement.peak_memory", _memory)
         patch.setattr("moesaic.exports.native.run_script", _plain)
         yield
 

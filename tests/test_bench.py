@@ -8,9 +8,9 @@ import torch
 
 from moesaic.exports.llamacpp import SCRIPT, find_converter
 from moesaic.io.source import resolve
-from moesaic.metrics.bench import _prompt
+from moesaic.metrics.measurement import _prompt
 from moesaic.metrics.speed import Speed, Timing, against, interleaved, peak_memory
-from moesaic.report.sentences import speed_words
+from moesaic.report.contents import speed_words
 
 
 def speed(prefill, decode):

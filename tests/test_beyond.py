@@ -9,7 +9,6 @@ import torch
 from builders import VOCAB, WAYS, force, masked, same, same_model, tiny_model, tiny_moe
 
 import moesaic
-from moesaic import CondenseConfig, MoREConfig, PruneConfig
 from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import (
@@ -20,13 +19,15 @@ from moesaic.carving.budget import (
 )
 from moesaic.carving.carved_ffn import CarvedFFN
 from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide
 from moesaic.io.source import resolve
-from moesaic.metrics.score import score
-from moesaic.metrics.size import model_size
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.metrics.score import model_size, score
 from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream

@@ -30,7 +30,7 @@ from moesaic.data.text import (
     windows,
 )
 from moesaic.errors import MoesaicError
-from moesaic.metrics.bench import _prompt
+from moesaic.metrics.measurement import _prompt
 from moesaic.metrics.score import score
 from moesaic.report.frontier import points
 from moesaic.train.text import PackedText, answered, training_text

@@ -21,7 +21,7 @@ from builders import pages
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from moesaic import __version__, bars, pipeline
+from moesaic import __version__, pipeline, progress
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, about, flag_of
 from moesaic.data.reader import shipped_texts
@@ -595,8 +595,8 @@ def test_defaults_stand_in_the_configs_alone(command, monkeypatch, tmp_path):
 def test_time_left_is_told_from_the_second_item_on_however_long_it_takes():
     """rich's own column forgets what was done more than half a minute ago."""
     clock = [0.0]
-    column, quiet = bars.Left(), Console(file=io.StringIO())
-    with bars.Bar(column, get_time=lambda: clock[0], console=quiet, auto_refresh=False) as bar:
+    column, quiet = progress.Left(), Console(file=io.StringIO())
+    with progress.Bar(column, get_time=lambda: clock[0], console=quiet, auto_refresh=False) as bar:
         number = bar.add_task("Trying", total=3)
         (task,) = bar.tasks
         clock[0] = 100.0
@@ -617,20 +617,20 @@ def test_a_verb_shows_what_rounding_alone_costs(command, moe_folder, tmp_path):
 
 def test_nothing_is_drawn_where_there_is_nothing_to_do(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(bars, "err_console", told)
-    assert list(bars.bars([], "Refining", 0)) == []
+    monkeypatch.setattr(progress, "err_console", told)
+    assert list(progress.bars([], "Refining", 0)) == []
     assert told.export_text() == ""
 
 
 def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(bars, "err_console", told)
+    monkeypatch.setattr(progress, "err_console", told)
     steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
     monkeypatch.setenv("RANK", "1")
-    assert list(bars.bars(steps, "Training", 8)) == steps
+    assert list(progress.bars(steps, "Training", 8)) == steps
     assert told.export_text() == "", "the first of several processes draws for all"
     monkeypatch.setenv("RANK", "0")
-    assert list(bars.bars(steps, "Training", 8)) == steps
+    assert list(progress.bars(steps, "Training", 8)) == steps
     drawn = told.export_text()
     assert "Training" in drawn
     assert "loss                    █▇▆▅▄▃▂▁ 1" in drawn

@@ -14,9 +14,12 @@ from builders import MOE, same, tiny_moe
 from shrunken import small_model
 from torch import Tensor
 
-from moesaic import CondenseConfig, MoesaicError, Tokens, condense
+from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.condense.divergence import js, kl
 from moesaic.methods.condense.experts import (
     pl_alpha_hill,

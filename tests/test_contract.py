@@ -22,7 +22,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.importance import tapped
+from moesaic.exports.rounder import tapped
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
 from moesaic.io.models import predicts_tokens
@@ -32,7 +32,7 @@ from moesaic.methods.condense.method import obstacle
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.routing_counts import counted
+from moesaic.metrics.forward import counted
 from moesaic.observation.stats import Tally, square_sums, tallied
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan

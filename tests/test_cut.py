@@ -10,8 +10,8 @@ import pytest
 import torch
 from builders import converted, equal, logits, tiny_moe
 
-from moesaic import MoesaicError
 from moesaic.arch.lookup import moe_arch
+from moesaic.errors import MoesaicError
 from moesaic.plans.cut import CutLayer
 
 KEPT = torch.tensor([1, 4, 6])

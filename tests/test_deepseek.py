@@ -13,8 +13,11 @@ from builders import edited, loaded, logits, tiny_moe, weights
 from torch import Tensor, nn
 
 import moesaic
-from moesaic import CondenseConfig, MoesaicError, PruneConfig, Tokens
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
 
 Weights = dict[str, Tensor]
 

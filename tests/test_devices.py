@@ -25,11 +25,10 @@ from moesaic.errors import MoesaicError
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
-from moesaic.metrics.machine import free_bytes
-from moesaic.metrics.measurement import Measurement
+from moesaic.metrics.measurement import Measurement, bench
+from moesaic.metrics.speed import free_bytes
 from moesaic.modules.running import SpilledList
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream

@@ -15,16 +15,19 @@ from builders import VOCAB, WAYS, configured, force, masked, tiny_model
 from torch import Tensor
 
 import moesaic
-from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import layer_sizes
 from moesaic.carving.carved_ffn import CarvedFFN
+from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.carving.dsmoe.method import DSMoE
 from moesaic.data.sources import MIXES, Mix
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
 from moesaic.hub import convert_class
 from moesaic.metrics.score import score
 from moesaic.pipeline import run_recipe
+from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.text import PackedText

@@ -16,17 +16,17 @@ from builders import loaded, pages, tiny_moe
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from moesaic import estimates
+from moesaic import sizes
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, Estimate, estimate, foreseen, weight_bytes
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
 from moesaic.io.models import sizes_in, working_type
 from moesaic.io.source import resolve
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
+from moesaic.sizes import Built, Estimate, estimate, on_headers, weight_bytes
 from moesaic.types import give_back
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
@@ -130,7 +130,7 @@ def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
 def held(monkeypatch: pytest.MonkeyPatch, model: str, *steps: Any, **options: Any) -> int:
     """Return what a run is estimated to hold beside libraries."""
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
-    monkeypatch.setattr(estimates.psutil, "Process", lambda: process)
+    monkeypatch.setattr(sizes.psutil, "Process", lambda: process)
     return estimate(recipe_of(model, "out", *steps, **options)).peak_memory_bytes
 
 
@@ -145,10 +145,10 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
     assert held(monkeypatch, "tiny-moe", energy) == 2 * layer + states
     products = ("slim", {"keep": 0.5, "score": "surgeon"})
     assert held(monkeypatch, "tiny-moe", products) == 2 * layer + states + 8 * 8 * 96**2
-    monkeypatch.setattr(estimates, "free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(sizes, "free_bytes", lambda _: 1 << 40)
     both = held(monkeypatch, "tiny-moe", ("prune", {"keep": 8}), evaluation=Evaluation())
     assert both == 2 * moe.held("cpu")
-    monkeypatch.setattr(estimates, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(sizes, "free_bytes", lambda _: 0)
     alone = held(monkeypatch, "tiny-moe", energy, evaluation=Evaluation())
     assert alone == 2 * layer + states
     trained = held(monkeypatch, "tiny-moe", ("tune", {"what": "all", "steps": 1}))
@@ -159,7 +159,7 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
 def test_layers_that_will_differ_are_told_to_differ(verb: str) -> None:
     """Without statistics all lose alike; the result is none of the base's architecture."""
     recipe = recipe_of("tiny-moe", "out", (verb, {"keep": 0.75, "allocate": "layers"}))
-    with foreseen(recipe) as (step,):
+    with on_headers(recipe) as (step,):
         assert step.result.config.model_type == "moesaic_mixtral"
 
 

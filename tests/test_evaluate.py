@@ -16,10 +16,10 @@ from torch.utils import collect_env
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import MoesaicError
 from moesaic.data.sources import read_questions, wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import join_processes, process
+from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.losses import divergence
 from moesaic.metrics import evaluate as evaluating

@@ -34,7 +34,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
-from moesaic.exports.gguf_limits import lacking
+from moesaic.exports.llamacpp import lacking
 from moesaic.exports.native import decide, verify, write
 from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer

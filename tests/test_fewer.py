@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from shrunken import small_model
 
 import moesaic
-from moesaic import MoesaicError, SkipConfig, TopKConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.cli import app
+from moesaic.errors import MoesaicError
 from moesaic.hub import native_config
+from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape

@@ -29,9 +29,8 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.estimates import Built
-from moesaic.exports.mixed import Layout, choice
 from moesaic.exports.quantiser import Rounded
+from moesaic.exports.rounder import Layout, choice
 from moesaic.families import Family, Shape
 from moesaic.fitting import prices as prices_module
 from moesaic.fitting import run, search, trials
@@ -41,7 +40,6 @@ from moesaic.fitting.forms import Form, ending, forms, largest
 from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, asked, key_of
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
-from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import CondenseConfig
@@ -50,7 +48,8 @@ from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe
-from moesaic.report import sentences
+from moesaic.report import contents
+from moesaic.sizes import Built, Costs, Weight, steps_as_json
 
 ORIGINAL = Built(resolve("tiny-moe").config, None)
 
@@ -224,7 +223,7 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
     tmp_path: Path, plain: PlainFiles
 ) -> None:
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
-    costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain)  # type: ignore[arg-type]
+    costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain.size)
     weight, alone = costs.weight((last,)), costs.weight((ExportArgs(to="gguf", type="q8_0"),))
     assert weight is not None
     assert alone is not None
@@ -446,7 +445,7 @@ def test_the_original_alone_may_be_best(
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
     assert [file.name for file in out.iterdir()] == ["moesaic"]
     assert {f.name for f in (out / "moesaic").iterdir()} >= {"model-q8_0.gguf", "result.json"}
-    (said,) = sentences.other_ways(record)
+    (said,) = contents.other_ways(record)
     assert re.fullmatch(
         r"moesaic/model-q8_0.gguf has [\d.]+\sMB, perplexity [\d.]+, and is 0.000 nats .*",
         said.text,

@@ -18,7 +18,7 @@ from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RouterParts, RoutingFunction
 from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.overlapping_layer import OverlappingLayer
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import make_skipping, skip
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer

@@ -12,19 +12,22 @@ import torch
 from builders import tiny_moe
 from torch import Tensor
 
-from moesaic import CondenseConfig, RunArgs, Tokens, condense
+from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.carving import clustering
 from moesaic.carving.budget import LayerSize, split_for_share, split_for_target
 from moesaic.carving.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.carving.more.formulas import petals_of, prototypes
+from moesaic.config import RunArgs
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.condense.divergence import cosine, js, kl
 from moesaic.methods.condense.experts import tail_exponent
 from moesaic.methods.prune.subsets import every_set, exhaustive
 from moesaic.methods.refit import recover
 from moesaic.methods.slim.scores import SCORES, Neurons
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stats import tallied
 from moesaic.observation.stream import LayerStream

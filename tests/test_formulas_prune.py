@@ -14,10 +14,10 @@ from builders import VOCAB, statistics, tiny_moe
 from torch import Tensor
 
 import moesaic
-from moesaic import PruneConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens
 from moesaic.methods.prune import reconstruction
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.prune.criteria import BUILT_IN, CRITERIA, ScoredLayer
 from moesaic.observation.stream import LayerStream
 

@@ -11,10 +11,10 @@ from test_report_mixtures import pruned
 
 from moesaic import report
 from moesaic.record import Heat, Row
-from moesaic.report.draw import FEW, Plane, maps
-from moesaic.report.draw import points as drawn
 from moesaic.report.frontier import best, frontiers, points
 from moesaic.report.frontier import tried as tried_of
+from moesaic.report.page import FEW, Plane, maps
+from moesaic.report.page import points as drawn
 from moesaic.report.tables import layer_table
 
 

@@ -24,24 +24,24 @@ from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import PruneConfig, SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
 from moesaic.exports import quantiser
-from moesaic.exports.file_types import Model, mixture
-from moesaic.exports.mixed import least
-from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, Model, mixture, quantise, tensors_of, types_of
+from moesaic.exports.rounder import least
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import gguf_engine
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
 from moesaic.observation.estimates import estimated
 from moesaic.observation.stream import LayerStream
+from moesaic.sizes import Built
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHITECTURES = {

@@ -17,7 +17,7 @@ import moesaic
 from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.metrics.machine import free_bytes
+from moesaic.metrics.speed import free_bytes
 from moesaic.modules.running import SpilledList
 from moesaic.train.tune.config import TuneConfig
 

@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 from builders import SERVER, pages, run_command
 
-from moesaic import MoesaicError, pipeline
+from moesaic import pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import Goal, Point
 from moesaic.config import Calibration
-from moesaic.estimates import Built
+from moesaic.errors import MoesaicError
 from moesaic.families import Shape
 from moesaic.fitting import search
 from moesaic.fitting.candidates import Candidate, unbeaten
@@ -35,14 +35,14 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, forms
 from moesaic.fitting.prices import Price, Prices, asked, key_of
 from moesaic.fitting.run import opened
-from moesaic.fitting.sizes import Weight, steps_as_json
 from moesaic.fitting.trials import Trials, _key
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import measurement
-from moesaic.metrics.rounding import rounded
+from moesaic.metrics.evaluate import rounded
 from moesaic.recipe import Recipe, command_of
+from moesaic.sizes import Built, Weight, steps_as_json
 
 TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
 TEXT += ["--calibration", pages("calibration"), "--data", pages("evaluation")]

@@ -10,9 +10,9 @@ import torch
 from builders import tiny_model, tiny_moe
 from torch import Tensor, nn
 
-from moesaic import Tokens
 from moesaic.arch.lookup import base_arch
-from moesaic.exports.importance import importance, means
+from moesaic.data.text import Tokens
+from moesaic.exports.rounder import importance, means
 from moesaic.io.source import resolve
 from moesaic.observation.stats import Tally
 

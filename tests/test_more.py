@@ -35,7 +35,7 @@ from moesaic.carving.more.formulas import (
 from moesaic.carving.more.method import MoRE
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
-from moesaic.metrics.routing_counts import jsd
+from moesaic.metrics.forward import jsd
 from moesaic.observation.stats import tallied
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import layer_uses

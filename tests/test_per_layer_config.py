@@ -13,9 +13,9 @@ from shrunken import small_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moesaic import MoesaicError
 from moesaic.arch.lookup import moe_arch
-from moesaic.exports.gguf_limits import lacking
+from moesaic.errors import MoesaicError
+from moesaic.exports.llamacpp import lacking
 from moesaic.per_layer_config import listed
 from moesaic.plans.cut import CutLayer
 

@@ -17,10 +17,12 @@ from builders import launch, loaded, logits, pages, tiny_moe, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
-from moesaic import MoesaicError, SlimConfig, api
+from moesaic import api
 from moesaic.config import RunArgs
+from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.methods import VERBS, methods_of
+from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))

@@ -11,14 +11,15 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from moesaic import MoesaicError, report
-from moesaic.bars import Plain
+from moesaic import report
 from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.tomoe.config import ToMoEConfig
+from moesaic.errors import MoesaicError
 from moesaic.methods import implementation
 from moesaic.methods.base import Decision
+from moesaic.progress import Plain
 from moesaic.record import LayerRecord, Record, Step
-from moesaic.report import sentences, tables
+from moesaic.report import contents, tables
 
 EVIL = '<script>alert("x")</script>&amp;'
 
@@ -181,7 +182,7 @@ def routed(page):
 
 
 def said(record):
-    return plain(" ".join(s.text for s in sentences.other_ways(record)))
+    return plain(" ".join(s.text for s in contents.other_ways(record)))
 
 
 def printed(record, width=80):
@@ -319,7 +320,7 @@ def test_a_result_that_does_not_route_has_no_routing():
 def test_perplexities_that_are_no_numbers():
     record = make(result=float("inf"), static=float("nan"))
     assert "∞" in Page(report.html([record, record])).text
-    assert "worse on this text (perplexity 12.79 → ∞)" in sentences.outcome(record)
+    assert "worse on this text (perplexity 12.79 → ∞)" in contents.outcome(record)
     ET.fromstring(report.frontier_picture([record, make()]))
     printed(record)
 
@@ -338,7 +339,7 @@ def test_every_form_begins_with_what_came_of_it():
         "33 % smaller on disk, 53.0 % worse on this text (perplexity 12.79 → 19.57); prefill "
         "faster (1.27×), decode slower (0.96×)."
     )
-    assert plain(sentences.outcome(record)) == outcome
+    assert plain(contents.outcome(record)) == outcome
     page = plain(Page(report.html([record])).text)
     assert page.index(outcome) < page.index("Its feed-forward networks are")
     card = plain(report.model_card(record, ""))
@@ -360,14 +361,14 @@ def test_every_form_begins_with_what_came_of_it():
 def test_a_larger_file_is_said_to_be_one(files, clause):
     record = make()
     record.measured["files"] = dict(zip(("original", "result"), files, strict=True))
-    assert plain(sentences.outcome(record)).startswith(clause)
+    assert plain(contents.outcome(record)).startswith(clause)
 
 
 def test_bytes_in_memory_stand_where_files_were_not_looked_at():
     record = make()
     record.measured["scores"]["original"]["total_bytes"] = 2_000_000
     record.measured["scores"]["result"]["total_bytes"] = 1_500_000
-    assert plain(sentences.outcome(record)).startswith("25 % smaller in memory, ")
+    assert plain(contents.outcome(record)).startswith("25 % smaller in memory, ")
 
 
 @pytest.mark.parametrize(
@@ -390,12 +391,12 @@ def test_faster_is_said_only_where_five_rounds_say_so(speeds, spread, rounds, wo
         record.measured["speed"][name]["decode_tokens_per_second"] = value
     record.measured["speed_ratio"] |= {"decode_spread": list(spread), "rounds": rounds}
     tones = {"slower": "worse", "faster": "better", "no clear difference": "unsure"}
-    (tile,) = [c for c in sentences.changes(record) if c.what.startswith("decode")]
+    (tile,) = [c for c in contents.changes(record) if c.what.startswith("decode")]
     unclear = word == "no clear difference"
     ratio = f"{speeds[1] / speeds[0]:.2f}×"
     assert tile.difference == (word if unclear else f"{word} ({ratio})")
     assert tile.tone == tones[word]
-    assert ("speed: no clear difference" in sentences.outcome(record)) == unclear
+    assert ("speed: no clear difference" in contents.outcome(record)) == unclear
     shown = (Page(report.html([record])).text, report.model_card(record, ""), printed(record))
     for text in map(plain, shown):
         assert (ratio in text) == (not unclear)
@@ -413,7 +414,7 @@ def test_faster_is_said_only_where_five_rounds_say_so(speeds, spread, rounds, wo
     ],
 )
 def test_a_small_gain_in_perplexity_is_no_gain(result, told):
-    assert told in plain(sentences.outcome(make(result=result)))
+    assert told in plain(contents.outcome(make(result=result)))
 
 
 def test_warnings_stand_with_the_figures_that_they_explain():
@@ -470,7 +471,7 @@ def test_several_runs():
     assert {a.get("id") for a in page.all("div")} >= {"run-1", "run-2", "run-3"}
     links = [a["href"] for a in page.all("a") if "class" not in a]
     assert links == ["#run-1", "#run-2", "#run-3"]
-    outcome = plain(sentences.outcome(other))
+    outcome = plain(contents.outcome(other))
     assert plain(page.text).index(outcome) < page.text.index("What is lost, and what is saved")
     assert {a["href"] for a in page.all("a", "point")} == {"#run-1", "#run-2"}
     assert "31.20" in page.text

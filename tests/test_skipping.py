@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from shrunken import small_model
 
 import moesaic
-from moesaic import MoesaicError, SkipConfig, SlimConfig
+from moesaic.errors import MoesaicError
+from moesaic.methods.skip.config import SkipConfig
 from moesaic.methods.skip.dynamic import mean_calls, quantile, ratios
-from moesaic.metrics.routing_counts import counted
-from moesaic.metrics.size import model_size
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.metrics.forward import counted
+from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import skip, survivors
 from moesaic.types import cache_of
 

@@ -23,13 +23,15 @@ from builders import (
 from cases import many_tokens
 
 import moesaic
-from moesaic import MoesaicError, SlimConfig, Tokens
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
 from moesaic.methods.slim.choice import losses, uneven
+from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stats import tallied
 from moesaic.plans import recovery

@@ -11,9 +11,10 @@ from cases import many_tokens
 from rich.console import Console
 
 import moesaic
-from moesaic import MoesaicError, pipeline
-from moesaic.cli import entry, fitting
+from moesaic import pipeline
+from moesaic.cli import entry, guide
 from moesaic.config import check_device
+from moesaic.errors import MoesaicError
 from moesaic.io import names, source
 from moesaic.io.source import headers_of_model
 from moesaic.observation import files
@@ -48,7 +49,7 @@ def test_candidates_come_in_the_order_of_what_they_lose():
         sizes = {"memory": 2**20, "active_parameters": 1000}
         return {"form": form, "kl": kl, "loss": 0.1, "estimated_kl": 0.2, **sizes}
 
-    text = shown(fitting.tried([candidate("worse", 0.5), candidate("better", 0.25)]))
+    text = shown(guide.tried([candidate("worse", 0.5), candidate("better", 0.25)]))
     assert text.index("better") < text.index("worse")
     row = next(line for line in text.splitlines() if "better" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [

@@ -98,9 +98,10 @@ def test_importing_it_changes_nothing_around_it(carved_folder):
 
 
 def test_products_are_remembered_as_the_user_says(monkeypatch):
-    given, ours = entry.REMEMBERED
+    given, ours, other = entry.ENVIRONMENT
     monkeypatch.setenv(given, "7")
+    monkeypatch.setenv(other, "NO")
     monkeypatch.setenv(ours, "")  # so that what is set below goes with the test
     monkeypatch.delenv(ours)
-    entry.remember_less()
-    assert (os.environ[given], os.environ[ours]) == ("7", entry.REMEMBERED[ours])
+    entry.set_environment()
+    assert (os.environ[given], os.environ[ours]) == ("7", entry.ENVIRONMENT[ours])

@@ -10,9 +10,12 @@ import torch
 from builders import statistics, tiny_moe
 from safetensors.torch import load_file, safe_open, save_file
 
-from moesaic import MoesaicError, PruneConfig, Tokens, observe, prune
+from moesaic import observe
+from moesaic.api import prune
 from moesaic.arch.lookup import moe_arch
-from moesaic.data.text import process_share
+from moesaic.data.text import Tokens, process_share
+from moesaic.errors import MoesaicError
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.observation import stats as module
 from moesaic.observation.files import FILED, StatsFile
 from moesaic.observation.stats import Tally, observed, tallied

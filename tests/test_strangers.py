@@ -81,7 +81,7 @@ def test_tables_titles_and_cards_are_printable(
     from rich.table import Table
 
     from moesaic import report
-    from moesaic.bars import Plain
+    from moesaic.progress import Plain
     from moesaic.record import Record
 
     run = Path(shutil.copytree(carved_folder, tmp_path / "run"))

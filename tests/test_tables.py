@@ -20,7 +20,7 @@ from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replaced
 from moesaic.data.text import Tokens
-from moesaic.exports.gguf_limits import lacking
+from moesaic.exports.llamacpp import lacking
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import TopKConfig
 from moesaic.observation.stream import LayerStream

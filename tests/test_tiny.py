@@ -12,7 +12,7 @@ import moesaic
 from moesaic.data.sources import DOMAINS
 from moesaic.io.names import SHIPPED
 from moesaic.io.source import resolve
-from moesaic.metrics.routing_counts import jsd
+from moesaic.metrics.forward import jsd
 
 BY_DAY = [n if n == "tiny-moe" else pytest.param(n, marks=pytest.mark.nightly) for n in SHIPPED]
 

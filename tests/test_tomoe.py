@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import MoesaicError, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.overlapping_ffn import OverlappingFFN, set_form
 from moesaic.carving.overlapping_layer import OverlappingLayer
+from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.decision import (
     active_ratio,
     decide,
@@ -31,8 +31,9 @@ from moesaic.carving.tomoe.masked import Masked
 from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.student import Student, layer_shapes
 from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
 from moesaic.hub import convert_class
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.loop import last_checkpoint

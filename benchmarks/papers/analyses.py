@@ -28,7 +28,7 @@ from moesaic.io.models import shape_of
 from moesaic.io.names import RECORD, placed
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import evaluate
-from moesaic.metrics.routing_counts import routers
+from moesaic.metrics.forward import routers
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 

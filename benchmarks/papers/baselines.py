@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
-from moesaic.exports.importance import tapped
+from moesaic.exports.rounder import tapped
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.score import score
 from moesaic.observation.stats import Tally, square_sums

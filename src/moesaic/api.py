@@ -14,17 +14,16 @@ from __future__ import annotations
 from typing import Any
 
 from moesaic.config import MethodConfig, takes_options
-from moesaic.estimates import estimate
 from moesaic.exports import export
 from moesaic.fitting.run import fit
 from moesaic.methods import methods_of
-from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.generations import generate
-from moesaic.metrics.size import inspect
+from moesaic.metrics.measurement import bench
 from moesaic.observation.files import observe
 from moesaic.pipeline import apply, run_recipe, verb
 from moesaic.result import Result, push
+from moesaic.sizes import estimate, inspect
 from moesaic.types import Named
 
 __all__ = [

@@ -6,23 +6,23 @@ from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.config import Calibration
 from moesaic.data.text import Tokens
-from moesaic.estimates import estimate as estimate
 from moesaic.exports import export as export
 from moesaic.fitting.config import FitConfig
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.bench import bench as bench
 from moesaic.metrics.evaluate import evaluate as evaluate
 from moesaic.metrics.generations import generate as generate
-from moesaic.metrics.size import inspect as inspect
+from moesaic.metrics.measurement import bench as bench
 from moesaic.pipeline import apply as apply
 from moesaic.pipeline import run_recipe as run_recipe
 from moesaic.pipeline import verb as verb
 from moesaic.plan import Plan
 from moesaic.result import Result
 from moesaic.result import push as push
+from moesaic.sizes import estimate as estimate
+from moesaic.sizes import inspect as inspect
 from moesaic.train.tune.config import TuneConfig
 from moesaic.types import Model, Named, Tokenizer, Track, Values
 from pathlib import Path

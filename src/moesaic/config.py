@@ -30,8 +30,9 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError, check_known, shown
+from moesaic.exports.quantiser import Model
 from moesaic.families import Family, Shape
-from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.types import JSON, Named, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch
@@ -564,7 +565,7 @@ class RunArgs:
         Raises:
             TypeError: an option is unknown.
         """
-        from moesaic.bars import tracked
+        from moesaic.progress import tracked
 
         text = options.pop("calibration", "")
         names = {f.name for f in fields(Calibration)} & options.keys()

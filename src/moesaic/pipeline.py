@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -30,13 +30,13 @@ from moesaic.io.outputs import (
 )
 from moesaic.io.source import Source, resolve
 from moesaic.io.trust import mapping_of
-from moesaic.log import Log
 from moesaic.methods import VERBS, implementation, methods_of
 from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress, differences
+from moesaic.progress import Log
 from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
@@ -164,31 +164,24 @@ def apply(
     if not (base or steps[0].base.name):
         raise MoesaicError("The plan names no base: it was made from a loaded model.")
     with on_disk(base or steps[0].base.name, None, revision, token) as name:
-        _rebuild(resolve(name), decided, out, overwrite, read)
+        source = resolve(name)
+        own, routing = source.fingerprint, ("", routing_in(source.config))
+        done = [  # the source may have been made by some of the steps
+            number
+            for number, step in enumerate(steps)
+            if step.base.weights == own and step.base.routing in routing
+        ]
+        with whole_folder(out, overwrite, [source.name, *read]) as folder:
+            for number in range(max(done, default=0), len(steps)):
+                last, before = number == len(steps) - 1, source.folder
+                target = folder if last else folder / f"step-{number}"
+                target.mkdir(exist_ok=True)
+                save_applied(source, steps[number], target, parse_dtype(steps[number].dtype))
+                source = Source(f"the result of step {number + 1}", target)
+                if before.parent == folder:
+                    shutil.rmtree(before)
+            decided.save(our_folder(folder))
     return out
-
-
-def _rebuild(
-    source: Source, decided: Plan, out: Path, overwrite: bool, read: Sequence[str | Path]
-) -> None:
-    """Apply a plan, after those that made its base unless the source was made by them."""
-    steps = [*decided.earlier, decided]
-    own, routing = source.fingerprint, ("", routing_in(source.config))
-    done = [
-        number
-        for number, step in enumerate(steps)
-        if step.base.weights == own and step.base.routing in routing
-    ]
-    with whole_folder(out, overwrite, [source.name, *read]) as folder:
-        for number in range(max(done, default=0), len(steps)):
-            last, before = number == len(steps) - 1, source.folder
-            target = folder if last else folder / f"step-{number}"
-            target.mkdir(exist_ok=True)
-            save_applied(source, steps[number], target, parse_dtype(steps[number].dtype))
-            source = Source(f"the result of step {number + 1}", target)
-            if before.parent == folder:
-                shutil.rmtree(before)
-        decided.save(our_folder(folder))
 
 
 def run_recipe(

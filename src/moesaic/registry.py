@@ -1,14 +1,15 @@
-"""Tables of names: methods, layer kinds, criteria, architectures, export targets.
+"""Tables of names (methods, layer kinds, criteria, architectures), and classes made at run time.
 
-An entry is ``"package.module:Name"`` and is imported when it is used, so that reading a table is
-cheap. Other packages add entries by Python's own means, an entry point in the group
+An entry of a table is ``"package.module:Name"`` and is imported when it is used, so that reading a
+table is cheap. Other packages add entries by Python's own means, an entry point in the group
 ``moesaic.<table>`` of their metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+import copyreg
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property, wraps
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Generic, TypeVar, cast
@@ -71,3 +72,38 @@ class InWords(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._table)
+
+
+# --- classes made at run time that can be pickled ------------------------------------------------
+
+
+C = TypeVar("C", bound=Callable[..., type])
+
+
+class Dynamic(type):
+    """Metaclass of the classes that a function decorated with :func:`remade` returns."""
+
+
+def remade(make: C) -> C:
+    """Decorate a module's function that returns a :class:`Dynamic` class.
+
+    Equal arguments return the same class. Pickling it, or one of its instances, keeps the function
+    and its arguments, from which another process makes the class again.
+    """
+
+    @wraps(make)
+    @cache
+    def made(*arguments: object) -> type:
+        kind = make(*arguments)
+        kind._remade = made, arguments  # type: ignore[attr-defined]
+        return kind
+
+    return made  # type: ignore[return-value]
+
+
+def _reduced(kind: type) -> str | tuple[object, ...]:
+    """Return the pickled form of a class: a call, or its name if it is a subclass that has one."""
+    return vars(kind).get("_remade", kind.__qualname__)
+
+
+copyreg.pickle(Dynamic, _reduced)  # type: ignore[arg-type]

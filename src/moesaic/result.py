@@ -27,6 +27,7 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
+from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, of_model
 from moesaic.io.models import narrowed, shape_of, untouched
 from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, placed
@@ -39,23 +40,22 @@ from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.generations import generate
-from moesaic.metrics.machine import environment
-from moesaic.metrics.score import Score, scores
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import Score, model_size, scores
+from moesaic.metrics.speed import environment
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import (
-    LanguageAlone,
     apply_plan,
     check_base,
     kept,
+    language_alone,
     mtp_blocks,
     mtp_fate,
     rewrite,
 )
-from moesaic.types import JSON, Made, Model, Named, Tokenizer, Values
+from moesaic.types import JSON, Made, Named, Tokenizer, Values
 
 ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
 FATES = {
@@ -117,10 +117,6 @@ class Result(Made):
         dtype = str(kind or "auto").removeprefix("torch.")
         return replace(self.plan, dtype=dtype, earlier=self._earlier)
 
-    @property
-    def arch(self) -> Arch:
-        return self.job.arch
-
     # --- the model -------------------------------------------------------------------------------
 
     def build(self, plan: Plan, dtype: torch.dtype | None = None) -> Model:
@@ -135,8 +131,8 @@ class Result(Made):
             model = model.load(self.job.device, dtype or self.job.dtype)
         elif not self.job.args.inplace:
             model = copy.deepcopy(model).eval()
-        apply_plan(model, self.arch, plan)
-        hub.convert_class(model, self.arch, plan)
+        apply_plan(model, self.job.arch, plan)
+        hub.convert_class(model, self.job.arch, plan)
         return model
 
     @property
@@ -209,7 +205,9 @@ class Result(Made):
             MoesaicError: ``out`` exists, or holds what was read.
         """
         out = Path(out).expanduser()
-        with whole_folder(out, overwrite, self._inputs) as folder:
+        args = self.job.args
+        read = [self._place, *read_by(self.method.config), *read_by(args.calibration)]
+        with whole_folder(out, overwrite, read) as folder:
             self.write(folder)
             describe(replace(self.current_record, out=str(out)), self._recipe(out), folder)
         return out
@@ -273,12 +271,6 @@ class Result(Made):
         }
 
     @property
-    def _inputs(self) -> list[str | Path]:
-        """Names of the models, files and text that the result was made from."""
-        args = self.job.args
-        return [self._place, *read_by(self.method.config), *read_by(args.calibration)]
-
-    @property
     def _before_it(self) -> Result | None:
         """The result that this one was made of, where a verb was given one."""
         model = self.job.args.model
@@ -322,7 +314,7 @@ class Result(Made):
             return self.model
         assert self.plan is not None
         config = copy.deepcopy(self.job.original.config)
-        hub.convert_config(config, self.arch, self.plan)
+        hub.convert_config(config, self.job.arch, self.plan)
         return shape_of(config)
 
     def record(
@@ -372,8 +364,8 @@ class Result(Made):
             return {} if earlier is None else dict(earlier.calibration)
         used, observed = {**settings, "fingerprint": fingerprint}, self.job.observed
         used["length"] = used.get("length") or self.method.config.window
-        told = ("samples", "length", "bos")
-        windows = {name: observed[name] for name in told if observed.get(name)}
+        names = ("samples", "length", "bos")
+        windows = {name: observed[name] for name in names if observed.get(name)}
         sources = [*observed.get("sources", ())]
         if "tokens" in vars(self.job):
             tokens = self.job.tokens
@@ -507,8 +499,8 @@ class Result(Made):
             return "kept"
         if plan is None or self.decision.trained is not None or not job.on_disk:
             return "left_out"
-        changed = hub.convert_config(copy.deepcopy(job.original.config), self.arch, plan)
-        return mtp_fate(job.naming, self.arch, plan, changed)
+        changed = hub.convert_config(copy.deepcopy(job.original.config), self.job.arch, plan)
+        return mtp_fate(job.naming, self.job.arch, plan, changed)
 
     def _layer(self, index: int, use: LayerUse) -> LayerRecord:
         """Return one layer in words, as this step made it."""
@@ -630,15 +622,15 @@ def save_applied(
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     changed = hub.convert_config(config, arch, plan)
-    along = mtp_fate(naming, arch, plan, changed) != "left_out"
-    if not (along and mtp_blocks(naming, arch, plan.base)):
-        leave_out(config)  # they go, or are in the config alone
+    mtp = mtp_fate(naming, arch, plan, changed) != "left_out"
+    if not (mtp and mtp_blocks(naming, arch, plan.base)):
+        leave_out(config)  # they are left out, or are in the config alone
     whole = changed is not None or not source.beside
     if not whole:
         logging.getLogger(__name__).warning(ALONE)
     to = writer or ShardWriter(folder)
-    stays = kept(model, along, beside=whole)
-    rewrite(naming, arch, plan, to if whole else LanguageAlone(to), stays, **types)
+    keep = kept(model, mtp, beside=whole)
+    rewrite(naming, arch, plan, to if whole else language_alone(to), keep, **types)
     if dtype is not None:
         config.dtype = dtype
     describe_format(config, source.checkpoint, kept=dtype is None)

@@ -19,13 +19,14 @@ from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError, shown
+from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.trust import reading
 from moesaic.modules.running import Watch, always_skipping
 from moesaic.plan import FORMAT, BaseShape, Plan
 from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
-from moesaic.types import JSON, Config, Model
+from moesaic.types import JSON, Config
 
 # --- bases ---------------------------------------------------------------------------------------
 
@@ -234,11 +235,11 @@ def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
         plans by prefix of the layer's names in memory; MTP layers without one are not changed.
     """
     last = max(plan.base.routed, default=-1)
-    along = plan.layers[last].mtp_plan() if last in plan.layers else None
-    if along is None:
+    copied = plan.layers[last].mtp_plan() if last in plan.layers else None
+    if copied is None:
         return {}
     blocks = mtp_blocks(naming, arch, plan.base)
-    return {start: along for start, n in blocks.items() if n == plan.base.experts_of(last)}
+    return {start: copied for start, n in blocks.items() if n == plan.base.experts_of(last)}
 
 
 def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
@@ -280,33 +281,38 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
     return "along" if following else "kept"
 
 
-def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
+def kept(model: Model, mtp: bool, beside: bool) -> Callable[[str], bool]:
     """Return a function that is True for names in memory of tensors that are kept in a result.
 
     Args:
         model: a skeleton of the language model.
-        along: MTP layers are kept.
+        mtp: MTP layers are kept.
         beside: so are parts beside the language model.
     """
     names, count = {*model.state_dict()}, model.config.num_hidden_layers
-
-    def stays(name: str) -> bool:
-        return along if is_mtp(name, count) else beside or name in names
-
-    return stays
+    return lambda name: mtp if is_mtp(name, count) else beside or name in names
 
 
 @dataclass(frozen=True)
-class LanguageAlone:
-    """Writer of the language model alone from a multimodal checkpoint."""
+class ChangedWriter:
+    """Writer that changes names or values before another one takes them."""
 
     writer: Writer
+    change: Callable[[str, Value], tuple[str, Value] | None]
+    """Returns name and value to be written; None for a tensor that is left out."""
 
     def add(self, name: str, value: Value) -> None:
-        self.writer.add(language(name), value)
+        changed = self.change(name, value)
+        if changed is not None:
+            self.writer.add(*changed)
 
     def close(self) -> None:
         self.writer.close()
+
+
+def language_alone(writer: Writer) -> Writer:
+    """Return a writer of the language model alone from a multimodal checkpoint."""
+    return ChangedWriter(writer, lambda name, value: (language(name), value))
 
 
 def rewrite(

@@ -14,14 +14,18 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from moesaic import CondenseConfig, MoREConfig, PruneConfig, SlimConfig, TopKConfig
 from moesaic.api import verb
+from moesaic.carving.more.config import MoREConfig
 from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide, write
 from moesaic.io.formats import BlockScaled, Compressed, Microscaled
 from moesaic.io.source import resolve
+from moesaic.methods.condense.config import CondenseConfig
+from moesaic.methods.prune.config import PruneConfig
+from moesaic.methods.skip.config import TopKConfig
+from moesaic.methods.slim.config import SlimConfig
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads of 32, the smallest that engines have attention for."""

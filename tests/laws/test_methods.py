@@ -28,13 +28,13 @@ from moesaic.api import verb
 from moesaic.config import MethodConfig, about
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import estimate, weight_bytes
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.files import StatsFile
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, step_config
+from moesaic.sizes import estimate, weight_bytes
 
 MODES = ("memory", "disk")
 KILLED = ("prune.naee", "tune.sft")

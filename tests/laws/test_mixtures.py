@@ -28,7 +28,6 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import set_top_k
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import estimate, weight_bytes
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
@@ -36,10 +35,11 @@ from moesaic.methods.prune.criteria import CRITERIA
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.scores import SCORES
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.plans.condensed import CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
+from moesaic.sizes import estimate, weight_bytes
 
 SOME = (
     "afmoe",  # a norm behind the block, a choice bias of its own

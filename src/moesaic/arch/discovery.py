@@ -30,8 +30,9 @@ from moesaic.arch.routing import (
     shallow_copy,
 )
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.io.models import shape_of
-from moesaic.types import JSON, Config, Model
+from moesaic.types import JSON, Config
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 GATES = ("gate", "w1", "wi_0", "c_fc_0")

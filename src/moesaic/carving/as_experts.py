@@ -18,7 +18,7 @@ from moesaic.carving.targets import (
     smallest,
 )
 from moesaic.errors import MoesaicError
-from moesaic.exports.form import Export, base_config
+from moesaic.exports.native import Export, base_config
 from moesaic.io.checkpoint import Checkpoint, Writer
 from moesaic.io.models import shape_of
 from moesaic.io.source import Source

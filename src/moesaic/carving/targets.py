@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.exports.form import aligned, head_dim_of
+from moesaic.exports.native import aligned, head_dim_of
 from moesaic.plans.base import Header
 from moesaic.types import JSON, Config
 

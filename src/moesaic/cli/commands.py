@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -18,11 +18,6 @@ from moesaic.errors import MoesaicError, bounded, meant
 from moesaic.io.names import FOLDER, MODELS, NAMES, PAGE, check_repository, names_model
 from moesaic.io.outputs import resumable, searched, unfinished
 from moesaic.recipe import Recipe, check_run
-from moesaic.types import JSON, Values
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 ALL = "--help-all"
 SETTINGS = {
@@ -209,7 +204,7 @@ def emit(as_json: bool, data: object, view: object) -> None:
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
     else:
-        from moesaic.bars import console
+        from moesaic.progress import console
 
         console.print(view)
 
@@ -249,12 +244,12 @@ def carry_out(
         _print_sizes(recipe, as_json)
         return
     from moesaic import pipeline, report
-    from moesaic.bars import bars
-    from moesaic.estimates import foreseen
+    from moesaic.progress import bars
     from moesaic.report.numbers import memory
+    from moesaic.sizes import on_headers
 
     if unfinished(recipe.out).exists() and not (overwrite or resume):
-        with foreseen(recipe) as steps:  # what is wrong with the request is said first
+        with on_headers(recipe) as steps:  # what is wrong with the request is said first
             if recipe.calibration.source:
                 _ = steps[0].job.tokens
     try:
@@ -272,17 +267,19 @@ def carry_out(
 
 def _print_sizes(recipe: Recipe, as_json: bool) -> None:
     """Show the sizes of a recipe's result."""
-    from moesaic.estimates import estimate
+    from rich.table import Table
+
     from moesaic.report.numbers import memory
+    from moesaic.sizes import estimate
 
     figures = estimate(recipe).as_json()
-    table: JSON = {
-        n.removesuffix("_bytes"): memory(x) if n.endswith("_bytes") else x
-        for n, x in figures.items()
-    }
-    view = columns({recipe.out: table})
-    view.caption = "Nothing was computed; peak memory is estimated."
-    emit(as_json, {"out": recipe.out, "estimate": figures}, view)
+    table = Table(caption="Nothing was computed; peak memory is estimated.")
+    table.add_column("")
+    table.add_column(recipe.out, justify="right")
+    for name, value in figures.items():
+        shown = memory(value) if name.endswith("_bytes") else figure(value)
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), shown)
+    emit(as_json, {"out": recipe.out, "estimate": figures}, table)
 
 
 def print_start(model: str) -> None:
@@ -294,7 +291,7 @@ def print_start(model: str) -> None:
 
 def print_notice(line: str, style: str = "") -> None:
     """Print a line on stderr as it is, such as a path or a command: no line is broken."""
-    from moesaic.bars import err_console
+    from moesaic.progress import err_console
 
     err_console.print(line, style=style, soft_wrap=True, markup=False, highlight=False)
 
@@ -309,7 +306,7 @@ def print_words(text: str, style: str = "") -> None:
     """Print a text on stderr; a terminal's lines are broken between words alone."""
     from rich.text import Text
 
-    from moesaic.bars import err_console
+    from moesaic.progress import err_console
 
     if sys.stderr.isatty():
         lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)
@@ -336,37 +333,10 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def columns(figures: Mapping[str, Values]) -> Table:
-    """Return figures as rows, models as columns; what has figures of its own has a row for each."""
-    from rich.table import Table
-
-    figures = {name: dict(_flat(column)) for name, column in figures.items()}
-    table = Table()
-    table.add_column("")
-    for name in figures:
-        table.add_column(name, justify="right")
-    keys = dict.fromkeys(key for column in figures.values() for key in column)
-    for key in keys:
-        table.add_row(key, *(figure(column.get(key)) for column in figures.values()))
-    return table
-
-
-def _flat(figures: Values, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}: ")
-        else:
-            yield prefix + key.replace("_", " "), value
-
-
 def figure(value: object) -> str:
     """Return a figure as a table shows it."""
-    if value is None:
-        return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list):
-        return " - ".join(figure(v) for v in value)
     if isinstance(value, float):
         return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

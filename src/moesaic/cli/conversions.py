@@ -213,17 +213,15 @@ def observe(
     model: str, stats: Path, overwrite: bool, resume: bool, as_json: bool, **options: Any
 ) -> None:
     """Take statistics of a model once; prune, slim and skip then decide in seconds with --stats."""
-    from moesaic.cli.measure import place
-
     check_file(stats, STATISTICS, overwrite, [model])
     check_name(model)
-    where = place(options)
+    where = given.place(options)
     gram = given.taken(options, ("gram_mb",))
     calibration = checked(Calibration, options, "")
     from moesaic import api
-    from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.observation.files import StatsFile
+    from moesaic.progress import bars
 
     api.observe(
         model,

@@ -14,7 +14,7 @@ from types import ModuleType
 import click
 import wrapt
 
-from moesaic.cli import conversions, fitting, guide, measure, results
+from moesaic.cli import conversions, guide, measure
 from moesaic.cli.commands import app, fail, interrupted
 from moesaic.errors import MoesaicError, bounded
 
@@ -24,12 +24,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TORCH = "inline_container.cc"
 """Source file of torch's writer of training checkpoints, whose errors give no cause."""
 
-REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
+ENVIRONMENT = {
+    "LRU_CACHE_CAPACITY": "512",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
+    "USE_HUB_KERNELS": "NO",
+}
 """Numbers of matrix products, compiled by shape, that torch and oneDNN cache, each half a megabyte:
 experts get new numbers of tokens in each batch. The default is 1,024; prompts of a small mixture
-take a third longer with 256, and as long with 512."""
+take a third longer with 256, and as long with 512. The last variable keeps transformers from
+fetching compiled code for layers."""
 
-for group in (conversions, fitting, measure, results, guide):
+for group in (conversions, measure, guide):
     group.commands()
 
 
@@ -116,12 +121,6 @@ def quiet_libraries() -> None:
         module.disable_progress_bars()
 
 
-def _spare_stdout() -> None:
-    """Make stdout replace characters that its encoding lacks by question marks, not raise."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
 class _Printable(logging.Formatter):
     """Log formatter that makes warnings printable, as they quote strangers' files."""
 
@@ -129,15 +128,10 @@ class _Printable(logging.Formatter):
         return bounded(super().format(record))
 
 
-def remember_less() -> None:
-    """Limit the caches of compiled matrix products, unless the user did."""
-    for name, most in REMEMBERED.items():
-        os.environ.setdefault(name, most)
-
-
-def fetch_no_kernels() -> None:
-    """Keep transformers from fetching compiled code for layers, unless the user wants that."""
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")
+def set_environment() -> None:
+    """Set the variables of :data:`ENVIRONMENT`, unless the user did."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def main() -> None:
@@ -145,9 +139,9 @@ def main() -> None:
     quiet_libraries()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Printable())
-    _spare_stdout()
-    remember_less()
-    fetch_no_kernels()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters
+        sys.stdout.reconfigure(errors="replace")
+    set_environment()
     with explained():
         if _several():
             from moesaic.distributed import join_processes

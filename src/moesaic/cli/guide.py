@@ -1,4 +1,7 @@
-"""``moesaic MODEL``, without a verb: whether it fits, a search, and what is made of it."""
+"""``fit``, which looks for the recipe itself, and ``moesaic MODEL``, without a verb.
+
+The latter prints whether a model fits, searches, and asks what to make of it.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
+
+import click
 
 from moesaic.cli import commands as shared
 from moesaic.cli import options as given
 from moesaic.cli.commands import print_notice, print_words
-from moesaic.cli.fitting import search_options, search_recipe
-from moesaic.config import ROUNDED, GgufType, in_unit
+from moesaic.config import ROUNDED, Calibration, Evaluation, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
+from moesaic.io.names import check_repository
 from moesaic.io.outputs import discard, output_lock, searched
 from moesaic.io.trust import mapping_of
 from moesaic.recipe import Recipe, check_anew, check_run, checked, command_of
@@ -29,6 +34,96 @@ if TYPE_CHECKING:
     from moesaic.fitting.candidates import Candidate
     from moesaic.fitting.search import Search
     from moesaic.record import Record
+
+
+# --- fit -----------------------------------------------------------------------------------------
+
+
+def fit(
+    model: str,
+    out: Path,
+    overwrite: bool,
+    resume: bool,
+    push: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the recipe of least KL within a budget, and carry it out."""
+    recipe = search_recipe(model, out, options)
+    config = checked(FitConfig, options, "")
+    if push:
+        check_repository(push)
+    check_run(recipe, overwrite=overwrite)  # before anything slow is imported
+    shared.print_start(model)
+    from rich.console import Group
+
+    from moesaic import report
+    from moesaic.fitting.run import search_and_make
+    from moesaic.progress import bars
+
+    again = {"overwrite": overwrite, "resume": resume}
+    record = search_and_make(recipe, config, **again, track=bars, tell=print_notice)
+    assert record is not None
+    shown = Group(tried(record.measured["tried"]), report.terminal(record))
+    if record.steps:
+        shared.print_made(out)
+    else:
+        outcome = f"No step is worth it at that size. The file alone is in {out}."
+        outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
+        print_notice(outcome)
+    upload = shared.pushed(str(out), push or "") if record.steps else {}
+    shared.emit(as_json, {**record.output(), **upload}, shown)
+
+
+def search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Recipe:
+    """Return what a search is asked for, without steps; what it reads is taken out of ``options``.
+
+    Args:
+        model: the original.
+        out: the folder to make.
+        options: of the search, and others.
+        measured: of :class:`~moesaic.config.Evaluation`, where ``options`` does not say otherwise.
+    """
+    return Recipe(
+        model=model,
+        out=str(out),
+        steps=(),
+        calibration=checked(Calibration, given.taken(options, given.TEXT), ""),
+        evaluation=checked(Evaluation, measured | given.taken(options, ("data", "max_tokens")), ""),
+        **given.taken(options, given.PLACE),
+    )
+
+
+def search_options(*names: str) -> list[click.Parameter]:
+    """Return options of a search: some of its own, text, measuring, and where to compute."""
+    text = [given.option(Calibration, name, given.COMMON) for name in given.TEXT]
+    evaluation = [given.option(Evaluation, name, given.COMMON) for name in ("data", "max_tokens")]
+    return [
+        *(given.option(FitConfig, name) for name in names),
+        *text,
+        *evaluation,
+        given.DEVICE,
+        given.DTYPE,
+    ]
+
+
+def tried(candidates: list[Any]) -> Any:
+    """Return a table of candidates, those of least KL first."""
+    from rich.table import Table
+
+    from moesaic.report.numbers import memory
+
+    table = Table(title="Candidates", title_justify="left")
+    for name in ("form", "memory", "active", "perplexity rises", "KL", "estimated"):
+        table.add_column(name, justify="left" if name == "form" else "right")
+    for c in sorted(candidates, key=lambda c: float(c["kl"])):
+        figures = (memory(c["memory"]), f"{c['active_parameters']:,}", f"{c['loss']:.1%}")
+        table.add_row(c["form"], *figures, f"{c['kl']:.4f}", f"{c['estimated_kl']:.4f}")
+    return table
+
+
+# --- moesaic MODEL -------------------------------------------------------------------------------
+
 
 SHARES = (0.8, 0.65, 0.5)
 """Shares of the original's bytes that are tried, beside a budget."""
@@ -120,8 +215,8 @@ def guide(
     check_anew(recipe, overwrite=overwrite, resume=resume)
     shared.print_start(model)
     from moesaic import report
-    from moesaic.bars import bars, err_console
     from moesaic.fitting.run import opened
+    from moesaic.progress import bars, err_console
 
     ask = not yes and not as_json and sys.stdin.isatty()
     machine = look(recipe)
@@ -178,7 +273,7 @@ def asked(what: str, default: str, choices: Sequence[str] = ()) -> str:
     """Ask a question, and return the answer."""
     from rich.prompt import Prompt
 
-    from moesaic.bars import err_console
+    from moesaic.progress import err_console
 
     return Prompt.ask(what, default=default, choices=[*choices] or None, console=err_console)
 
@@ -189,10 +284,10 @@ def asked(what: str, default: str, choices: Sequence[str] = ()) -> str:
 def look(recipe: Recipe) -> JSON:
     """Print what a model is and whether it fits this machine, of which the facts are returned."""
     from moesaic.config import parse_dtype
-    from moesaic.estimates import Built
     from moesaic.io.source import resolve
-    from moesaic.metrics.machine import environment, free_bytes
+    from moesaic.metrics.speed import environment, free_bytes
     from moesaic.report.numbers import count, memory
+    from moesaic.sizes import Built
 
     source, machine = resolve(recipe.model), environment(recipe.device)
     built, free = Built(source.config, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
@@ -268,9 +363,8 @@ def measured(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
     from moesaic.fitting.candidates import figures
     from moesaic.io.outputs import remove
     from moesaic.io.source import Source
-    from moesaic.metrics.evaluate import have_room, measured_text
+    from moesaic.metrics.evaluate import have_room, measured_text, rounded_scores
     from moesaic.metrics.forward import Layerwise
-    from moesaic.metrics.rounding import rounded_scores
     from moesaic.metrics.score import scores
 
     source, settings = search.source, search.recipe.evaluation
@@ -319,7 +413,7 @@ def drawn(points: Sequence[Point], size: int) -> Table:
 
 def _suggest_both(search: Search, points: Sequence[Point]) -> None:
     """Print how weights and bits are reduced together, where quantising alone beats all points."""
-    from moesaic.exports.gguf_limits import lacking
+    from moesaic.exports.llamacpp import lacking
 
     least = min((p for p in points if p.type), key=lambda p: p.memory, default=None)
     if least is None or lacking(search.source.config):
@@ -339,8 +433,7 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
 
 def _writes_gguf(search: Search) -> bool:
     """Return whether llama.cpp's converter is here, and knows the model."""
-    from moesaic.exports.gguf_limits import lacking
-    from moesaic.exports.llamacpp import find_converter
+    from moesaic.exports.llamacpp import find_converter, lacking
 
     with suppress(MoesaicError):
         return bool(find_converter()) and not lacking(search.source.config)
@@ -373,7 +466,7 @@ def _choose(
 ) -> None:
     """Ask which points to save, save them, and print what can be done with each."""
     from moesaic import report
-    from moesaic.bars import console
+    from moesaic.progress import console
 
     model, out = search.recipe.model, search.recipe.out
     numbers = ["0", *(str(points.index(p) + 1) for p in choice)]
@@ -404,7 +497,11 @@ def _choose(
 
 
 def commands() -> None:
-    """Make the command."""
+    """Make the two commands."""
+    names = (field.name for field in fields(FitConfig) if field.name != "confirm")
+    run = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
+    params = [given.MODEL, given.OUT, *search_options(*names), *run]
+    shared.register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", params)
     help = "The smallest result of at most this KL from the original, such as 0.05."
     most = given.Option("--max-kl", help, metavar="NUMBER", type=given.Number(float))
     help = "The folder to make. Default: MODEL-smaller."

@@ -1,29 +1,27 @@
-"""The commands that measure and look."""
+"""The commands that measure, look at models and results, export and draw reports."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli import options as given
-from moesaic.cli.commands import emit, print_start, register
-from moesaic.config import Bench, Evaluation, check_device, parse_dtype
+from moesaic.cli.commands import emit, figure, print_start, register
+from moesaic.config import Bench, Evaluation, ExportArgs, form_of
 from moesaic.data.sources import wanted_tasks
 from moesaic.errors import MoesaicError
-from moesaic.io.names import check_name
-from moesaic.recipe import Recipe
+from moesaic.io.names import RECORD, check_name, placed
+from moesaic.io.outputs import DRAWING, GGUF, check_file, check_out, marked, whole_file
+from moesaic.io.trust import ODD, mapping_of
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from moesaic.record import Record
-
-
-def place(options: JSON) -> JSON:
-    """Take device and floating-point type out of what was given, and return them."""
-    dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
-    return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}
 
 
 def evaluate(model: str, against: str | None, card: bool, as_json: bool, **options: Any) -> None:
@@ -35,16 +33,16 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     if not against and (card or evaluation.baselines):
         raise MoesaicError(f"--{'card' if card else 'baseline'} needs --against ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
-    settings = {**chosen, **place(options)}
+    settings = {**chosen, **given.place(options)}
     print_start(model)
     from rich.console import Group
 
-    from moesaic.bars import bars
     from moesaic.distributed import process
     from moesaic.metrics.evaluate import evaluate
+    from moesaic.progress import bars
 
     result = evaluate(model, against=against, **settings, progress=bars).as_json()
-    if process()[0]:  # the first process tells what all have found
+    if process()[0]:  # the first process prints what all have measured
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
     from moesaic import report
@@ -93,27 +91,22 @@ def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluatio
     )
 
 
-def beside(model: str, against: str) -> str:
-    """Return the name of the second column."""
-    return against if against != model else f"{against}, again"
-
-
 def bench(model: str, against: str | None, as_json: bool, **options: Any) -> None:
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
     for name in (model, against or model):
         check_name(name)
     settings = given.read(Bench, options)  # before anything slow is imported
-    settings |= place(options)
+    settings |= given.place(options)
     print_start(model)
     from moesaic import report
-    from moesaic.bars import bars
-    from moesaic.metrics.bench import bench
+    from moesaic.metrics.measurement import bench
+    from moesaic.progress import bars
 
     figures = bench(model, against, **settings, progress=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
     shown = {model: figures["model"]}
     if against:
-        shown[beside(model, against)] = figures["against"]
+        shown[against if against != model else f"{against}, again"] = figures["against"]
     emit(as_json, result, report.speeds(shown, figures.get("ratio", {})))
 
 
@@ -126,7 +119,7 @@ def inspect(model: str | None, as_json: bool) -> None:
     print_start(model)
     from rich.table import Table
 
-    from moesaic.metrics.size import inspect
+    from moesaic.sizes import inspect
 
     figures = inspect(model)
     table = Table(title=f"{model}: {figures['model_type']}", title_justify="left")
@@ -164,12 +157,12 @@ def generate(
     if not prompt:
         raise MoesaicError("The prompt is empty.")
     check_name(model)
-    where = place(options)
+    where = given.place(options)
     print_start(model)
     from rich.text import Text
 
-    from moesaic.bars import console
     from moesaic.metrics.generations import generate
+    from moesaic.progress import console
 
     text = generate(model, prompt, new_tokens=new_tokens, chat=chat, **where)
     if as_json:
@@ -177,6 +170,93 @@ def generate(
     else:
         asked = (prompt + ("\n" if chat else ""), "dim")
         console.print(Text.assemble(asked, text), soft_wrap=True)
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any) -> None:
+    """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    chosen = given.read(
+        ExportArgs, {**options, "to": form_of(out, options.get("to", ""))}
+    )  # before anything slow is imported
+    check_name(model)
+    if chosen["to"] == "gguf":
+        check_file(out, GGUF, overwrite, [model])
+    else:
+        check_out(out, overwrite, [model])
+    print_start(model)
+    from moesaic.exports import export
+    from moesaic.progress import bars
+
+    record = export(model, out, overwrite=overwrite, progress=bars, **chosen)
+    emit(as_json, record, exported(record))
+
+
+def exported(record: JSON) -> Table:
+    """Return a table of what was written and what it cost."""
+    from rich.table import Table
+
+    from moesaic.report.numbers import memory
+
+    table = Table(show_header=False)
+    differences = ("largest_difference", "mean_difference", "same_next_token")
+    for name in ("out", "model_type", "type", "bytes", "exact", *differences):
+        if name in record:
+            written = memory(record[name]) if name == "bytes" else figure(record[name])
+            table.add_row(name.replace("_", " "), written)
+    for name, weights in record.get("types", {}).items():
+        table.add_row(f"weights in {name}", figure(weights))
+    for name, (before, after) in record.get("costs", {}).items():
+        more = "" if after == before else f", {after / before - 1:+.1%}"
+        table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
+    return table
+
+
+def _record_of(run: Path) -> Record:
+    """Return what is known of a run, by its folder or by its ``result.json``.
+
+    Raises:
+        MoesaicError: it cannot be read.
+    """
+    from moesaic.io.trust import check_links
+    from moesaic.record import Record
+
+    if not run.exists():
+        raise MoesaicError(f"No run at {run}: give the folder that a command made.")
+    if run.is_dir():
+        check_links(run)
+    file = placed(run, RECORD) if run.is_dir() else run
+    if not file.exists():
+        raise MoesaicError(f"{run} has no result.json: give the folder that a command made.")
+    try:
+        return Record.from_json(mapping_of(file))
+    except (ValueError, MoesaicError) as error:
+        raise MoesaicError(f"{run} has no readable result.json: {error}") from error
+
+
+def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
+    """Draw one page about one or more results: what is lost, what is saved, layer by layer."""
+    if out.suffix not in (".html", ".svg"):
+        raise MoesaicError(f"{out}: the name of what is drawn ends in .html or .svg.")
+    check_file(out, DRAWING, overwrite=True)
+    records = [_record_of(folder) for folder in runs]
+    from jinja2 import TemplateError
+
+    from moesaic import report
+
+    try:
+        page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records)
+    except (*ODD, TemplateError) as error:  # files are anybody's
+        raise MoesaicError(
+            f"{RECORD} holds figures that no run leaves, and cannot be drawn "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if not page:
+        raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
+    with whole_file(out) as partial:
+        partial.write_text(marked(page), "utf-8")
+    emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 
 def commands() -> None:
@@ -201,3 +281,14 @@ def commands() -> None:
     chat = given.Option("--chat", "Ask as a user would: by the model's chat template.")
     params = [given.MODEL, prompt, tokens, chat, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("generate", generate, 'moesaic generate out "The capital of France is"', params)
+    out = given.Argument("out", "The folder to make, or the .gguf file.", type=given.PATH)
+    form = [given.option(ExportArgs, field.name) for field in fields(ExportArgs)]
+    example = "moesaic export out out-native --to native"
+    register("export", export, example, [given.MODEL, out, *form, given.OVERWRITE, given.AS_JSON])
+    runs = given.Argument(
+        "runs", "Result folders.", "RUN...", nargs=-1, type=given.PATH, required=True
+    )
+    help = "The .html page to make, or the frontier alone as .svg. Default: report.html."
+    page = given.Option("--out", help, metavar="FILE", type=given.PATH, default="report.html")
+    example = "moesaic report out-0.8 out-0.7 --out compare.html"
+    register("report", report, example, [runs, page, given.AS_JSON])

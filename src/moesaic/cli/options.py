@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 import yaml
 
-from moesaic.config import about, choices, flag_of, types_of
+from moesaic.config import about, check_device, choices, flag_of, parse_dtype, types_of
 from moesaic.errors import MoesaicError
 from moesaic.recipe import Recipe, checked
 from moesaic.types import JSON
@@ -180,6 +180,12 @@ def field_of(flag: str) -> str:
 def taken(options: JSON, names: Iterable[str]) -> JSON:
     """Take the options of these names out, as far as they were given, and return them."""
     return {name: options.pop(name) for name in names if name in options}
+
+
+def place(options: JSON) -> JSON:
+    """Take device and floating-point type out of what was given, and return them."""
+    dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
+    return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}
 
 
 def read(config: type[DataclassInstance], options: JSON) -> JSON:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
-from pkgutil import resolve_name
 
-from moesaic.bars import tracked
 from moesaic.config import ExportArgs, form_of
 from moesaic.hub import on_disk
+from moesaic.progress import tracked
 from moesaic.types import JSON, Named, Tokenizer, Track
-
-FORMS = {
-    "native": "moesaic.exports.native:export_native",
-    "gguf": "moesaic.exports.llamacpp:export_gguf",
-}
 
 
 def export(
@@ -47,7 +43,30 @@ def export(
         MoesaicError: the form is unknown, or cannot hold the model.
     """
     args = ExportArgs(to=form_of(out, to), **options)  # type: ignore[arg-type]
-    form: Callable[..., JSON] = resolve_name(FORMS[args.to])
-    shown = {"track": tracked(progress)} if args.to == "gguf" else {}
+    file = Path(out).expanduser()
     with on_disk(model, tokenizer, revision, token) as name:
-        return form(name, Path(out).expanduser(), args, overwrite, **shown)
+        if args.to == "gguf":
+            from moesaic.exports.llamacpp import export_gguf
+
+            return export_gguf(name, file, args, overwrite, tracked(progress))
+        from moesaic.exports.native import export_native
+
+        return export_native(name, file, args, overwrite)
+
+
+def run_script(name: str, request: str, **env: str) -> str | None:
+    """Run a script of this folder in a process of its own; return the last line of its error, or
+    None.
+
+    Its folder is kept off the path, or its neighbours would be imported as packages of the same
+    names.
+    """
+    script = Path(__file__).with_name(name)
+    run = subprocess.run(
+        [sys.executable, str(script), request],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", **env},
+    )
+    messages = run.stderr.strip().splitlines()[-1:] or ["no message"]
+    return messages[0] if run.returncode else None

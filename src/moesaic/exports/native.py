@@ -1,32 +1,104 @@
-"""Native exports: checkpoints of known architectures; exact or refused."""
+"""Native exports: checkpoints of known architectures; exact or refused.
+
+A mixture whose layers are cut, condensed or dropped is fitted into its own architecture, which has
+one size for all layers; carved models are written as experts (:mod:`moesaic.carving.as_experts`).
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+from moesaic import per_layer_config
+from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
-from moesaic.exports.form import Export, run_script
-from moesaic.exports.reduced import narrowed, reduced
+from moesaic.exports import run_script
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter
+from moesaic.io.checkpoint import ShardWriter, Value, Writer, mapped
+from moesaic.io.models import shape_of
+from moesaic.io.naming import leave_out
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.io.trust import copy_side_files, settle_tokenizer
-from moesaic.plans.base import KINDS
-from moesaic.surgery import headers_of
-from moesaic.types import JSON
+from moesaic.plan import Plan
+from moesaic.plans import neurons
+from moesaic.plans.base import KINDS, Header
+from moesaic.plans.cut import CutLayer
+from moesaic.surgery import (
+    ChangedWriter,
+    base_shape,
+    headers_of,
+    kept,
+    language_alone,
+    rewrite,
+    shaped,
+    sizes,
+    spread,
+)
+from moesaic.types import JSON, Config, Values
+
+# --- a decided export ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Export:
+    """Form that a model will have, decided before anything is written."""
+
+    config: Config
+    write: Callable[[Writer], None]
+    costs: Values = field(default_factory=dict)
+    """Neurons before and after padding, by name."""
+    exact: bool = True
+    """False if weights that should be one are only nearly one."""
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.model_type)
+
+
+def base_config(config: Config, arch: Arch) -> Config:
+    """Return a converted config as its base's own."""
+    plain = copy.deepcopy(config)
+    per_layer_config.take_back(plain)
+    config_class = CONFIG_MAPPING[arch.model_type]
+    plain.__class__ = config_class
+    plain.model_type = arch.model_type
+    plain.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__]
+    for name in ("moesaic", "auto_map"):
+        plain.__dict__.pop(name, None)
+    leave_out(plain)
+    return plain
+
+
+def aligned(width: int) -> int:
+    """Return the next multiple of 8: grouped matrix products need rows of whole 16 bytes.
+
+    >>> aligned(250)
+    256
+    """
+    return 8 * -(-width // 8)
+
+
+def head_dim_of(config: Config) -> int:
+    """Return the number of elements in one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
 
 TOLERANCE = 1e-4
 """Largest difference of logits that rounding explains, relative to the largest logit."""
@@ -164,3 +236,230 @@ def _text(source: Source, tokens: int) -> Tensor:
     except MoesaicError:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(source.config.vocab_size, (1, length), generator=generator)
+
+
+# --- layers that are cut, condensed or dropped ---------------------------------------------------
+
+
+ALIGNED = aligned(1)
+
+
+def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
+    """Return the export with one number of experts and one dense width, padded if that is exact.
+
+    Args:
+        source: the reduced model.
+        arch: its architecture.
+        stacks: headers by converted layer.
+
+    Raises:
+        MoesaicError: the architecture cannot hold the model.
+    """
+    mixture = _Reduced(source, arch, stacks)
+    if mixture.counts:
+        mixture.widen()
+        mixture.fill_up()
+    mixture.drop()
+    config = mixture.holding()
+    return Export(config, mixture.write, mixture.costs)
+
+
+def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
+    """Return the export of narrower dense layers: one intermediate size, padded with zeros.
+
+    Args:
+        source: the reduced model, which is dense.
+        arch: its architecture.
+        headers: headers by layer.
+        target: the base's own architecture, or empty.
+
+    Raises:
+        MoesaicError: the target is another architecture.
+    """
+    if target not in ("", arch.model_type):
+        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    shape, config = base_shape(shape_of(source.config), arch), base_config(source.config, arch)
+    config.intermediate_size = width = max(shape.widths)
+    layers = {
+        i: CutLayer(None, neurons.filled_up(torch.arange(before), width)[None], before)
+        for i, before in enumerate(shape.widths)
+        if before < width
+    }
+    costs = [sum(shape.widths), len(shape.widths) * width]
+
+    def write(writer: Writer) -> None:
+        plan = Plan("export", shape, layers)
+        rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
+
+    return Export(config, write, {"active_neurons": costs, "stored_neurons": costs})
+
+
+class _Reduced:
+    """Reduced mixture that is fitted into its architecture, which has one size for all layers.
+
+    Args:
+        source: the reduced model.
+        arch: its architecture.
+        stacks: headers by converted layer.
+    """
+
+    def __init__(
+        self, source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]
+    ) -> None:
+        self.source, self.arch = source, arch
+        self.config = base_config(source.config, arch)
+        model = shape_of(source.config)
+        self.layers = arch.layers(model)
+        self.shape = base_shape(model, arch)
+        gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
+        stay = [i for i in range(len(self.shape.widths)) if i not in gone]
+        self.numbers = {old: new for new, old in enumerate(stay)}
+        """New index of each kept layer, by old index."""
+        self.counts = {i: count for i, count in enumerate(self.shape.experts) if count}
+        """Number of experts of the layers that route."""
+        self.dense = {i: self.shape.widths[i] for i in stay if i not in self.counts}
+        self.condensed = stacks.keys() - gone - self.counts.keys()
+        self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
+        self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
+        """Dense layers that are padded to the width of the widest."""
+        self.plans: dict[int, CutLayer] = {}
+        self.costs: JSON = {}
+
+    def _configure(self, changes: Values) -> None:
+        for name, value in changes.items():
+            setattr(self.config, name, value)
+
+    def widen(self) -> None:
+        """Pad experts and shared paths of several widths with zero neurons."""
+        arch, views = self.arch, {i: self.arch.mixture(self.layers[i]) for i in self.counts}
+        wide = max(view.width for view in views.values())
+        room = arch.shared_room(max(view.shared_width for view in views.values()), wide)
+        self._configure(arch.with_width(wide))
+        self._configure((arch.with_shared(room, wide) if room else None) or {})
+        for i, view in views.items():
+            if (view.width, view.shared_width) != (wide, room):
+                order_W = neurons.filled_up(torch.arange(view.width), wide)
+                order_S = neurons.filled_up(torch.arange(view.shared_width), room) if room else None
+                self.plans[i] = CutLayer(
+                    torch.arange(view.count),
+                    order_W.repeat(view.count, 1),
+                    view.width,
+                    shared_S=order_S,
+                )
+        if self.plans:
+            before = sum(view.count * view.width for view in views.values())
+            self.costs["expert_neurons"] = [before, sum(self.counts.values()) * wide]
+
+    def fill_up(self) -> None:
+        """Give all layers that route one number of experts, by adding ones that are never chosen.
+
+        Raises:
+            MoesaicError: the router cannot keep an expert from being chosen.
+        """
+        counts, groups = self.counts, self.arch.group_count(self.config)
+        count = groups * -(-max(counts.values()) // groups)
+        if set(counts.values()) != {count}:
+            if self.arch.never is None:
+                raise MoesaicError(
+                    f"Its layers have {spread(counts.values())} experts and would need {count}: "
+                    f"{self.arch.model_type} has no router that never chooses an expert. "
+                    "Prune to one legal count."
+                )
+            for i, n in counts.items():
+                plan = self.plans.get(i, CutLayer(torch.arange(n)))
+                self.plans[i] = plan.padded(count, groups)
+        self._configure({self.arch.count: count})
+        self.costs["experts"] = [sum(counts.values()), count * len(counts)]
+
+    def drop(self) -> None:
+        """Remove dropped layers from the config, and set which of the others are dense.
+
+        Raises:
+            MoesaicError: the architecture cannot have just these dense layers.
+        """
+        gone = len(self.numbers) < len(self.shape.widths)
+        if gone:
+            shorten(self.config, [*self.numbers])
+        if self.condensed or (gone and self.arch.dense_layers):
+            mix = self.arch.dense_at(self.config, {self.numbers[i] for i in self.dense})
+            if mix is None:
+                raise MoesaicError(
+                    f"{self.arch.model_type} cannot have just these dense layers: "
+                    f"{spread(self.dense)}; condense other candidates."
+                )
+            self._configure(mix)
+
+    def holding(self) -> Config:
+        """Return a config whose layers have these sizes, of several candidates for the dense width.
+
+        Raises:
+            MoesaicError: no candidate does.
+        """
+        configs = [self.config]
+        if self.condensed:
+            self.costs["dense_neurons"] = [
+                sum(self.dense.values()),
+                self.width * len(self.dense),
+            ]
+            configs = [copy.deepcopy(self.config) for _ in self.arch.dense_sizes(self.config)]
+            for trial, name in zip(configs, self.arch.dense_sizes(self.config), strict=True):
+                setattr(trial, name, self.width)
+        shapes = [self._sizes(i) for i in self.numbers]
+        for config in configs:
+            if [*map(sizes, self.arch.layers(shape_of(config)))] == shapes:
+                return config
+        raise MoesaicError(
+            f"The class of {self.arch.model_type} has no layers of these sizes: "
+            f"{spread(self.dense.values())} neurons where they are dense, and experts as they are."
+        )
+
+    def _sizes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's tensors by name, as written."""
+        layer = self.layers[index]
+        if index in self.plans:
+            layer = shaped(layer, self.arch, self.plans[index])
+        return {name: self.widened(index, name, shape) for name, shape in sizes(layer).items()}
+
+    def widened(self, index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a layer's tensor as written: dense layers are padded to one width."""
+        if index not in self.narrow or not name.startswith(f"{self.arch.ffn_path}."):
+            return shape
+        down = name.endswith(f".{self.arch.ffn.down}.weight")
+        return (shape[0], self.width) if down else (self.width, *shape[1:])
+
+    def write(self, writer: Writer) -> None:
+        """Write the model, with new layer numbers and padding."""
+        model, naming = shape_of(self.source.config), self.source.naming
+        starts = {
+            disk.partition(f".{number[1]}.")[0] + "."
+            for disk, name in naming.in_memory.items()
+            if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
+        }
+        numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
+
+        def fitted(name: str, value: Value) -> tuple[str, Value] | None:
+            if (layer := numbered.match(name)) is None:
+                return name, value
+            start, old, rest = layer[1], int(layer[2]), layer[3]
+            if old not in self.numbers:
+                return None
+            name = f"{start}{self.numbers[old]}.{rest}"
+            new = self.widened(old, rest, tuple(value.shape))
+            if new != tuple(value.shape):
+                missing = [n - was for was, n in zip(value.shape, new, strict=True)]
+                assert min(missing) >= 0, f"{name} would be cut"
+                value = F.pad(mapped(value), (0, missing[1], 0, missing[0]))
+            return name, value
+
+        to = ChangedWriter(language_alone(writer) if self.source.beside else writer, fitted)
+        keep = kept(model, mtp=False, beside=not self.source.beside)
+        plan = Plan("export", self.shape, self.plans)
+        rewrite(naming, self.arch, plan, to, keep)
+
+
+def shorten(config: Config, stay: Sequence[int]) -> None:
+    """Restrict a config to the kept layers, including lists with an entry per layer."""
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, name, [value[i] for i in stay])
+    config.num_hidden_layers = len(stay)

@@ -1,41 +1,344 @@
-"""A model with the values that a GGUF file would hold, one layer in memory at a time.
+"""GGUF types layer by layer: the file with the least estimated KL within a budget of bytes.
 
-Rows are rounded by ggml's own quantiser, as llama.cpp rounds those of a file, and put in place of
-the matrices of a layer while it is open, so that a file is measured without being written and read.
+A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, its shared
+expert, the embeddings, or the head. The KL of quantising each group to each type is estimated with
+the values that a file would hold: rows are rounded by ggml's own quantiser, as llama.cpp rounds
+those of a file, and put in place of the matrices of a layer while it is open. KLs this small nearly
+add up, so that the best types are a knapsack with one choice a group, of which scipy's milp finds
+the optimum:
 
-Shape suffixes: R rows, I inputs of a matrix, E routed experts, G groups, C choices (types).
+    min sum_gt x_gt KL_gt  with  sum_gt x_gt bytes_gt <= budget,  sum_t x_gt = 1,  x_gt in {0, 1}
+
+The quantiser is given an importance matrix, E[x_i^2], the mean square of each input of a matrix
+over some text: a k-quant quantises a row w to q so that sum_i E[x_i^2] (w_i - q_i)^2 is small,
+instead of sum_i w_i^2 (w_i - q_i)^2.
+
+Shape suffixes: N tokens, R rows, I inputs of a matrix, E routed experts, G groups, C choices
+(types).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.config import in_unit
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.importance import importance, names_in
-from moesaic.exports.mixed import (
-    EMBEDDINGS,
-    HEAD,
-    OUTSIDE,
-    Layout,
-    choice,
-    tensor_types,
-)
-from moesaic.exports.quantiser import held_rows, values_of
+from moesaic.exports.quantiser import FILES, WHOLE, Model, Rounded, bits, held_rows, values_of
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
 from moesaic.observation.estimates import draws_for, estimated, priced_on
+from moesaic.observation.stats import Stats, Tally, square_sums
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
-from moesaic.types import Model, Track, silent
+from moesaic.types import Track, silent
+
+# --- importance ----------------------------------------------------------------------------------
+
+
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+"""Names of the routed experts' stacked matrices in llama.cpp."""
+SQUARE, CALLS = ".square_EI", ".calls_E"
+"""Ends of the names of a matrix's statistics."""
+Notify = Callable[[str, Tensor, int | None], None]
+
+
+@torch.no_grad()
+def importance(
+    source: Source, tokens: Tokens, named: Callable[[str], str | None], track: Track = silent
+) -> dict[str, Tensor]:
+    """Return E[x_i^2] of the matrices of a native checkpoint, which is read layer by layer.
+
+    Args:
+        source: the checkpoint.
+        tokens: the text.
+        named: function from a module's name in transformers to that in llama.cpp, or None.
+        track: shows progress.
+
+    Returns:
+        float32 (I,) by llama.cpp's names; (E I,) for stacked experts.
+    """
+    arch = base_arch(source.config)
+    stream: LayerStream[nn.Module] = LayerStream.from_disk(
+        source.checkpoint, source.config, arch, tokens, view=lambda layer: layer
+    )
+    tally = Tally()
+    for block, states in track(stream.turns(), "Importance", len(stream)):
+        layer = block.layer
+        names = dict(names_in(layer, block.index, arch, named))
+        with tapped(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
+            block.run(states)
+    return means(tally.stats())
+
+
+def means(stats: Stats) -> dict[str, Tensor]:
+    """Return E[x_i^2], float32, the experts one after the other (E I,).
+
+    An expert that no token reached has ones: all of its inputs have equal weight.
+
+    Args:
+        stats: by matrix sums of x_i^2, ``NAME.square_EI``, and tokens, ``NAME.calls_E``.
+    """
+    found = {}
+    for name in (key.removesuffix(SQUARE) for key in stats if key.endswith(SQUARE)):
+        calls_E1 = stats[f"{name}{CALLS}"][:, None]
+        mean_EI = stats[f"{name}{SQUARE}"] / calls_E1.clamp(min=1)
+        found[name] = torch.where(calls_E1 > 0, mean_EI, 1.0).flatten().float()
+    return found
+
+
+def _take(
+    tally: Tally,
+    names: Mapping[str, Sequence[str]],
+    experts: int,
+    path: str,
+    x_NI: Tensor,
+    expert: int | None,
+) -> None:
+    row = (0, 1) if expert is None else (expert, experts)
+    for name in names[path]:
+        tally.add(f"{name}{SQUARE}", square_sums(x_NI.float()), *row)
+        tally.add(f"{name}{CALLS}", torch.tensor(len(x_NI)), *row)
+
+
+def names_in(
+    layer: nn.Module, index: int, arch: Arch, named: Callable[[str], str | None]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the paths of a layer's matrices, each with llama.cpp's names of its parts."""
+    for path, module in layer.named_modules():
+        name = named(f"{arch.layer_prefix(index)}{path}") if isinstance(module, nn.Linear) else None
+        if name is not None:
+            yield path, [f"{name}.weight"]
+    if isinstance(arch, MoEArch) and arch.is_moe(layer):
+        view = arch.mixture(layer)
+        up, down = view.matrices
+        gates, *stacked = [f"blk.{index}.{name}.weight" for name in EXPERTS]
+        yield f"{arch.inside}{arch.experts}.{up}", [gates] * view.gated + stacked[:1]
+        yield f"{arch.inside}{arch.experts}.{down}", stacked[1:]
+
+
+@contextmanager
+def tapped(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) -> Iterator[None]:
+    """Call ``notify`` with the inputs of a layer's projections while it runs, padding too.
+
+    Experts run additionally, one by one.
+
+    Args:
+        layer: the decoder layer, live.
+        arch: its architecture.
+        paths: paths of projections in the layer; for routed experts those of their tensors.
+        notify: called with a path, inputs (N, I) and the expert's index: once per projection and
+            batch, for experts once per expert that runs.
+    """
+
+    def linear(path: str) -> Callable[..., None]:
+        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            notify(path, args[0].flatten(0, -2), None)
+
+        return before
+
+    experts: set[str] = set()
+    with ExitStack() as hooks:
+        if isinstance(arch, MoEArch) and arch.is_moe(layer):
+            view, block = arch.mixture(layer), f"{arch.inside}{arch.experts}."
+            experts = {path for path in paths if path.startswith(block)}
+
+            def routed(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                up, down = (f"{block}{name}" for name in view.matrices)
+                for i, _rows, x_NI, _weights in view.split(args[0].flatten(0, -2), *args[1:3]):
+                    if up in experts:
+                        notify(up, x_NI, i)
+                    if down in experts:
+                        notify(down, view.activated(i, x_NI), i)
+
+            if experts:
+                hooks.callback(view.experts.register_forward_pre_hook(routed).remove)
+        for path in {*paths} - experts:
+            handle = layer.get_submodule(path).register_forward_pre_hook(linear(path))
+            hooks.callback(handle.remove)
+        yield
+
+
+# --- types within a budget -----------------------------------------------------------------------
+
+
+GAP = 1e-4
+"""Relative gap to the least possible sum of KL at which the solver stops."""
+OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
+"""Groups of tensors outside layers, which have no importance weights."""
+TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
+"""Default types to choose from."""
+
+Numbers: TypeAlias = "npt.NDArray[np.float64]"
+
+
+def group_of(name: str) -> str:
+    """Return the group of a tensor by llama.cpp's name.
+
+    >>> group_of("blk.5.ffn_gate_exps.weight"), group_of("blk.5.ffn_down_exps.weight")
+    ('gate-up 5', 'down 5')
+    >>> group_of("blk.1.attn_q.weight"), group_of("blk.31.ffn_down_shexp.weight")
+    ('attn 1', 'shared 31')
+    >>> group_of("token_embd.weight"), group_of("output.weight")
+    ('embeddings', 'head')
+    """
+    match = re.match(r"blk\.(\d+)\.(?:(ffn_down)|(ffn))?(\w*)", name)
+    if match is None:
+        return HEAD if name.startswith("output") else EMBEDDINGS
+    number, down, ffn, rest = match.groups()
+    part = "down" if down else "gate-up" if ffn else "attn"
+    if rest.endswith("_shexp"):
+        part = "shared"
+    return f"{part} {number}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of a GGUF file, from which its size in other types is computed."""
+
+    tensors: Mapping[str, Rounded]
+    """Tensors by name, from a file in any types."""
+    header: int
+    """Bytes of the file without the tensors."""
+    layers: int
+
+    @property
+    def rounded(self) -> dict[str, str]:
+        """Group of each tensor that is quantised."""
+        return {
+            name: group_of(name) for name, tensor in self.tensors.items() if tensor.type != WHOLE
+        }
+
+    def bytes(self, names: Sequence[str], types: Sequence[str]) -> tuple[int, Numbers]:
+        """Return bytes that no choice changes, and bytes of each group in each type (G, C).
+
+        Args:
+            names: of groups.
+            types: of tensors.
+        """
+        bytes_GC = np.zeros((len(names), len(types)))
+        fixed, groups = self.header, self.rounded
+        for name, tensor in self.tensors.items():
+            if name not in groups:
+                fixed += tensor.bytes
+                continue
+            for c, type in enumerate(types):
+                rounded = tensor.as_type(type, weighed=groups[name] not in OUTSIDE)
+                bytes_GC[names.index(groups[name]), c] += rounded.bytes
+        return fixed, bytes_GC
+
+    def size(self, types: Mapping[str, str]) -> int:
+        """Return the bytes of a file with types by groups."""
+        fixed, bytes_GC = self.bytes(tuple(types), tuple(types.values()))
+        return fixed + int(bytes_GC.trace())
+
+    def least(self, types: Sequence[str]) -> int:
+        """Return the bytes of the smallest file in some types of files."""
+        names = tuple(dict.fromkeys(self.rounded.values()))
+        fixed, bytes_GC = self.bytes(names, tensor_types(types))
+        return fixed + int(bytes_GC.min(1).sum())
+
+    def check(self, types: Sequence[str], budget: int) -> None:
+        """Refuse a budget that no file in some types of files meets.
+
+        Raises:
+            MoesaicError: names the smallest.
+        """
+        if self.least(types) > budget:
+            raise MoesaicError(
+                f"memory {in_unit(budget)} is out of reach: "
+                f"the least is {in_unit(self.least(types))}."
+            )
+
+
+def choice(kls: Mapping[str, Mapping[str, float]], layout: Layout, budget: int) -> dict[str, str]:
+    """Return the type of each group for the file with the least KL within a budget.
+
+    Args:
+        kls: estimated KL of quantising each group, by type of tensors and by group.
+        layout: of the file.
+        budget: bytes.
+
+    Raises:
+        MoesaicError: no such file is small enough.
+    """
+    types, groups = (*kls,), (*next(iter(kls.values())),)
+    layout.check(types, budget)
+    kl_GC = np.array([[kls[type][group] for type in types] for group in groups])
+    fixed, bytes_GC = layout.bytes(groups, types)
+    chosen = least(kl_GC, bytes_GC, budget - fixed)
+    return {group: types[c] for group, c in zip(groups, chosen, strict=True)}
+
+
+def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
+    """Return types of tensors for types of files, the widest first; f32 only if alone.
+
+    >>> tensor_types(["q2_k", "q4_k_m", "f32", "q8_0", "q4_k_s"])
+    ('q8_0', 'q4_k', 'q2_k')
+    """
+    names = dict.fromkeys(FILES.get(type, type) for type in types if type != WHOLE)
+    return tuple(sorted(names, key=bits, reverse=True)) or (WHOLE,)
+
+
+def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
+    """Return the choice of each group with the least sum of KL.
+
+    Args:
+        kl_GC: KL of each choice.
+        bytes_GC: its bytes.
+        budget: largest sum of bytes; the smallest choices must meet it.
+
+    Returns:
+        a choice for each group.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    count, choices = kl_GC.shape
+    group_GX = np.kron(np.eye(count), np.ones(choices))
+    kl_X = kl_GC.ravel()
+    with _stdout_to_stderr():
+        solution = milp(
+            kl_X / max(kl_X.max(), 1e-30),  # the solver's tolerances are absolute
+            integrality=np.ones(kl_GC.size),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(group_GX, 1, 1),
+                LinearConstraint(bytes_GC.reshape(1, -1), -np.inf, budget),
+            ],
+            options={"mip_rel_gap": GAP},
+        )
+    return [int(c) for c in solution.x.reshape(kl_GC.shape).argmax(1)]
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout of compiled code to stderr: HiGHS prints a line for its developers there."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+# --- a model with the values of a file -----------------------------------------------------------
+
 
 Types = Mapping[str, str]
 """Types of tensors by group."""
@@ -91,18 +394,15 @@ class Rounder:
         layers = self.arch.layers(shape)
         parts = {BEFORE: shape, **dict(enumerate(layers)), len(layers): shape}
         found = {name: place for place, part in parts.items() for name in self._held(part, place)}
-        if unknown := {*self.layout.rounded} - {*found, *self._fused(layers)}:
+        parts_in = (names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
+        # transformers has these in one with the first of their names
+        fused = {name for part in parts_in for _, names in part for name in names[1:]}
+        if unknown := {*self.layout.rounded} - {*found, *fused}:
             raise MoesaicError(
                 f"memory: types cannot be chosen for {', '.join(sorted(unknown)[:3])}, which "
                 f"{self.source.config.model_type} has under other names; give a type instead."
             )
         return {self.layout.rounded[name]: place for name, place in found.items()}
-
-    def _fused(self, layers: nn.ModuleList) -> Iterator[str]:
-        """Names of tensors that transformers has in one with the first of their names."""
-        for number, layer in enumerate(layers):
-            for _, names in names_in(layer, number, self.arch, self.named):
-                yield from names[1:]
 
     def _held(self, part: nn.Module, place: int) -> dict[str, Tensor]:
         """Return the matrices of a layer, or of the model around its layers, that are rounded.

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from moesaic.config import ExportArgs, MethodConfig
-from moesaic.exports.mixed import Numbers
-from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
+from moesaic.exports.rounder import Numbers
 from moesaic.metrics.score import Score
 from moesaic.plans.recovery import significantly_worse
+from moesaic.sizes import Steps, Weight, conversions, steps_as_json
 from moesaic.types import JSON
 
 BY_WINDOW = "kl_N"

@@ -65,6 +65,11 @@ class FitConfig(Options):
         """There is a budget of size."""
         return any(getattr(self, name) is not None for name in BUDGETS)
 
+    def allows(self, sizes: object) -> bool:
+        """Return True if a result keeps within every budget, by its fields of their names."""
+        limits = ((getattr(sizes, name), getattr(self, name)) for name in BUDGETS)
+        return all(limit is None or size <= limit for size, limit in limits)
+
 
 BUDGETS = tuple(field.name for field in fields(FitConfig))[:3]
 """The fields that limit a result's size."""

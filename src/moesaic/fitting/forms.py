@@ -12,7 +12,6 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs, MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
 from moesaic.exports.quantiser import WHOLE
 from moesaic.families import Family, Shape
 from moesaic.fitting.config import FitConfig
@@ -20,6 +19,7 @@ from moesaic.io.source import Source
 from moesaic.methods import METHODS
 from moesaic.methods.mixtures import least_experts
 from moesaic.plans.condensed import cache_leaders
+from moesaic.sizes import Built
 
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""

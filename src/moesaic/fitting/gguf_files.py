@@ -18,14 +18,12 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
-from moesaic.exports.gguf_limits import lacking
-from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter
-from moesaic.exports.mixed import Layout
+from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter, lacking
 from moesaic.exports.quantiser import ALIGNED, WHOLE, Rounded, types_of
-from moesaic.exports.rounder import Rounder
+from moesaic.exports.rounder import Layout, Rounder
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
+from moesaic.sizes import Built
 from moesaic.types import JSON, Track, silent
 
 Sizes = tuple[int, int, int]

@@ -21,15 +21,14 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.exports.mixed import Numbers
-from moesaic.exports.rounder import Rounder
+from moesaic.exports.rounder import Numbers, Rounder
 from moesaic.fitting.forms import Form, places_priced
-from moesaic.fitting.sizes import steps_as_json
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading
 from moesaic.observation.branches import Change
 from moesaic.observation.estimates import draws_for, estimates
 from moesaic.observation.job import Job
+from moesaic.sizes import steps_as_json
 from moesaic.types import JSON, Track
 
 

@@ -23,10 +23,10 @@ from moesaic.io.models import untouched
 from moesaic.io.names import RECORD, our_folder
 from moesaic.io.outputs import discard, output_lock, searched, unfinished, whole_folder
 from moesaic.io.source import Source
-from moesaic.log import Log
-from moesaic.metrics.machine import environment
+from moesaic.metrics.speed import environment
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
+from moesaic.progress import Log
 from moesaic.recipe import Recipe, check_anew, check_run, checked
 from moesaic.record import Record
 from moesaic.result import Result

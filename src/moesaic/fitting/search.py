@@ -21,10 +21,8 @@ from moesaic import __version__
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
-from moesaic.exports.mixed import OUTSIDE, Numbers, choice, tensor_types
 from moesaic.exports.quantiser import bits
-from moesaic.exports.rounder import Types
+from moesaic.exports.rounder import OUTSIDE, Numbers, Types, choice, tensor_types
 from moesaic.fitting.candidates import (
     NONE,
     QUANTISE,
@@ -37,7 +35,6 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.prices import IMPOSSIBLE, Prices, asked, key_of
-from moesaic.fitting.sizes import Costs, Steps
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
 from moesaic.io.outputs import remove
@@ -45,6 +42,7 @@ from moesaic.io.source import resolve
 from moesaic.observation.estimates import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
+from moesaic.sizes import Built, Costs, Steps
 from moesaic.surgery import routing_in
 from moesaic.types import Track, silent
 
@@ -105,7 +103,7 @@ class Search:
         folder = self.work / "headers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        return Costs(self.recipe, folder, self.files)
+        return Costs(self.recipe, folder, self.files.size if self.files else None)
 
     @cached_property
     def trials(self) -> Trials:
@@ -205,7 +203,7 @@ class Search:
         except MoesaicError as error:  # the weights have no such form: biases, other activations
             self.trials.refuse(option.form, error)
             return False
-        if not candidate.weight.meets(config):
+        if not config.allows(candidate.weight):
             return False
         tried[option.steps] = self._tried[option.steps] = candidate
         of_types, of_steps = float(option.types_S.mean()), float(option.steps_S.mean())
@@ -323,7 +321,7 @@ class Search:
         for type in config.types:
             alone = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
             weight = self.costs.weight((alone,))
-            if weight is not None and weight.meets(config):
+            if weight is not None and config.allows(weight):
                 types_S = self._plain_kl(type)
                 plain.append(Candidate(alone.called, (alone,), weight, types_S=types_S))
         yield from sorted(plain, key=Candidate.estimate)[:1]
@@ -376,7 +374,7 @@ class Search:
     def _check_needed(self) -> None:
         """Refuse a budget that the model meets as it is."""
         weight = self.costs.weight(())
-        if self.files or not self.config.sized or weight is None or not weight.meets(self.config):
+        if self.files or not self.config.sized or weight is None or not self.config.allows(weight):
             return
         budgets = [name for name in BUDGETS if getattr(self.config, name) is not None]
         sizes = ", ".join(f"{name} {_size(name, getattr(weight, name))}" for name in budgets)
@@ -393,7 +391,7 @@ class Search:
         def fits(place: int) -> bool:
             steps: Steps = form.steps(place)
             weight = self.costs.weight((*steps, file) if file else steps)
-            return weight is not None and weight.meets(config)
+            return weight is not None and config.allows(weight)
 
         if file is not None and file.memory is not None:
             native = (n for n in places_priced(form.family)[:-1] if self._possible(form, n))

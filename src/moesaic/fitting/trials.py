@@ -18,7 +18,6 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
 from moesaic.io.names import FOLDER, our_folder
 from moesaic.io.outputs import remove, unfinished, whole_file, whole_folder
@@ -30,6 +29,7 @@ from moesaic.observation.branches import Change
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
+from moesaic.sizes import Costs, steps_as_json
 from moesaic.types import JSON, Track, give_back
 
 STATS, LAYERS = "observed.stats", "layers"

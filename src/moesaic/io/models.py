@@ -30,10 +30,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from moesaic.dynamic import Dynamic, remade
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.io.naming import register_conversions
-from moesaic.types import Config, Made, Model, Values
+from moesaic.registry import Dynamic, remade
+from moesaic.types import Config, Made, Values
 
 LARGE = 1 << 20
 """Elements from which on :class:`_NoRoom` gives a tensor no memory."""

@@ -1,21 +1,29 @@
-"""Evaluation of a model, and of another beside it, in the same way for every command."""
+"""Evaluation of a model, and of another beside it, in the same way for every command.
+
+Baselines by quantisation alone, a user's alternative to a smaller model, are measured beside it:
+matrices then hold the values that a GGUF file of a plain type does, quantised by the gguf package,
+in blocks of 32 along a row; everything else, routers too, is float32 as in llama.cpp's files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from moesaic.bars import tracked
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.config import Evaluation, text_fields
 from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
 from moesaic.io.names import RECORD, placed
 from moesaic.io.source import Source, source_or_model
@@ -23,12 +31,13 @@ from moesaic.io.trust import mapping_of
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.score import Score, check_vocabularies, scores
-from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
+from moesaic.metrics.speed import free_bytes
+from moesaic.metrics.tasks import check_tasks, headline, measure_tasks, recovery_ratio
 from moesaic.observation.files import StatsFile
+from moesaic.progress import tracked
 from moesaic.record import Record
-from moesaic.types import JSON, Made, Model, Named, Tokenizer, Track, Values, give_back, silent
+from moesaic.types import JSON, Made, Named, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
 """Memory of running models, as a multiple of that of their weights."""
@@ -153,8 +162,6 @@ class Scored:
             return {}
         if not have_room([self.original], self.device, torch.float32):
             raise MoesaicError(f"baselines needs {self.original.name} in float32: no room for it.")
-        from moesaic.metrics.rounding import rounded_scores
-
         place = (self.device, track)
         rounded = rounded_scores(self.original, self.reference, self.tokens, types, *place)
         return {type: score for type, score, _ in rounded}
@@ -236,11 +243,18 @@ def scored(
 def with_tasks(
     score: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None
 ) -> Score:
-    """Return a score with its tasks' figures, beside the original's where those are others."""
+    """Return a score with its tasks' figures, beside the original's where those are others.
+
+    Each task then has ``recovery``: its main figure over the original's.
+    """
     if original is None or tasks is original:
         return replace(score, tasks=tasks)
-    recovery = recovery_ratio(tasks, original)
-    return replace(score, tasks=with_recovery(tasks, original), recovery=recovery)
+    compared = {}
+    for name, task in tasks.items():
+        after, before = headline(task), headline(original.get(name, {}))
+        recovered = {"recovery": after / before} if after is not None and before else {}
+        compared[name] = {**task, **recovered}
+    return replace(score, tasks=compared, recovery=recovery_ratio(tasks, original))
 
 
 def named(track: Track, name: str) -> Track:
@@ -370,3 +384,74 @@ def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | Non
     types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
     need = sum(sum(sizes_in(shape_of(config), kind)) for config, kind in types)
     return ROOM * need <= free_bytes(device)
+
+
+# --- the original quantised ----------------------------------------------------------------------
+
+
+BLOCK = 32
+"""Number of weights of a row that share a scale."""
+
+
+@torch.no_grad()
+def rounded(model: Model, type: str) -> int:
+    """Quantise a live model's matrices in place.
+
+    Args:
+        model: in float32.
+        type: one of :data:`~moesaic.config.ROUNDED`.
+
+    Returns:
+        bytes of the tensors of such a file.
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    kind, arch = GGMLQuantizationType[type.upper()], base_arch(model.config)
+    unrounded, turned = set[int](), set[int]()
+    for layer in arch.layers(model):
+        if isinstance(arch, MoEArch) and arch.is_moe(layer):
+            view = arch.mixture(layer)
+            unrounded |= {id(p) for p in view.router.parameters()}
+            if arch.transposed:
+                turned |= {id(p) for p in view.experts.parameters()}
+    size = 0
+    for parameter in model.parameters():
+        matrix: Tensor = parameter.data
+        matrix = matrix.transpose(-1, -2) if id(parameter) in turned else matrix
+        if matrix.ndim < 2 or matrix.shape[-1] % BLOCK or id(parameter) in unrounded:
+            size += 4 * matrix.numel()
+            continue
+        for part in matrix if matrix.ndim == 3 else [matrix]:
+            quantised = quants.quantize(part.contiguous().float().cpu().numpy(), kind)
+            size += int(quantised.nbytes)
+            part.copy_(torch.from_numpy(quants.dequantize(quantised, kind)))
+    return size
+
+
+def rounded_scores(
+    source: Source,
+    reference: Runner,
+    tokens: Tokens,
+    types: Iterable[str],
+    device: str = "cpu",
+    track: Track = silent,
+) -> Iterator[tuple[str, Score, Score]]:
+    """Yield the scores of a model quantised to some types, one held at a time, beside its own.
+
+    Args:
+        source: the model, for which there is room in float32.
+        reference: the same model, not quantised.
+        tokens: what both are measured on.
+        types: of :data:`~moesaic.config.ROUNDED`.
+        device: where to compute.
+        track: shows progress.
+
+    Yields:
+        the type, its score, whose bytes are those of a file, and the score of the reference.
+    """
+    for type in types:
+        run = Whole.of(source, device, torch.float32)
+        size = rounded(run.shape, type)
+        score, reference_score = scores([run, reference], tokens, named(track, type))
+        yield type, replace(score, total_bytes=size), reference_score
+        del run, score, reference_score  # before the next one comes

@@ -1,4 +1,4 @@
-"""GGUF files run by llama.cpp, through its C functions: logits, greedy text, speed.
+"""GGUF files run by llama.cpp, through its C functions: logits and greedy text.
 
 The functions are llama-cpp-python's if it is installed, else those of xllamacpp's library.
 """
@@ -6,7 +6,6 @@ The functions are llama-cpp-python's if it is installed, else those of xllamacpp
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Container, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -211,17 +210,6 @@ class Engine(_Model):
         while len(tokens) < new_tokens and tokens[-1] not in stops:
             tokens.append(self._next(tokens[-1:]))
         return tokens
-
-    def __call__(self, prompt: Tensor, new_tokens: int) -> tuple[float, float]:
-        """Return seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
-        self._reset()
-        ids = prompt[0].tolist()
-        start = time.perf_counter()
-        token = self._next(ids)
-        prefilled = time.perf_counter()
-        for _ in range(new_tokens):
-            token = self._next([token])
-        return prefilled - start, time.perf_counter() - prefilled
 
 
 def split_otherwise(file: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:

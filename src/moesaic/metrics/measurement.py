@@ -1,31 +1,37 @@
-"""Measurements of a run: its result beside its original and its comparisons."""
+"""Measurements of a run, its result beside its original and comparisons; and of speed alone."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from moesaic.config import Evaluation
+from moesaic.config import Bench, Evaluation
 from moesaic.data.sources import wanted_tasks
-from moesaic.data.text import Tokens, positions
+from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
-from moesaic.io.models import working_type
-from moesaic.io.source import Source
+from moesaic.exports.quantiser import Model
+from moesaic.hub import on_disk
+from moesaic.io.models import shape_of, working_type
+from moesaic.io.source import Source, resolve
 from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_tasks
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.score import scores
-from moesaic.metrics.speed import Speed, against, compare_speed, peak_memory
+from moesaic.metrics.score import model_size, scores
+from moesaic.metrics.speed import Speed, interleaved, one_round, peak_memory
+from moesaic.metrics.speed import against as ratios
 from moesaic.metrics.tasks import measure_tasks
-from moesaic.types import JSON, Model, Tokenizer, Track, silent
+from moesaic.progress import tracked
+from moesaic.types import JSON, Named, Tokenizer, Track, silent
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +127,8 @@ class Measurement:
             self._continue(name, model)
         if not self.settings.rounds:
             return {}
-        return compare_speed(models, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
+        runners = {name: partial(one_round, model) for name, model in models.items()}
+        return interleaved(runners, self._prompt, NEW_TOKENS, self.settings.rounds, self.track)
 
     def _continue(self, name: str, model: Model) -> None:
         """Generate a model's continuations and keep their figures."""
@@ -182,13 +189,13 @@ class Measurement:
         timed = {
             name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown
         }
-        found = against(speeds["result"], speeds["original"], 1.0)
-        ratios = {what: ratio["ratio"] for what, ratio in found.items()}
+        found = ratios(speeds["result"], speeds["original"], 1.0)
+        medians = {what: ratio["ratio"] for what, ratio in found.items()}
         spreads = {f"{what}_spread": ratio["spread"] for what, ratio in found.items()}
         return {
             "speed_interleaved": self._scored.together,
             "speed": timed,
-            "speed_ratio": {**ratios, **spreads, "rounds": self.settings.rounds},
+            "speed_ratio": {**medians, **spreads, "rounds": self.settings.rounds},
         }
 
     def _circumstances(self) -> JSON:
@@ -210,3 +217,110 @@ class Measurement:
             "sources": [origin.as_json() for origin in self.tokens.origins],
             **extra,
         }
+
+
+# --- speed, memory and file size -----------------------------------------------------------------
+
+
+def bench(
+    model: Named,
+    against: Named | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    progress: bool | Track = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **options: int,
+) -> dict[str, JSON]:
+    """Return the speed of models, and the peak memory of each in its own process.
+
+    They are timed in turn, round by round, if there is room for all at once; else one by one.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        against: another, which is timed in turn with it.
+        tokenizer: for a loaded model, which brings none.
+        device: where they compute.
+        dtype: floating-point type; None for the checkpoint's own.
+        progress: draw bars on stderr; or a function (items, label, total).
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
+        options: fields of :class:`~moesaic.config.Bench`.
+
+    Returns:
+        under ``model`` and ``against`` the keys of :meth:`moesaic.metrics.speed.Speed.as_json`,
+        ``peak_memory_bytes``, ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
+        :func:`moesaic.metrics.speed.against`.
+
+    Raises:
+        MoesaicError: a model cannot be loaded.
+    """
+    settings = Bench(**options)
+    track = tracked(progress)
+    given = {"model": model} | ({} if against is None else {"against": against})
+    with ExitStack() as held:
+        sources = {
+            name: resolve(held.enter_context(on_disk(each, tokenizer, revision, token)))
+            for name, each in given.items()
+        }
+        length, new_tokens = _length(settings, sources.values()), settings.new_tokens
+        types = {name: working_type(each.config, dtype, device) for name, each in sources.items()}
+        prompt = _prompt(sources, length)
+        together = have_room(sources.values(), device, dtype)
+        speeds: dict[str, Speed] = {}
+        for names in [[*sources]] if together else [[name] for name in sources]:
+            loading = track(names, "Loading models", len(names))
+            live = {n: partial(one_round, sources[n].load(device, types[n])) for n in loading}
+            speeds |= interleaved(live, prompt, new_tokens, settings.rounds, track)
+            live.clear()
+        active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
+        measured: dict[str, JSON] = {
+            name: {
+                **speeds[name].as_json(),
+                "peak_memory_bytes": peak_memory(
+                    source.folder, length, new_tokens, device, types[name]
+                ),
+                "active_parameters": active[name],
+                "file_bytes": source.nbytes,
+            }
+            for name, source in sources.items()
+        }
+    if against is not None:
+        ideal = active["against"] / active["model"]
+        measured["ratio"] = ratios(speeds["model"], speeds["against"], ideal)
+    return measured
+
+
+def _length(settings: Bench, sources: Iterable[Source]) -> int:
+    """Return the number of tokens of the prompt.
+
+    Raises:
+        MoesaicError: with the new tokens they exceed a model's positions.
+    """
+    length = LENGTH if settings.length is None else settings.length
+    for source in sources:
+        room = (positions(source.config) or sys.maxsize) - settings.new_tokens
+        if room < (length if settings.length else 2):
+            raise MoesaicError(
+                f"length {length} and {settings.new_tokens} new tokens are beyond the "
+                f"{room + settings.new_tokens:,} positions of {source.name}; give fewer."
+            )
+        length = min(length, room)
+    return length
+
+
+def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
+    """Return the first model's tokens of a text, within all models' vocabularies."""
+    first = next(iter(sources.values()))
+    ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
+    return ids % min(source.config.vocab_size for source in sources.values())
+
+
+def _active(model: Model) -> int:
+    """Return the parameters that a token uses; all if the architecture is not known."""
+    try:
+        return model_size(model).active_parameters
+    except MoesaicError:
+        return sum(p.numel() for p in model.parameters())

@@ -9,31 +9,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from moesaic.arch.dense import LayerUse
+from moesaic.arch.lookup import base_arch
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
+from moesaic.io.models import sizes_in
 from moesaic.losses import divergence, in_chunks
 from moesaic.metrics.forward import (
     BATCH,
     Layerwise,
+    Routing,
     Runner,
     Whole,
     all_routing,
     all_shares,
     own_share,
 )
-from moesaic.metrics.routing_counts import Routing
-from moesaic.metrics.size import model_size
-from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
+from moesaic.surgery import layer_uses
+from moesaic.types import JSON, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is reported: JSON has no infinity."""
 LEAST_COMMON = 0.9
 """Least share of the larger vocabulary that the smaller one has, for two models to be compared."""
+
+
+# --- size ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameter counts of a model."""
+
+    total_parameters: int
+    active_parameters: int
+    """Parameters that one token runs: embeddings, head and routers included."""
+    active_ratio: float
+    """Share of the original's projections that one token runs (see :mod:`moesaic.arch.dense`)."""
+    router_parameters: int
+    total_bytes: int
+    """Bytes of all parameters, in their types in memory."""
+    layers: tuple[LayerUse, ...]
+
+
+def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Size:
+    """Count the parameters of a loaded model or a skeleton.
+
+    Args:
+        model: a dense or converted causal language model.
+        routing: measured routing by decoder layer; None counts as under uniform routing.
+    """
+    measured = routing or {}
+    layers = [
+        replace(use, active_width=measured[i].active_width) if i in measured else use
+        for i, use in enumerate(layer_uses(model, base_arch(model.config)))
+    ]
+    total = sum(p.numel() for p in model.parameters())
+    stored = sum(use.stored for use in layers)
+    projections = stored + sum(use.dropped - use.copied for use in layers)
+    used = sum(use.active for use in layers)
+    return Size(
+        total_parameters=total,
+        active_parameters=round(total - stored + used),
+        active_ratio=used / projections,
+        router_parameters=sum(use.router for use in layers),
+        total_bytes=sum(sizes_in(model)),
+        layers=tuple(layers),
+    )
+
+
+# --- quality -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

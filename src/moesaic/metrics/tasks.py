@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
 
 from moesaic.data.sources import HEADLINE, PRESETS, Task
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.modules.running import always_skipping
-from moesaic.types import JSON, Model, Tokenizer, Values
+from moesaic.types import JSON, Tokenizer, Values
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -66,17 +68,6 @@ def headline(task: Values) -> float | None:
     return next((float(task[name]) for name in HEADLINE if name in task), None)
 
 
-def with_recovery(ours: dict[str, JSON], theirs: Values) -> dict[str, JSON]:
-    """Return tasks' figures, each with ``recovery``: its main figure over the original's."""
-    compared = {}
-    for name, task in ours.items():
-        after, before = headline(task), headline(theirs.get(name, {}))
-        compared[name] = (
-            {**task, "recovery": after / before} if after is not None and before else task
-        )
-    return compared
-
-
 def recovery_ratio(ours: Values, theirs: Values) -> float | None:
     """Return CD-MoE's recovery ratio: the mean of the tasks' main figures over the original's.
 
@@ -120,19 +111,13 @@ def check_tasks(tasks: Iterable[Task]) -> None:
     names = {*task_manager().all_tasks} if named else set()
     for name in named:
         if name not in names:
-            raise MoesaicError(_unknown(name, names))
-
-
-def _unknown(name: str, names: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, [*names, *PRESETS], 3, 0.7)
-    perhaps = f"; perhaps {', '.join(close)}" if close else ""
-    listed = ", ".join(PRESETS)
-    return (
-        f"tasks {name!r} is no task of lm-eval{perhaps}. The papers' lists are {listed}; a file of "
-        "questions ends in .jsonl."
-    )
+            close = get_close_matches(name, [*names, *PRESETS], 3, 0.7)
+            perhaps = f"; perhaps {', '.join(close)}" if close else ""
+            listed = ", ".join(PRESETS)
+            raise MoesaicError(
+                f"tasks {name!r} is no task of lm-eval{perhaps}. The papers' lists are {listed}; a "
+                "file of questions ends in .jsonl."
+            )
 
 
 ABSENT = ("Connection", "Offline", "DatasetNotFound", "LocalEntryNotFound", "HfHubHTTP", "Timeout")

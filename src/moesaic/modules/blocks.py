@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.mixture import Experts, each_with_its_tokens
 from moesaic.arch.routing import in_order
-from moesaic.dynamic import Dynamic, remade
+from moesaic.registry import Dynamic, remade
 
 
 class CondensedFFN(nn.Module):

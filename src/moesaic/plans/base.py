@@ -295,7 +295,7 @@ class LayerPlan(ABC):
     def exporter(cls, header: Header) -> Callable[..., Any] | None:
         """Return the function that writes dense layers of this kind as another architecture's.
 
-        It has the signature of :func:`moesaic.exports.reduced.narrowed`. None: they are written as
+        It has the signature of :func:`moesaic.exports.native.narrowed`. None: they are written as
         narrower layers of the base's own class.
         """
         return None

@@ -1,12 +1,20 @@
-"""Contents of a report: the sections of blocks that three renderers show."""
+"""Contents of a report: the sections of blocks that three renderers show, and their sentences.
+
+The sentences say what came of a run, what else could be done, and how it was made.
+"""
 
 from __future__ import annotations
 
-from moesaic.record import Figure, Record
-from moesaic.report import facts, numbers, sentences, tables
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moesaic.record import WEIGHTS, Figure, Record
+from moesaic.report import facts, numbers, tables
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table, Text
-from moesaic.report.facts import part
+from moesaic.report.facts import figure, part
 from moesaic.report.frontier import frontiers, tried
+from moesaic.report.tables import UNCLEAR, pace, ratio_cell
 from moesaic.types import Values
 
 CARD, TERMINAL, BOTH = ("card",), ("terminal",), ("card", "terminal")
@@ -21,13 +29,15 @@ def contents(record: Record, alone: bool = True) -> list[Section]:
         record: of the run.
         alone: False beside other runs, whose page leaves out what only one run's own page has.
     """
+    paragraphs = [*steps(record), weights(record)] if record.steps else []
+    made: list[Block] = [Sentence(paragraph) for paragraph in paragraphs]
     sections = [
         *verdict(record),
         *_measured(record),
         *(_layers(record) if alone else ()),
         *(_plots(record) if alone else ()),
         Section("The same prompt, continued", _continued(record), TERMINAL),
-        Section("How it was made", _made(record), CARD),
+        Section("How it was made", made, CARD),
         Section("Options and machine", [*_options(record)]),
     ]
     return [section for section in sections if section.blocks]
@@ -35,15 +45,15 @@ def contents(record: Record, alone: bool = True) -> list[Section]:
 
 def verdict(record: Record) -> list[Section]:
     """Return what a page begins with: one sentence, a few figures, what else could be done."""
-    outcome = sentences.outcome(record)
-    lead: list[Block] = [Sentence(outcome, "lead")] if outcome else []
-    key = sentences.key_figures(record)
+    lead: list[Block] = [Sentence(said, "lead")] if (said := outcome(record)) else []
+    rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
+    key = [Table(["original → result", ""], rows, "key")] if rows else []
     others = facts.warnings(record)[1]
     warned = [Sentence(f"Warning of the run: {warning}", "remark") for warning in others]
     return [
         Section("", lead, BOTH),
-        Section("", [*([key] if key.rows else []), *warned], CARD),
-        Section("Other ways, measured beside it", [*sentences.other_ways(record)], BOTH),
+        Section("", [*key, *warned], CARD),
+        Section("Other ways, measured beside it", [*other_ways(record)], BOTH),
     ]
 
 
@@ -94,7 +104,7 @@ def _of_scores(record: Record) -> str:
 def _of_speed(record: Record) -> str:
     """Return how speed was measured, on which machine, and what explains it."""
     machine, turns = record.environment, "models timed in turn"
-    if not facts.interleaved(record):
+    if record.measured.get("speed_interleaved") is False:
         turns = "one model after the other, as there was room for one at a time"
     notes = [f"Medians over rounds, with the least and the greatest; {turns}."]
     notes.append(
@@ -114,8 +124,8 @@ def _of_speed(record: Record) -> str:
 def _layers(record: Record) -> list[Section]:
     """Return what became of the layers: those that became the same together, then every one."""
     alike: dict[str, list[int]] = {}
-    for layer in facts.changed(record):
-        if layer.told:
+    for layer in record.layers:
+        if layer.changed and layer.told:
             alike.setdefault(layer.told, []).append(layer.index)
     blocks: list[Block] = [
         Sentence(f"{'Layers' if len(n) > 1 else 'Layer'} {numbers.ranges(n)}: {form}.")
@@ -149,13 +159,6 @@ def _continued(record: Record) -> list[Block]:
     return [Sentence(str(prompt), "prompt"), *texts] if prompt and texts else texts
 
 
-def _made(record: Record) -> list[Block]:
-    """Return a paragraph for each step, and what became of the weights."""
-    if not record.steps:
-        return []
-    return [Sentence(t) for t in (*sentences.steps(record), sentences.weights(record))]
-
-
 def _options(record: Record) -> list[Table]:
     """Return the options of every step, the text, and the machine, as they are in the record."""
     about: dict[str, Values] = {}
@@ -178,3 +181,271 @@ def _options(record: Record) -> list[Table]:
         for title, of in about.items()
         if of
     ]
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+AS_WELL = 0.01
+"""Perplexities that differ by less than this share are called equally good."""
+SAME = 0.005
+"""Sizes that differ by less than this share are called the same."""
+CLAIMS = {
+    "own": "All weights that are kept are the base model's own; some may be moved, sliced or "
+    "scaled by constants.",
+    "refitted": "Down projections or output biases differ from the base model's: they were solved "
+    "for in closed form on the calibration text.",
+    "averaged": "Experts are means over several of the base model's experts.",
+    "trained": "Weights differ from the base model's: they were trained.",
+}
+"""Sentences about the base model's weights, by the names of :data:`moesaic.record.WEIGHTS`."""
+
+
+# --- how it was made -----------------------------------------------------------------------------
+
+
+def weights(record: Record) -> str:
+    """Return what became of the base model's weights over all steps, and what was trained."""
+    changes = {step.weights for step in record.steps} | {x.weights for x in record.layers}
+    changes = changes - {"own"} or {"own"}
+    trained = []
+    for training in filter(None, (part(step.summary, "training") for step in record.steps)):
+        steps = len(training.get("losses") or ())
+        trained.append(
+            f"{training.get('what') or 'weights'}{f', {steps:,} steps' if steps else ''}"
+        )
+    sentences = [CLAIMS[change] for change in WEIGHTS if change in changes]
+    if trained:
+        sentences.append(f"Trained: {'; then '.join(trained)}.")
+    elif "trained" not in changes:
+        sentences.append("Nothing was trained.")
+    return " ".join(sentences)
+
+
+def steps(record: Record) -> list[str]:
+    """Return a paragraph for each step: what it did, by which paper, what is not in that paper."""
+    many = len(record.steps) > 1
+    paragraphs = []
+    for n, step in enumerate(record.steps, 1):
+        sentences = [f"{n}. {step.told}" if many else step.told]
+        sentences += [f"Method: {step.paper.rstrip('.')}."] if step.paper else []
+        if step.beyond:
+            beyond = ", ".join(step.beyond)
+            sentences.append(f"Not in that paper: {beyond}." if step.paper else f"Added: {beyond}.")
+        paragraphs.append(" ".join(s for s in sentences if s))
+    return paragraphs
+
+
+# --- what came of it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure of the result beside the original's."""
+
+    figure: str
+    """``51.92 → 59.52``"""
+    what: str
+    """The name of the figure."""
+    difference: str
+    """How they differ: ``14.6 % worse``."""
+    tone: str = ""
+    """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
+    clause: str = ""
+    """Its part of the verdict; empty where it says nothing."""
+
+
+def changes(record: Record) -> list[Change]:
+    """Return size, quality and speed of the result beside the original's, as far as known."""
+    return [*_size(record), *_active(record), *_quality(record), *_speed(record)]
+
+
+def outcome(record: Record) -> str:
+    """Return the verdict: what came of the run, in one sentence."""
+    size_and_quality = [*_size(record), *_active(record), *_quality(record)]
+    clauses, speeds = ([c.clause for c in of] for of in (size_and_quality, _speed(record)))
+    if speeds and all(clause.endswith(UNCLEAR) for clause in speeds):
+        speeds = [f"speed: {UNCLEAR}"]
+    unknown = "" if part(record.measured, "scores") else "what it costs was not measured"
+    groups = (", ".join(filter(None, of)) for of in (clauses, speeds))
+    sentence = "; ".join(filter(None, (*groups, unknown)))
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+
+
+def _size(record: Record) -> list[Change]:
+    """Return the bytes of the weights."""
+    if (sizes := facts.sizes(record)) is None:
+        return []
+    before, after, where = sizes
+    what = "on disk" if where == "on disk" else "weights in memory"
+    ratio = after / before
+    if abs(ratio - 1) < SAME:
+        return [Change(numbers.memory(after), what, "as before")]
+    difference = f"{numbers.percent(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
+    if ratio >= 2:
+        difference = f"{ratio:.1f} times as large"
+    size = f"{numbers.memory(before)} → {numbers.memory(after)}"
+    return [
+        Change(size, what, difference, "better" if ratio < 1 else "worse", f"{difference} {where}")
+    ]
+
+
+def _active(record: Record) -> list[Change]:
+    """Return the share of the parameters that a token runs, where it is another."""
+    scores = part(record.measured, "scores")
+    result, original = (figure(scores, n, "active_parameters") for n in ("result", "original"))
+    if not result or not original or abs(result / original - 1) < SAME:
+        return []
+    share, tone = numbers.percent(result / original), "better" if result < original else "worse"
+    difference = f"{'fewer' if result < original else 'more'} than before"
+    sizes = facts.sizes(record)
+    smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
+    # what is smaller runs fewer, too: that is said once
+    clause = "" if smaller and result < original else f"runs {share} of the parameters per token"
+    return [Change(share, "of the parameters run per token", difference, tone, clause)]
+
+
+def _quality(record: Record) -> list[Change]:
+    """Return perplexity, and what is kept of the scores on tasks."""
+    scores = part(record.measured, "scores")
+    original, result = (figure(scores, name, "perplexity") for name in ("original", "result"))
+    quality, what = [], "perplexity on this text"
+    if result is not None and original is not None:
+        both = f"{numbers.perplexity(original)} → {numbers.perplexity(result)}"
+        difference, tone = _worse(result / original - 1 if original else math.inf)
+        clause = f"{difference} on this text (perplexity {both})"
+        quality.append(Change(both, what, difference, tone, clause))
+    elif result is not None:
+        perplexity = numbers.perplexity(result)
+        quality.append(Change(perplexity, what, "", clause=f"perplexity {perplexity}"))
+    recovery = figure(scores, "result", "recovery")
+    if recovery is not None:
+        share = numbers.percent(recovery, 1)
+        tone = "worse" if recovery < 1 - SAME else ""
+        clause = f"{share} of the original’s score on tasks"
+        quality.append(Change(share, "of the original’s score on tasks", "", tone, clause))
+    return quality
+
+
+def _worse(more: float) -> tuple[str, str]:
+    """Return how much worse a perplexity is, in words and as a tone; small gains are no gain.
+
+    >>> [_worse(v)[0].replace(numbers.NBSP, " ") for v in (0.066, -0.004, 0.0001, -0.05, 3.0)]
+    ['6.6 % worse', 'no clear difference', 'no clear difference', '5.0 % better', '300 % worse']
+    """
+    if not math.isfinite(more):
+        return "worse", "worse"
+    if -AS_WELL < more < 0.0005:
+        return UNCLEAR, "unsure"
+    size = numbers.percent(abs(more), 0 if abs(more) >= 1 else 1)
+    return (f"{size} worse", "worse") if more > 0 else (f"{size} better", "better")
+
+
+def _speed(record: Record) -> list[Change]:
+    """Return prefill and decode speed."""
+    speeds, found = part(record.measured, "speed"), []
+    for what in ("prefill", "decode"):
+        ratio, key = ratio_cell(record, what), f"{what}_tokens_per_second"
+        if not ratio.note:
+            continue
+        both = [figure(speeds, name, key) for name in ("original", "result")]
+        shown = ratio.text if None in both else " → ".join(map(numbers.rate, both))
+        difference = " ".join(filter(None, (ratio.note, ratio.text and f"({ratio.text})")))
+        clause = f"{what} {difference}"
+        found.append(Change(shown, f"{what}, tokens/s", difference, ratio.tone, clause))
+    return found
+
+
+# --- what else could be done ---------------------------------------------------------------------
+
+
+def other_ways(record: Record) -> list[Sentence]:
+    """Return how the GGUF file beside the result, as it was read back, and every comparison do."""
+    gguf = part(record.measured, "gguf")
+    if not gguf:
+        return _comparisons(record)
+    text = f"{gguf['file']} has {numbers.memory(gguf['bytes'])}"
+    if "kl" in gguf:
+        text += (
+            f", perplexity {numbers.perplexity(gguf['perplexity'])}, and is {gguf['kl']:.3f} nats "
+            "a token from the original (KL)"
+        )
+    return [Sentence(f"{text}.", "remark"), *_comparisons(record)]
+
+
+def _comparisons(record: Record) -> list[Sentence]:
+    """Return how every comparison does, for or against the result."""
+    scores, variants = part(record.measured, "scores"), facts.variants(record)
+    ours = figure(scores, "result", "perplexity")
+    sentences = []
+    for name in facts.comparisons(record):
+        theirs = figure(scores, name, "perplexity")
+        # names that are numbers are other sizes of the result, not other ways: a chart has them
+        if name.isdecimal() or ours is None or theirs is None:
+            continue
+        verdict = _verdict(ours, theirs)
+        called = variants.get(name, name)
+        both = f"{numbers.perplexity(theirs)} against {numbers.perplexity(ours)}"
+        if size := _bytes_beside(record, name):
+            joined = "but" if size.startswith("larger") ^ (verdict == "worse") else "and"
+            good = "as good" if verdict == "as well" else verdict
+            text = f"{called} is {size} {joined} {good} (perplexity {both})."
+        else:
+            text = f"{called}{_share_beside(record, name)} does {verdict}: perplexity {both}."
+        routers = [figure(scores, n, "router_parameters") for n in (name, "result")]
+        if verdict != "worse" and routers[0] == 0 and routers[1]:
+            text += " Routing did not pay here."
+        tone = "" if verdict == "worse" else "worse"
+        sentences.append(Sentence(f"{text[:1].upper()}{text[1:]}", "remark", tone))
+    return sentences
+
+
+def _bytes_beside(record: Record, name: str) -> str:
+    """Return how large a quantised file is beside the result; empty for other comparisons."""
+    theirs, ours = (facts.size(record, n, "on disk") for n in (name, "result"))
+    if name not in facts.quantised(record) or not theirs or not ours:
+        return ""
+    both = f"{numbers.memory(theirs)} against {numbers.memory(ours)}"
+    if abs(theirs / ours - 1) < SAME:
+        return f"as large ({both})"
+    return f"{'smaller' if theirs < ours else 'larger'} ({both})"
+
+
+def _share_beside(record: Record, name: str) -> str:
+    """Return how much a comparison runs or stores beside the result."""
+    what, ratio = facts.compared_ratio(record)
+    theirs, ours = (numbers.percent(ratio(n), 1) for n in (name, "result"))
+    if numbers.NONE in (theirs, ours):
+        return ""
+    if theirs == ours:
+        return " at the same active ratio" if what == "active" else " at the same size"
+    return f" at {theirs} {what}"
+
+
+def _verdict(ours: float, theirs: float) -> str:
+    """Return how the other does beside the result, by perplexity; NaN does worse than a number."""
+    if ours != ours or theirs != theirs:
+        return "worse" if ours == ours else "better"
+    if theirs == ours or abs(theirs - ours) < AS_WELL * ours:
+        return "as well"
+    return "better" if theirs < ours else "worse"
+
+
+def speed_words(ratios: Mapping[str, Values]) -> list[str]:
+    """Return a sentence for each figure of a speed comparison: ratio, ideal, share.
+
+    Args:
+        ratios: by figure (prefill, decode) the keys of :func:`moesaic.metrics.speed.against`.
+    """
+    sentences = []
+    for what, ratio in ratios.items():
+        low, high = ratio["spread"]
+        word = pace(ratio["ratio"], (low, high), ratio["rounds"])
+        than = word if word == UNCLEAR else f"{word} than the other"
+        sentences.append(
+            f"{what.capitalize()}: {numbers.times(ratio['ratio'])} ({numbers.times(low)} to "
+            f"{numbers.times(high)}), {than}. Active parameters alone "
+            f"would allow {numbers.times(ratio['ideal'])}; {numbers.percent(ratio['share'])} of "
+            "that is reached."
+        )
+    return sentences

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from moesaic.config import ROUNDED
-from moesaic.record import Heat, LayerRecord, Record, Row, Step
+from moesaic.record import Heat, Record, Row, Step
 from moesaic.types import Values
 
 V = TypeVar("V")
@@ -142,11 +142,6 @@ def by_projections(record: Record) -> bool:
     return step is not None and step.ratio == "projections"
 
 
-def changed(record: Record) -> list[LayerRecord]:
-    """Return the layers that are not as they were in the base."""
-    return [layer for layer in record.layers if layer.changed]
-
-
 def by_layer(values: Mapping[str, V]) -> list[tuple[int, V]]:
     """Return values by layer in the model's order."""
     return sorted((int(i), value) for i, value in values.items())
@@ -179,16 +174,6 @@ def routes(record: Record) -> Heat | None:
 
 
 # --- the run -------------------------------------------------------------------------------------
-
-
-def interleaved(record: Record) -> bool:
-    """Return True if models were timed in turn; False if there was room for one at a time only."""
-    return record.measured.get("speed_interleaved", True) is not False
-
-
-def trainings(record: Record) -> list[Values]:
-    """Return the summaries of the steps that trained."""
-    return [training for step in record.steps if (training := part(step.summary, "training"))]
 
 
 def warnings(record: Record) -> tuple[list[str], list[str]]:

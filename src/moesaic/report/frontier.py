@@ -159,7 +159,7 @@ def frontiers(records: Sequence[Record]) -> list[Points]:
 
 
 def _plot(prefix: str, models: Sequence[Measured], numbered: bool) -> Points | None:
-    """Return the plot of some models; None where no two axes tell them apart."""
+    """Return the plot of some models; None where they differ along no two axes."""
     axes = []
     for axis, column in zip(AXES, zip(*(m.figures for m in models), strict=True), strict=True):
         values = [v if v is not None and math.isfinite(v) else None for v in column]

@@ -135,15 +135,6 @@ def memory(size: float) -> str:
     return f"{rate(size / 1e9)}{NBSP}GB" if size >= 1e9 else f"{rate(size / 1e6)}{NBSP}MB"
 
 
-def between(least: int, most: int) -> str:
-    """Return a span of whole numbers.
-
-    >>> between(1, 2), between(3, 3)
-    ('1–2', '3')
-    """
-    return f"{least}" if least == most else f"{least}–{most}"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Return layer numbers, runs of them drawn together.
 
@@ -156,7 +147,7 @@ def ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(n)
         else:
             runs.append([n])
-    return ", ".join(between(p[0], p[-1]) for p in runs)
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def plain(value: object) -> str:

@@ -14,9 +14,8 @@ from rich.text import Text as Line
 
 from moesaic.record import Record
 from moesaic.report import facts
-from moesaic.report.blocks import Block, Cell, Sentence, Table, Text
-from moesaic.report.contents import contents
-from moesaic.report.sentences import speed_words
+from moesaic.report.blocks import Cell, Sentence, Table, Text
+from moesaic.report.contents import contents, speed_words
 from moesaic.report.tables import speed_table
 from moesaic.types import JSON, Values
 
@@ -32,7 +31,8 @@ def terminal(record: Record) -> RenderableType:
     for section in contents(record):
         if "terminal" in section.also:
             for kind, blocks in groupby(section.blocks, key=lambda block: block.kind):
-                parts += SHOWN.get(kind, _nothing)([*blocks])
+                if kind in SHOWN:
+                    parts += SHOWN[kind]([*blocks])
     return Group(*parts)
 
 
@@ -50,19 +50,6 @@ def speeds(models: Mapping[str, Values], ratios: Mapping[str, Values]) -> Render
     measured = {"speed": models, "speed_ratio": found}
     record = Record("", "", "", True, [], [], measured=measured)
     return Group(table_grid(speed_table(record)), *map(Line, speed_words(ratios)))
-
-
-def _nothing(blocks: Sequence[Block]) -> list[RenderableType]:
-    """Return nothing: notes and warnings are on card and page, and were printed in the run."""
-    return []
-
-
-def _lead(blocks: Sequence[Sentence]) -> list[RenderableType]:
-    return [Line(block.text) for block in blocks]
-
-
-def _prompt(blocks: Sequence[Sentence]) -> list[RenderableType]:
-    return [Line(f" {block.text}", style="bold") for block in blocks]
 
 
 def _remarks(blocks: Sequence[Sentence]) -> list[RenderableType]:
@@ -85,10 +72,6 @@ def _texts(blocks: Sequence[Text]) -> list[RenderableType]:
         grid.add_row(*(Line(block.text) for block in beside))
         grids.append(grid)
     return grids
-
-
-def _tables(blocks: Sequence[Table]) -> list[RenderableType]:
-    return [table_grid(table) for table in blocks]
 
 
 def table_grid(table: Table) -> Grid:
@@ -119,10 +102,11 @@ def _cell(cell: Cell) -> Line:
 
 
 SHOWN: dict[str, Callable[[Any], list[RenderableType]]] = {
-    "lead": _lead,
-    "table": _tables,
+    "lead": lambda blocks: [Line(block.text) for block in blocks],
+    "table": lambda blocks: [table_grid(block) for block in blocks],
     "remark": _remarks,
-    "prompt": _prompt,
+    "prompt": lambda blocks: [Line(f" {block.text}", style="bold") for block in blocks],
     "text": _texts,
 }
-"""How a terminal shows blocks, by their kinds; others are not shown."""
+"""How a terminal shows blocks, by their kinds. Others, such as notes, are on card and page alone;
+warnings were printed in the run."""

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from moesaic.config import MethodConfig
 from moesaic.data.text import IGNORED
+from moesaic.exports.quantiser import Model
 from moesaic.losses import log_probabilities, next_token_loss
 from moesaic.train.text import Example
-from moesaic.types import Config, Model, logits_alone
+from moesaic.types import Config, logits_alone
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.carving.dsmoe.gates import SparseObjective
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.sentences import carved, number, some
 from moesaic.observation.job import Job
@@ -22,7 +23,7 @@ from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.surgery import apply_plan, routed_modules
 from moesaic.train.learning import examples_of, learn
-from moesaic.types import JSON, Model
+from moesaic.types import JSON
 
 CURVES = {
     "language": "language-model loss",

@@ -12,9 +12,10 @@ from moesaic.carving.tomoe.masked import Masked
 from moesaic.carving.tomoe.masks import LayerShape, MaskingModules
 from moesaic.data.text import Tokens
 from moesaic.distributed import process
+from moesaic.exports.quantiser import Model
 from moesaic.losses import predicting
 from moesaic.train.objectives import Objective, checkpointing, distillation_loss
-from moesaic.types import Config, Model
+from moesaic.types import Config
 
 _KEPT_TOKENS = 8192
 """Most calibration tokens of which logits are kept."""

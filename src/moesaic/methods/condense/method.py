@@ -31,7 +31,7 @@ from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, Rep
 from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.methods.refit import recover
 from moesaic.methods.sentences import credited
-from moesaic.metrics.size import model_size
+from moesaic.metrics.score import model_size
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.mixture import MoEArch
+from moesaic.exports.quantiser import Model
 from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.plans.cut import CutLayer
-from moesaic.types import Config, Model
+from moesaic.types import Config
 
 
 def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:

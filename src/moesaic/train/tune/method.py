@@ -12,6 +12,7 @@ from torch import Tensor
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import of_model
 from moesaic.io.models import HEADLESS, working_type
 from moesaic.io.names import PLAN, placed
@@ -25,7 +26,7 @@ from moesaic.train.objectives import Distillation
 from moesaic.train.tune.config import TRAINED, TuneConfig
 from moesaic.train.tune.factors import factors, outside
 from moesaic.train.tune.parameters import trainable
-from moesaic.types import JSON, Config, Model
+from moesaic.types import JSON, Config
 
 KL = "KL divergence from the teacher"
 

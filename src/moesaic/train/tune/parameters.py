@@ -19,9 +19,9 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
 from moesaic.plan import Plan
 from moesaic.surgery import routed_modules
-from moesaic.types import Model
 
 
 def trainable(

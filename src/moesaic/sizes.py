@@ -1,0 +1,362 @@
+"""Sizes of results and of checkpoints, from headers, before anything is computed.
+
+Headers of the original are converted by the code that converts its weights, so that a result's
+shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.source`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import psutil
+import torch
+
+from moesaic.arch.dense import PREFIX, Arch
+from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
+from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import Model
+from moesaic.hub import convert_config
+from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, ShardWriter
+from moesaic.io.models import shape_of, sizes_in, working_type
+from moesaic.io.source import Source, headers_of_model, resolve, source_or_model
+from moesaic.methods import implementation
+from moesaic.methods.base import Outline
+from moesaic.metrics.evaluate import ROOM
+from moesaic.metrics.score import Size, model_size
+from moesaic.metrics.speed import free_bytes
+from moesaic.observation.job import Job
+from moesaic.recipe import Recipe
+from moesaic.result import save_applied
+from moesaic.types import JSON, Config, Named
+
+T = TypeVar("T")
+Steps = tuple[MethodConfig | ExportArgs, ...]
+"""The steps of a recipe, the file that is made of its result as the last where one is."""
+
+SPILL = 4 << 30
+"""Largest number of bytes of hidden states in memory; the rest is on disk."""
+OF_TRAINING = 16
+"""Bytes of each parameter that learns: its value, gradient and two moments, in float32."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes of a run's result, and memory that the run needs."""
+
+    output_bytes: int
+    """Bytes of the result's weight files."""
+    output_parameters: int
+    active_parameters: int
+    """Active parameters under uniform routing, embeddings and head included."""
+    active_ratio: float
+    exact: bool
+    """True if the four above are exact; otherwise the result's sizes depend on text."""
+    model_type: str
+    native: bool
+    """True if the result is of its base's own architecture."""
+    peak_memory_bytes: int
+    """Peak memory of this process (and of the device if a CPU); see :func:`peak_memory`."""
+    input_bytes: int
+    """Bytes of the original's weight files."""
+
+    def as_json(self) -> JSON:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def estimate(recipe: Recipe) -> Estimate:
+    """Return the sizes of a recipe's result without reading weights or text.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    with on_headers(recipe) as steps:
+        source = steps[-1].result
+        result = Built(source.config, parse_dtype(recipe.dtype))
+        return Estimate(
+            output_bytes=weight_bytes(source.folder),
+            output_parameters=result.size.total_parameters,
+            active_parameters=result.size.active_parameters,
+            active_ratio=result.size.active_ratio,
+            exact=steps[-1].exact,
+            model_type=str(source.config.model_type),
+            native=result.native,
+            peak_memory_bytes=peak_memory(recipe, steps, result),
+            input_bytes=steps[0].job.original.checkpoint.nbytes(),
+        )
+
+
+def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Built) -> int:
+    """Return the estimated peak memory of a run in bytes, libraries included.
+
+    A step holds its largest layer, as stored and as computed, the statistics of that layer, and
+    the hidden states of the calibration text; one that trains holds the whole model. Original and
+    result are measured side by side if they fit into memory, otherwise layer by layer.
+    """
+    most = max(_held(step.job, step.outline) for step in steps)
+    if recipe.evaluation is not None:
+        original = Built(steps[0].job.original.config, parse_dtype(recipe.dtype))
+        both = original.held(recipe.device) + result.held(recipe.device)
+        most = max(most, both * (both * ROOM <= free_bytes(recipe.device)))
+    return int(psutil.Process().memory_info().rss + most)
+
+
+def _held(job: Job[Arch], outline: Outline) -> int:
+    layers = [sum(sizes_in(layer, job.working_type)) for layer in job.layers]
+    every = sum(sizes_in(job.shape, job.working_type))
+    if outline.trained:
+        return every + OF_TRAINING * outline.trained
+    weight = job.shape.get_input_embeddings().weight
+    item = (job.working_type or weight.dtype).itemsize
+    states = 2 * job.planned_tokens * weight.shape[1] * item  # into a layer, and out of it
+    return max(every - sum(layers), 2 * max(layers) + outline.statistics) + min(SPILL, states)
+
+
+@contextmanager
+def on_headers(recipe: Recipe) -> Iterator[list[Step]]:
+    """Yield a recipe's steps, carried out on headers; their results are temporary folders.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    with TemporaryDirectory(prefix="moesaic-") as work:
+        costs, steps = Costs(recipe, Path(work)), recipe.steps
+        yield [costs.step(steps[:count]) for count in range(1, len(steps) + 1)]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's weight files, including their index."""
+    files = [*folder.glob("model*.safetensors"), *folder.glob(INDEX_NAME)]
+    return sum(file.stat().st_size for file in files)
+
+
+# --- a model -------------------------------------------------------------------------------------
+
+
+def inspect(model: Named, *, revision: str | None = None, token: str | bool | None = None) -> JSON:
+    """Return the parts of a model; for a name only the config and headers of weights are read.
+
+    Args:
+        model: a name or folder, a loaded model, or what a verb returned.
+        revision: branch, tag or commit, when ``model`` is a hub id.
+        token: of the hub, when ``model`` is a hub id.
+
+    Returns:
+        ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
+        ``active_width``), ``total_parameters``, ``active_parameters``, ``active_ratio`` and
+        ``router_parameters``.
+
+    Raises:
+        MoesaicError: there is no such model, or its architecture is unknown.
+    """
+    opened: Model
+    with TemporaryDirectory(prefix="moesaic-") as folder:
+        if isinstance(model, str | Path):
+            name, at = str(model), (revision, token)
+            local = Path(name).expanduser().is_dir()
+            opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
+            size = model_size(shape_of(opened.config))
+            if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+                Checkpoint(opened.folder)  # a missing or damaged file is reported
+        else:
+            opened = source_or_model(model)
+            size = model_size(opened)
+    of_layer = ("kind", "experts", "top_k", "width", "active_width")
+    of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
+    return {
+        "model_type": opened.config.model_type,
+        "layers": [{name: getattr(use, name) for name in of_layer} for use in size.layers],
+        **{name: getattr(size, name) for name in of_model},
+    }
+
+
+class Built:
+    """Model without values, and the sizes of its parts.
+
+    Args:
+        config: of the model.
+        dtype: floating-point type; None for the config's own.
+        exact: False if sizes depend on text.
+    """
+
+    def __init__(self, config: Config, dtype: torch.dtype | None, exact: bool = True) -> None:
+        self.config, self._dtype, self.exact = config, dtype, exact
+
+    @cached_property
+    def model(self) -> Model:
+        """Skeleton on the meta device."""
+        return shape_of(self.config, self._dtype)
+
+    @cached_property
+    def size(self) -> Size:
+        """Parameter counts."""
+        return model_size(self.model)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(sizes_in(self.model))
+
+    def held(self, device: str) -> int:
+        """Bytes of its weights in the type in which it is run."""
+        return sum(sizes_in(self.model, working_type(self.config, self._dtype, device)))
+
+    @property
+    def native(self) -> bool:
+        """True if it is of its base's own architecture."""
+        return not self.config.model_type.startswith(PREFIX)
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Sizes of a recipe's result."""
+
+    memory: int
+    parameters: int
+    active_parameters: int
+    native: bool
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step of a recipe that was carried out on headers."""
+
+    job: Job[Arch]
+    outline: Outline
+    result: Source
+    exact: bool
+    """False if sizes after it depend on text."""
+
+
+class Costs:
+    """Recipes of one model, carried out on headers; steps that they begin with are shared.
+
+    Args:
+        recipe: model, text, device and type; its steps are not looked at.
+        folder: an existing one, for headers.
+        file_size: returns the bytes of a result's GGUF file, where recipes end in one.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        file_size: Callable[[Built, ExportArgs], int] | None = None,
+    ) -> None:
+        self.recipe, self.folder, self.file_size = recipe, folder, file_size
+        (folder / "original").mkdir()
+        self._steps: dict[str, Step | str] = {}
+        self._built: dict[str, Built | str] = {}
+        self._shapes: dict[Path, Model] = {}
+        self._source = headers_of_model(recipe.model, folder / "original")
+
+    def weight(self, steps: Steps) -> Weight | None:
+        """Return the sizes of a result; None where the steps cannot be carried out."""
+        with suppress(MoesaicError):
+            built, memory = self.built(steps), None
+            if steps and isinstance(file := steps[-1], ExportArgs):
+                assert self.file_size is not None
+                memory = self.file_size(built, file)
+            return Weight(
+                memory=built.bytes if memory is None else memory,
+                parameters=built.size.total_parameters,
+                active_parameters=built.size.active_parameters,
+                native=built.native,
+                exact=built.exact,
+            )
+        return None
+
+    def built(self, steps: Steps) -> Built:
+        """Return a result without values, the original where there are no steps.
+
+        Raises:
+            MoesaicError: the steps cannot be carried out.
+        """
+        converted = conversions(steps)
+        return _once(self._built, converted, lambda: self._convert(converted))
+
+    def _convert(self, steps: tuple[MethodConfig, ...]) -> Built:
+        if not steps:
+            return Built(self._source.config, parse_dtype(self.recipe.dtype))
+        source, job, outline, exact = self._outlined(steps)
+        config = copy.deepcopy(source.config)
+        convert_config(config, job.arch, outline.plan)
+        return Built(config, job.dtype, exact)
+
+    def step(self, steps: tuple[MethodConfig, ...]) -> Step:
+        """Return the last of some steps, carried out on headers after the others.
+
+        Its result has small files, and headers of weights.
+
+        Raises:
+            MoesaicError: the steps cannot be carried out.
+        """
+        return _once(self._steps, steps, lambda: self._carry_out(steps))
+
+    def _carry_out(self, steps: tuple[MethodConfig, ...]) -> Step:
+        source, job, outline, exact = self._outlined(steps)
+        folder = self.folder / f"step-{len(self._steps)}"
+        folder.mkdir()
+        writer = ShardWriter(folder, outline=True)
+        save_applied(source, outline.plan, folder, job.dtype, writer)
+        if outline.plan.layers:
+            outline.plan.save(folder)  # tune asks which layers were condensed
+        return Step(job, outline, Source(self.recipe.out, folder, headers_only=True), exact)
+
+    def _outlined(self, steps: tuple[MethodConfig, ...]) -> tuple[Source, Job[Arch], Outline, bool]:
+        """Return the input of the last step, its job, its outline, and True if sizes are exact."""
+        source, exact, recipe = self._source, True, self.recipe
+        if len(steps) > 1:
+            before = self.step(steps[:-1])
+            source, exact = before.result, before.exact
+        method, dtype = implementation(steps[-1]), parse_dtype(recipe.dtype)
+        args = RunArgs(source, recipe.calibration, device=recipe.device, dtype=dtype)
+        shape = self._shapes.get(source.folder)
+        job: Job[Arch] = Job(args, method.find, steps[-1].window, shape)
+        for _ in method.resolve_defaults(job):
+            pass  # the run itself prints them
+        outline = method.outline(job)
+        self._shapes[source.folder] = job.shape
+        return source, job, outline, exact and outline.exact
+
+
+def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:
+    """Return what ``make`` returned for these steps, or raise its error; it is called once."""
+    key = json.dumps(steps_as_json(steps))
+    if key not in table:
+        try:
+            table[key] = make()
+        except MoesaicError as error:
+            table[key] = str(error)
+    result = table[key]
+    if isinstance(result, str):
+        raise MoesaicError(result)
+    return result
+
+
+def conversions(steps: Steps) -> tuple[MethodConfig, ...]:
+    """Return the steps without the file."""
+    return tuple(step for step in steps if isinstance(step, MethodConfig))
+
+
+def steps_as_json(steps: Steps) -> list[JSON]:
+    """Return steps as a recipe has them, without options that have their defaults."""
+    return [{step.verb: _options(step)} for step in steps]
+
+
+def _options(step: MethodConfig | ExportArgs) -> JSON:
+    method = {"method": step.name} if isinstance(step, MethodConfig) else {}
+    values = ((field.name, getattr(step, field.name), field.default) for field in fields(step))
+    return method | {name: value for name, value, default in values if value != default}
