@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, DenseFFN, put
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.carving.carved_ffn import CarvedFFN, carved_like
-from moesaic.carving.routers import CHOOSING, WEIGHING, Router, by_neuron
+from moesaic.carving.routers import CHOOSING, WEIGHING, by_neuron, make_router, norm_scale
 from moesaic.errors import shown
 from moesaic.plans.base import (
     Description,
@@ -199,7 +199,8 @@ class CarvedLayer(LayerPlan):
     def refit(self, site: LayerTokens[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
         """Solve for a new down projection.
 
-        Features are h~, the input of the down projection, masked by the layer's own router.
+        Features are h~, the input of the down projection, masked or weighed by the layer's own
+        router.
         """
         order_M = self.order_M.to(site.view.device)
         down_DM, figures = refitted_down(site, order_M, self.running(site))
@@ -215,11 +216,14 @@ class CarvedLayer(LayerPlan):
         router = None
         if self.router_RD is not None:
             experts, hidden_size = self.router_RD.shape
-            router = Router(hidden_size, experts, self.top_k, self.routing, site.passage)
-            router = router.to(site.view.device)
+            form = hidden_size, experts, self.top_k, self.routing, self.gate
+            router = make_router(*form, site.passage).to(site.view.device).eval()
             router.weight.data = self.router_RD.to(site.view.device)
         for x_TD, whole_TM in site.activations():
             h_TM = whole_TM[:, order_M]
             if router is not None:
-                h_TM = h_TM * by_neuron(router(x_TD), self.backbone, self.petals).to(h_TM)
+                on_TR = router(x_TD)
+                if self.routing in WEIGHING:
+                    on_TR = on_TR * norm_scale(on_TR)
+                h_TM = h_TM * by_neuron(on_TR, self.backbone, self.petals).to(h_TM)
             yield whole_TM, h_TM
