@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import dense_arch, moe_arch
-from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.carving.overlapping_ffn import OverlappingFFN
+from moesaic.carving.carved_layer import CarvedFFN
+from moesaic.carving.overlapping_layer import OverlappingFFN
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
@@ -32,8 +32,8 @@ from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measurement import Measurement
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream, SpilledList
+from moesaic.train.learning import Schedule
 from moesaic.train.loop import train
-from moesaic.train.objectives import Schedule
 
 # --- offloaded and hooked results ----------------------------------------------------------------
 

@@ -18,9 +18,8 @@ import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import layer_sizes
-from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.carving.dsmoe.method import DSMoE
+from moesaic.carving.carved_layer import CarvedFFN
+from moesaic.carving.dsmoe.method import DSMoE, SparseObjective, imbalance, sparsity
 from moesaic.data.sources import MIXES, Mix
 from moesaic.hub import convert_class
 from moesaic.metrics.score import score

@@ -16,7 +16,7 @@ import moesaic
 from moesaic import MoesaicError, PruneConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import split_evenly
-from moesaic.methods.prune.criteria import CRITERIA
+from moesaic.methods.prune.config import CRITERIA
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.subsets import (
     allocate,

@@ -11,7 +11,7 @@ from shrunken import small_model
 
 import moesaic
 from moesaic import MoesaicError, SkipConfig, SlimConfig
-from moesaic.methods.skip.dynamic import mean_calls, quantile, ratios
+from moesaic.methods.skip.method import mean_calls, quantile, ratios
 from moesaic.metrics.routing_counts import counted
 from moesaic.metrics.size import model_size
 from moesaic.modules.skipping_router import skip, survivors

@@ -45,7 +45,7 @@ from moesaic.io.fingerprint import of_examples
 from moesaic.io.headers import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress
-from moesaic.train.objectives import NextToken, Objective, Schedule, checkpointing, collate
+from moesaic.train.learning import NextToken, Objective, Schedule, checkpointing, collate
 from moesaic.train.text import Example
 from moesaic.types import Figures, Model, Track, Values, silent
 
