@@ -1,4 +1,4 @@
-"""Student of ToMoE: a model with frozen weights, and masks on its activations by trainable modules."""
+"""Student of ToMoE: a model with frozen weights, and masks that trainable modules put on it."""
 
 from __future__ import annotations
 
