@@ -1,8 +1,8 @@
 """Experts that share weights: index lists into a dense FFN, and attention with fewer dimensions.
 
-ToMoE, Secs. 3.2 and 3.3. The attention module is the base's own, with its own names and plain linear projections, of which
-rows or columns may be removed. These are filled with zeros in the activations, so that any
-attention kernel, cache and position embedding works as before.
+ToMoE, Secs. 3.2 and 3.3. The attention module is the base's own, with its own names and plain
+linear projections, of which rows or columns may be removed. These are filled with zeros in the
+activations, so that any attention kernel, cache and position embedding works as before.
 
 Shape suffixes: N experts, W neurons of an expert, D hidden size, A size of a head, E embedding.
 """

@@ -1,6 +1,7 @@
 """ToMoE's run: experts and routers are trained over frozen weights, then fixed in a plan.
 
-In the plan experts of a layer have equal widths, choices are fixed, and the hypernetwork is dropped.
+In the plan, experts of a layer have equal widths, choices are fixed, and the hypernetwork is
+dropped.
 
 Shape suffixes: T tokens, N experts, M neurons, W neurons of an expert, A size of a head.
 """
