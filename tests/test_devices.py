@@ -75,7 +75,7 @@ def overlapping() -> Any:
     model = carved()
     for number, ffn in enumerate(blocks(model)):
         projections = {name: getattr(ffn, name) for name in ffn.names.projections}
-        twin = OverlappingFFN(projections, ffn.act_fn, ffn.names, 32, 3, 40)
+        twin = OverlappingFFN(projections, ffn.act_fn, ffn.names, 32, 0, (40,) * 3, 1, "cosine")
         generator = torch.Generator().manual_seed(number)
         rows = [torch.randperm(64, generator=generator)[:40].sort().values for _ in range(3)]
         twin.experts = torch.stack(rows)

@@ -35,7 +35,7 @@ from moesaic.io.checkpoint import Checkpoint, Writer, shape_of
 from moesaic.io.source import Source
 from moesaic.plans.base import Header
 from moesaic.surgery import base_shape
-from moesaic.types import JSON, Config, Values
+from moesaic.types import JSON, Config
 
 SMALL = 2.0**-6
 """Largest logit of a router that chooses several petals; most are far below."""
@@ -202,15 +202,11 @@ def _mixtral_settings(config: Config, sizes: Sizes) -> JSON:
     }
 
 
-def windowed(config: Config) -> bool:
-    """Return True if attention does not reach back to the first token."""
+def _granite_lacks(config: Config, sizes: Sizes) -> str | None:
     window = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True)
-    return bool(used and window and window < config.max_position_embeddings)
-
-
-def _granite_lacks(config: Config, sizes: Sizes) -> str | None:
-    return "sliding-window attention" if windowed(config) else None
+    windowed = used and window and window < config.max_position_embeddings
+    return "sliding-window attention" if windowed else None
 
 
 def _mixtral_lacks(config: Config, sizes: Sizes) -> str | None:
@@ -235,7 +231,7 @@ TARGETS: tuple[Target, ...] = (
         lacks=_granite_lacks,
     ),
 )
-"""Targets in order of preference if equally many neurons are active."""
+"""Targets in order of preference."""
 
 
 def _filled(ffn: DenseFFN, width: int) -> DenseFFN:
@@ -275,7 +271,7 @@ _SHARED_SETTINGS = (
 
 
 def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
-    """Return the export to the architecture that holds all layers with the fewest active neurons.
+    """Return the export to the first architecture of :data:`TARGETS` that holds all layers.
 
     Args:
         source: the carved model.
@@ -293,21 +289,24 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
         raise MoesaicError(
             f"--target {target!r} is none of {', '.join(t.model_type for t in TARGETS)}."
         )
-    options: list[tuple[int, int, Target, Sizes]] = []
+    options: list[Target] = []
     reasons: list[str] = []
+    sizes = smallest(headers, widths)
     for candidate in candidates:
-        sizes = smallest(headers, widths)
         lacks = _lacks(candidate, config, sizes) or _repeats(headers, sizes)
         if lacks:
             reasons.append(f"{candidate.model_type} lacks {lacks}")
         else:
-            options.append((len(widths) * sizes.active_width, len(options), candidate, sizes))
+            options.append(candidate)
     if not options:
         raise MoesaicError(f"No architecture holds this model exactly: {'; '.join(reasons)}.")
-    active, _, chosen, sizes = min(options, key=lambda option: option[:2])
-    settings = {**_shared_settings(config), **chosen.settings(config, sizes)}
+    chosen, active = options[0], len(widths) * sizes.active_width
+    shared = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
+    settings = {**copy.deepcopy(shared), **chosen.settings(config, sizes)}
+    native = CONFIG_MAPPING[chosen.model_type](**settings)
+    native.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(native)].__name__]
     return Export(
-        _config(chosen.model_type, settings),
+        native,
         lambda writer: _write_carved(source.checkpoint, arch, headers, chosen, sizes, writer),
         _costs(headers, widths, active, sizes),
         exact=sizes.top_k == 1,
@@ -329,17 +328,6 @@ def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
     if getattr(config, "mlp_bias", False):
         return "biases in experts"
     return target.lacks(config, sizes)
-
-
-def _shared_settings(config: Config) -> JSON:
-    settings = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
-    return copy.deepcopy(settings)
-
-
-def _config(model_type: str, settings: Values) -> Config:
-    config = CONFIG_MAPPING[model_type](**settings)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    return config
 
 
 def _costs(

@@ -65,6 +65,9 @@ class CarvedFFN(nn.Module):
         passage: the tokens that run, for routing by random numbers.
     """
 
+    shares = False
+    """True if petals may share neurons, in the base's order and width."""
+
     def __init__(
         self,
         projections: Mapping[str, nn.Module],
@@ -196,7 +199,7 @@ def _watched(module: nn.Module) -> bool:
     )
 
 
-def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
+def _projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
     """Return empty projections (on the meta device) of another width than a block's own."""
     hidden_size = weight_of(ffn, names.down).shape[0]
     projections: dict[str, nn.Module] = {}
@@ -210,7 +213,13 @@ def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, n
     return projections
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Module) -> CarvedFFN:
+def carved_like(
+    ffn: nn.Module,
+    names: FFNNames,
+    header: Values,
+    layer: nn.Module,
+    kind: type[CarvedFFN] = CarvedFFN,
+) -> CarvedFFN:
     """Return an empty carved FFN (weights on the meta device) of the shape in a plan's header.
 
     Args:
@@ -218,17 +227,18 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Modul
         names: its projections.
         header: header of a :class:`moesaic.carving.carved_layer.CarvedLayer`.
         layer: the decoder layer, observed for phase and tokens if the header needs them.
+        kind: its class.
     """
-    width = header["backbone"] + sum(header["petals"])
-    phase = None
-    if header.get("prompts") == "dense":
-        phase = Phase.of(layer)
+    hidden_size, width = weight_of(ffn, names.down).shape
+    if not kind.shares:
+        width = header["backbone"] + sum(header["petals"])
+    phase = Phase.of(layer) if header.get("prompts") == "dense" else None
     with torch.device("meta"):
-        return CarvedFFN(
-            projections_like(ffn, names, width),
+        return kind(
+            _projections_like(ffn, names, width),
             act_of(ffn, names),
             names,
-            weight_of(ffn, names.down).shape[0],
+            hidden_size,
             header["backbone"],
             header["petals"],
             header["top_k"],

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, AttentionNames, DenseFFN, FFNNames, act_of, put, weight_of
+from moesaic.arch.dense import Arch, AttentionNames, DenseFFN, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, carved_like, projections_like
-from moesaic.carving.routers import DRAWING
+from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, carved_like
 from moesaic.errors import MoesaicError, shown
 from moesaic.modules.chance import RunningTokens, gumbel
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
@@ -34,31 +33,19 @@ class OverlappingFFN(CarvedFFN):
     """Carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
 
     The weights are the base's own, in the base's order. ``form`` chooses how they run, with the
-    same
-    result: ``pseudo`` runs the dense block and masks it (Eq. 17), at the dense block's cost;
-        ``moe``
-    gathers each expert's weights and runs it over its tokens, which pays for thousands of tokens.
+    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), at the dense block's cost;
+    ``moe`` gathers each expert's weights and runs it over its tokens, which pays for thousands of
+    tokens.
     """
 
     experts: Tensor
     form = "pseudo"
+    shares = True
 
-    def __init__(
-        self,
-        projections: Mapping[str, nn.Module],
-        act: Callable[[Tensor], Tensor],
-        names: FFNNames,
-        hidden_size: int,
-        experts: int,
-        width: int,
-        routing: str = "cosine",
-        passage: RunningTokens | None = None,
-    ) -> None:
-        petals = (width,) * experts
-        super().__init__(
-            projections, act, names, hidden_size, 0, petals, 1, routing, passage=passage
-        )
-        self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        shape = len(self.petals), self.petals[0]
+        self.register_buffer("experts", torch.empty(shape, dtype=torch.int64))
 
     def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
         return self.form == "moe" and not self._called()
@@ -338,7 +325,10 @@ class OverlappingLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
         if header["petals"]:
-            put(layer, arch.ffn_path, _ffn_like(layer, arch, header))
+            kind = CarvedFFN if header["materialized"] else OverlappingFFN
+            put(
+                layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer, kind)
+            )
         if _cuts_attention(header):
             _install_attention(layer, arch, header)
 
@@ -424,24 +414,6 @@ def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None
         raise MoesaicError(
             f"{projection} of {arch.model_type} cannot lose rows: {norm} takes the mean over "
             f"{span} of them."
-        )
-
-
-def _ffn_like(layer: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
-    ffn = arch.ffn_of(layer)
-    if header["materialized"]:
-        return carved_like(ffn, arch.ffn, header, layer)
-    hidden_size, full = weight_of(ffn, arch.ffn.down).shape
-    with torch.device("meta"):
-        return OverlappingFFN(
-            projections_like(ffn, arch.ffn, full),
-            act_of(ffn, arch.ffn),
-            arch.ffn,
-            hidden_size,
-            len(header["petals"]),
-            header["petals"][0],
-            header["routing"],
-            RunningTokens.of(layer) if header["routing"] in DRAWING else None,
         )
 
 

@@ -129,27 +129,25 @@ class SparseObjective(Objective):
         language = next_token_loss(logits_BLV, labels_BL)
         valid_T = predicting(labels_BL).flatten()
         G_LTN = torch.stack([records[router][1][valid_T] for router in self.routers])
-        on_LTN = G_LTN.detach() > self._idle
+        config = self.config
+        # gate value up to which a block is idle in the finished model
+        idle = config.tau if config.variant == "no-piecewise" else 0.0
+        on_LTN = G_LTN.detach() > idle
         figures = {
             "language": language,
             "active_blocks": on_LTN.float().mean(dim=(0, 2)).sum(),
             "idle_tokens": (~on_LTN.any(-1)).float().mean(0).sum(),
         }
-        if self.config.variant == "top-k":
+        if config.variant == "top-k":
             inputs_of = {router: records[router][0][valid_T] for router in self.routers}
             layers = [
                 imbalance(G_TN, router.probabilities(inputs_of[router]))  # type: ignore[operator]
                 for router, G_TN in zip(self.routers, G_LTN, strict=True)
             ]
             figures["imbalance"] = torch.stack(layers).mean() * valid_T.sum()
-            return language + self.config.balance * figures["imbalance"], figures
+            return language + config.balance * figures["imbalance"], figures
         figures["sparsity"] = sparsity(G_LTN).sum()
         return language + self.state["lambda"] * figures["sparsity"], figures
-
-    @property
-    def _idle(self) -> float:
-        """Gate value up to which a block is idle in the finished model."""
-        return self.config.tau if self.config.variant == "no-piecewise" else 0.0
 
     def stepped(self, figures: dict[str, float]) -> dict[str, float]:
         """Update lambda by a proportional-integral controller on the share of active blocks."""

@@ -187,17 +187,13 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         n = len(path.kept_E)
         if r == n:
             return path, {}
-        if not self._tries_all(n, r, groups, tokens):
+        if subsets(n, r, groups) * tokens > self.config.exhaustive_limit:
             return refined(losses, path, groups), {}
         best = exhaustive(losses, n, r, groups)
         if n > 16:
             return best, {}
         swapped = refined(losses, path, groups)
         return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
-
-    def _tries_all(self, experts: int, keep: int, groups: int, tokens: int) -> bool:
-        """Return True if all sets are scored, each on every token, within ``exhaustive_limit``."""
-        return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
 
     def _scored(
         self, score_E: Tensor, stats: Mapping[str, Tensor], r: int, groups: int
