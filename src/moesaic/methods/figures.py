@@ -205,7 +205,10 @@ def trained(training: Values) -> list[Figure]:
         training: ``what`` was trained, the values (``losses``) logged at each step, their
             ``labels``, ``trained_parameters`` and ``total_parameters``.
     """
-    curves = _curves(training.get("losses") or ())
+    logs = training.get("losses") or ()
+    names = dict.fromkeys(name for log in logs for name in log if name != "step")
+    curves = {n: series("", [(log.get("step"), log.get(n)) for log in logs]) for n in names}
+    curves = {name: curve for name, curve in curves.items() if curve.points}
     labels = {name: name.replace("_", " ") for name in curves} | (training.get("labels") or {})
     varying, constant = [], []
     for name, curve in curves.items():
@@ -230,12 +233,3 @@ def trained(training: Values) -> list[Figure]:
         )
         for n, (label, curve) in enumerate(varying)
     ]
-
-
-def _curves(logs: Sequence[Values]) -> dict[str, Series]:
-    """Return the logged values over the steps, by name."""
-    names = dict.fromkeys(name for log in logs for name in log if name != "step")
-    curves = {
-        name: series("", [(log.get("step"), log.get(name)) for log in logs]) for name in names
-    }
-    return {name: curve for name, curve in curves.items() if curve.points}

@@ -104,8 +104,6 @@ def _tables(layer: nn.Module) -> int:
 class Condenser(Method[CondenseConfig, MoEArch]):
     """Method of ``condense``: turns some of a mixture's layers into small dense layers."""
 
-    ratio = "stored"
-
     def find(self, config: Config) -> MoEArch:
         return original(config, "condense the original")
 

@@ -58,7 +58,6 @@ from moesaic.types import JSON, Config
 class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     """Method of ``prune``: removes experts from every routing layer; sizes count experts."""
 
-    ratio = "stored"
     varies = "score"
     words = "Pruning layers"
 

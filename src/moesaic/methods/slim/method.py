@@ -91,7 +91,6 @@ class Size:
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     """Method of ``slim``: removes neurons from every expert, or from every dense FFN."""
 
-    ratio = "stored"
     varies = "score"
     words = "Slimming layers"
 
