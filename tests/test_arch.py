@@ -1,14 +1,18 @@
 """Architectures are found by a config, and refused with what would work."""
 
+import copy
+
 import pytest
 import torch
-from builders import converted, tiny_config, tiny_model, whole_plan
+import torch.nn.functional as F
+from builders import converted, logits, tiny_config, tiny_model, tiny_moe, whole_plan
 from transformers import AutoConfig
 
 from moesaic import hub
-from moesaic.arch.lookup import dense_arch, moe_arch
+from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import SHAPES, shape_of, skeleton
+from moesaic.plans.cut import CutLayer
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,32 @@ def test_a_config_says_how_wide_the_shared_path_is(moe):
     layer = arch.layers(moe)[arch.moe_layers(moe)[0]]
     view = arch.mixture(layer)
     assert arch.shared_width_in(moe.config, view.width) == view.shared_width
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 1}, {"beta": 0.5, "rule": "top2"}])
+def test_a_router_may_return_its_results_in_reverse(kept, monkeypatch, tokens):
+    """As GraniteMoe's does in transformers 5.17: indices, weights, logits."""
+    plain = tiny_moe("granitemoe")
+    mixture = plain.model.layers[0].block_sparse_moe
+    plan = CutLayer(torch.arange(4), **kept)
+    wanted = logits(converted(copy.deepcopy(plain), {0: plan}), tokens)
+
+    def router(self, x_TD):
+        logits_TE = F.linear(x_TD, self.weight).float()
+        top_TK, chosen_TK = logits_TE.topk(self.top_k)
+        return chosen_TK, top_TK.softmax(-1).type_as(x_TD), logits_TE
+
+    def block(self, x_BLD):
+        x_TD = x_BLD.flatten(0, 1)
+        chosen_TK, weights_TK, _ = self.router(x_TD)
+        return self.experts(x_TD, chosen_TK, weights_TK).view(x_BLD.shape)
+
+    monkeypatch.setattr(type(mixture.router), "forward", router)
+    monkeypatch.setattr(type(mixture), "forward", block)
+    view = base_arch(plain.config).mixture(plain.model.layers[0])
+    x_TD = torch.randn(5, view.router.weight.shape[1])
+    allowed_E = torch.arange(view.count) > 0
+    with view.restricted(allowed_E):
+        assert (view.router(x_TD)[0] > 0).all()
+    assert torch.equal(view.logits(x_TD), F.linear(x_TD, view.router.weight))
+    assert torch.equal(logits(converted(plain, {0: plan}), tokens), wanted)

@@ -266,11 +266,32 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
+@pytest.mark.parametrize(("kl", "suggested"), [(0.2, True), (0.01, False)])
+def test_where_quantising_alone_wins_both_are_suggested(kl, suggested, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(guide, "print_words", said.append)
+    search = SimpleNamespace(source=resolve("tiny-moe"), recipe=Recipe("a model", "out", ()))
+    guide._suggest_both(search, [point(9000, kl), point(8000, 0.1, type="q4_0")])
+    assert ("moesaic fit 'a model' OUT --memory 6KB --type q8_0" in " ".join(said)) is suggested
+
+
 def test_a_search_that_is_interrupted_says_how_to_go_on(saved):
     """Also when it has ended, and nothing was picked yet."""
     for said, code, made in saved.interrupted:
         assert "nothing was saved" in " ".join(said.split())
         assert (code, made) == (130, [])
+
+
+def test_a_quantised_point_is_saved_under_any_name(monkeypatch, tmp_path):
+    """Without its ending, export would not know that a GGUF file is meant."""
+    monkeypatch.chdir(tmp_path)
+    answers, exported = iter(["1", "mine", "0"]), []
+    monkeypatch.setattr(guide, "asked", lambda *_: next(answers))
+    monkeypatch.setattr(guide.shared, "app", lambda words, **_: exported.append(words))
+    points = [point(8000, 0.1, type="q4_0")]
+    search = SimpleNamespace(recipe=Recipe("model", "out", ()), work=tmp_path / "work")
+    guide._choose(search, points, points, points[0], {})
+    assert exported == [["export", "model", "mine.gguf", "--type", "q4_0"]]
 
 
 def test_a_search_that_finds_nothing_leaves_nothing(moe_folder, command, monkeypatch, tmp_path):
@@ -302,7 +323,7 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     assert "experts in each of" in said
     assert "This machine: " in said
     assert "Estimated KL at 200KB: " in said
-    assert "What no other candidate beats" in said
+    assert "Ways to make it smaller" in said
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
     monkeypatch.chdir(saved.folder)

@@ -99,7 +99,7 @@ class RouterParts:
                 yield lambda _: F.linear(inputs.pop().flatten(0, -2).float(), weight)
             return
         if not self.apart:
-            yield lambda out: out[1 if self.inward else 0]
+            yield lambda out: out[1] if self.inward else in_order(out)[0]
             return
         last: list[Tensor] = []
         projection = router.get_submodule(self.projection)
@@ -113,7 +113,7 @@ class RouterParts:
         Then follow the shared experts' weights (N, S), if the router weighs them.
         """
         if not self.inward:
-            return out
+            return in_order(out)
         scores_NE, logits_NE = out
         return (logits_NE, *scores_NE.topk(attrgetter(self.top_k)(router), dim=-1))
 
@@ -122,8 +122,9 @@ class RouterParts:
     ) -> tuple[Tensor, ...]:
         """Return a router's output with other chosen experts; the inverse of :meth:`read`."""
         if not self.inward:
-            shared = (weight_NS.to(out[1].dtype) for weight_NS in shared_NS)
-            return out[0], weights_NK.to(out[1].dtype), chosen_NK, *shared
+            logits, weights = in_order(out)[:2]
+            shared = (weight_NS.to(weights.dtype) for weight_NS in shared_NS)
+            return in_order((logits, weights_NK.to(weights.dtype), chosen_NK, *shared), like=out)
         scores_NE, logits_NE = out
         none_NE = torch.zeros_like(scores_NE)
         return none_NE.scatter(1, chosen_NK, weights_NK.to(scores_NE.dtype)), logits_NE
@@ -139,6 +140,16 @@ class RouterParts:
         within = f"{self.router}."
         outside = self.choice_bias
         return (within,) if outside is None or outside.startswith(within) else (within, outside)
+
+
+def in_order(out: tuple[Tensor, ...], like: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """Return a router's results as logits, weights, indices; some versions return the reverse.
+
+    Args:
+        out: the results.
+        like: results in whose order they are returned instead; ``out`` is then in this one.
+    """
+    return out if (like or out)[0].is_floating_point() else out[::-1]
 
 
 def arguments(block: nn.Module, router: nn.Module) -> JSON:

@@ -38,6 +38,8 @@ ROOM = 0.8
 """The share of the free memory that weights may take: running them takes the rest."""
 QUANTISED = tuple(type for type in ROUNDED if type in get_args(GgufType))
 """Types that the original is measured in, and that it can be written in."""
+BELOW, FEW_BITS = 0.75, ("q8_0", "q4_k_m", "q2_k", "iq2_xxs")
+"""Share of the smallest quantised file's bytes, and types, with which ``fit`` is suggested."""
 GOAL = "goal.json"
 
 
@@ -138,6 +140,7 @@ def guide(
         except KeyboardInterrupt:
             _stopped()
     err_console.print(drawn(points, machine["weight_bytes"]))
+    _suggest_both(search, points)
     choice = [p for p in points if p.candidate or (ask and _writes_gguf(search))]
     chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
     if chosen is None and max_kl is not None and not ask:
@@ -296,7 +299,7 @@ def drawn(points: Sequence[Point], size: int) -> Table:
 
     from moesaic.report.numbers import count, memory, share
 
-    table = Table(title="What no other candidate beats", title_justify="left")
+    table = Table(title="Ways to make it smaller", title_justify="left")
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for n, point in enumerate(points, 1):
@@ -312,6 +315,23 @@ def drawn(points: Sequence[Point], size: int) -> Table:
         "need transformers and Moesaic. Figures are of evaluation text."
     )
     return table
+
+
+def _suggest_both(search: Search, points: Sequence[Point]) -> None:
+    """Print how weights and bits are reduced together, where quantising alone beats all points."""
+    from moesaic.exports.gguf_limits import lacking
+
+    least = min((p for p in points if p.type), key=lambda p: p.memory, default=None)
+    if least is None or lacking(search.source.config):
+        return
+    if all(p.memory >= least.memory and p.kl >= least.kl for p in points if not p.type):
+        types = (word for type in FEW_BITS for word in ("--type", type))
+        size = f"{int(BELOW * least.memory / 1000)}KB"
+        words = ["moesaic", "fit", search.recipe.model, "OUT", "--memory", size, *types]
+        print_words(
+            f"{least.type} alone beats the others. For smaller files, fewer weights in fewer bits:"
+            f"\n{shlex.join(words)}"
+        )
 
 
 # --- what is made of it --------------------------------------------------------------------------
@@ -363,6 +383,7 @@ def _choose(
         try:
             if point.type:
                 place = asked("File", f"{out}-{point.type}.gguf")
+                place += "" if place.endswith(".gguf") else ".gguf"
                 print_notice(f"$ {_export(model, place, point.type)}", "dim")
                 shared.app(["export", model, place, "--type", point.type], standalone_mode=False)
             else:

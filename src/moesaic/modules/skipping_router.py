@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.mixture import Experts
+from moesaic.arch.routing import in_order
 from moesaic.dynamic import Dynamic, remade
 
 RULES = ("top2", "tail")
@@ -63,8 +64,10 @@ class Skipping(nn.Module):
     rule: str
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
-        logits, weights, chosen, *shared = super().forward(*args, **kwargs)
-        return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1]), *shared
+        out = super().forward(*args, **kwargs)
+        logits, weights, chosen, *shared = in_order(out)
+        kept = skip(weights, chosen, self.beta, self.rule, logits.shape[-1])
+        return in_order((logits, *kept, *shared), like=out)
 
 
 @remade
