@@ -27,8 +27,8 @@ from moesaic import config as requests
 from moesaic.cli.options import help_of, shown
 from moesaic.config import about, flag_of
 from moesaic.methods import METHODS, methods_of
-from moesaic.methods.prune.criteria import CRITERIA
-from moesaic.methods.slim.scores import SCORES
+from moesaic.methods.prune.config import CRITERIA
+from moesaic.methods.slim.config import SCORES
 from moesaic.registry import Registry
 
 ROOT = Path(__file__).parents[1]

@@ -579,7 +579,7 @@ WAYS = {
 def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.carving.carved_ffn.{name}", value)
+        monkeypatch.setattr(f"moesaic.carving.carved_layer.{name}", value)
 
 
 def configured(cls: type[Any], **options: Any) -> Any:

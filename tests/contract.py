@@ -24,8 +24,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source, language_model
-from moesaic.methods.prune.reconstruction import Reconstruction
-from moesaic.methods.prune.rerouting import Law, law_of
+from moesaic.methods.prune.reconstruction import Law, Reconstruction, law_of
 from moesaic.methods.prune.subsets import Neighbours
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.stream import LayerStream

@@ -81,7 +81,7 @@ CRITERION = {
     "toys/loudest.py": '''
 """A criterion: the experts that are called most often go."""
 
-from moesaic.methods.prune.criteria import Criterion
+from moesaic.methods.prune.config import Criterion
 
 QUIETEST = Criterion(
     name="quietest",

@@ -17,8 +17,7 @@ from moesaic.carving.budget import (
     solved_top_k,
     split_for_target,
 )
-from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer
 from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import fit_router, neuron_weights, petal_energies, petals_of
 from moesaic.data.text import Tokens
@@ -159,7 +158,7 @@ def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
         counts[group[:, None], group] += 50
     planted = {frozenset(g.tolist()) for g in groups}
     for large in (1, 1 << 18):
-        monkeypatch.setattr("moesaic.carving.clustering.LARGE", large)
+        monkeypatch.setattr("moesaic.carving.more.formulas.LARGE", large)
         petals = petals_of(counts, torch.arange(240), 24, True, seed=1)
         assert {frozenset(p.tolist()) for p in petals} == planted
 

@@ -20,14 +20,17 @@ from moesaic.arch.mixture import MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.condense.divergence import js, kl
-from moesaic.methods.condense.experts import (
+from moesaic.methods.condense.search import (
+    ExpertSearch,
+    LayerSearch,
+    js,
+    kl,
+    legs,
     pl_alpha_hill,
     ranked_experts,
     tail_exponent,
     weight_scores,
 )
-from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, legs
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import dense_arch, moe_arch
-from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.carving.overlapping_ffn import OverlappingFFN
+from moesaic.carving.carved_layer import CarvedFFN
+from moesaic.carving.overlapping_layer import OverlappingFFN
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
@@ -32,8 +32,8 @@ from moesaic.metrics.speed import free_bytes
 from moesaic.modules.running import SpilledList
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
+from moesaic.train.learning import Schedule
 from moesaic.train.loop import train
-from moesaic.train.objectives import Schedule
 
 # --- offloaded and hooked results ----------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def overlapping() -> Any:
     model = carved()
     for number, ffn in enumerate(blocks(model)):
         projections = {name: getattr(ffn, name) for name in ffn.names.projections}
-        twin = OverlappingFFN(projections, ffn.act_fn, ffn.names, 32, 3, 40)
+        twin = OverlappingFFN(projections, ffn.act_fn, ffn.names, 32, 0, (40,) * 3, 1, "cosine")
         generator = torch.Generator().manual_seed(number)
         rows = [torch.randperm(64, generator=generator)[:40].sort().values for _ in range(3)]
         twin.experts = torch.stack(rows)

@@ -17,10 +17,9 @@ from torch import Tensor
 import moesaic
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import layer_sizes
-from moesaic.carving.carved_ffn import CarvedFFN
+from moesaic.carving.carved_layer import CarvedFFN
 from moesaic.carving.dsmoe.config import DSMoEConfig
-from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
-from moesaic.carving.dsmoe.method import DSMoE
+from moesaic.carving.dsmoe.method import DSMoE, SparseObjective, imbalance, sparsity
 from moesaic.data.sources import MIXES, Mix
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError

@@ -10,7 +10,7 @@ import torch
 from builders import configured
 
 from moesaic.carving.dsmoe.config import DSMoEConfig
-from moesaic.carving.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.carving.dsmoe.method import SparseObjective, imbalance, sparsity
 from moesaic.carving.routers import (
     SoftmaxRouter,
     ThresholdRouter,

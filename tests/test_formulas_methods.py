@@ -14,19 +14,24 @@ from torch import Tensor
 
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
-from moesaic.carving import clustering
 from moesaic.carving.budget import LayerSize, split_for_share, split_for_target
-from moesaic.carving.clustering import affinity_degree, cluster, fill, spectral_embedding
-from moesaic.carving.more.formulas import petals_of, prototypes
+from moesaic.carving.more import formulas
+from moesaic.carving.more.formulas import (
+    affinity_degree,
+    cluster,
+    fill,
+    petals_of,
+    prototypes,
+    spectral_embedding,
+)
 from moesaic.config import RunArgs
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.condense.divergence import cosine, js, kl
-from moesaic.methods.condense.experts import tail_exponent
+from moesaic.methods.condense.search import cosine, js, kl, tail_exponent
+from moesaic.methods.layered import recover
 from moesaic.methods.prune.subsets import every_set, exhaustive
-from moesaic.methods.refit import recover
-from moesaic.methods.slim.scores import SCORES, Neurons
+from moesaic.methods.slim.config import SCORES, Neurons
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stats import tallied
@@ -34,7 +39,7 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
-from moesaic.train.tune.factors import factors
+from moesaic.train.tune.method import factors
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -90,7 +95,7 @@ def test_embeddings_are_leading_eigenvectors(
 ) -> None:
     """Of D^-1/2 C D^-1/2 over the members without the diagonal; rows of norm one."""
     if large:
-        monkeypatch.setattr(clustering, "LARGE", 0)
+        monkeypatch.setattr(formulas, "LARGE", 0)
     group_M = torch.arange(40) % 3
     affinity_MM = (group_M[:, None] == group_M).float() + 0.2 * drawn(40, 40).abs()
     affinity_MM = affinity_MM + affinity_MM.T + 5 * torch.eye(40)

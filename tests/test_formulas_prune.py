@@ -17,8 +17,7 @@ import moesaic
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens
 from moesaic.methods.prune import reconstruction
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.prune.criteria import BUILT_IN, CRITERIA, ScoredLayer
+from moesaic.methods.prune.config import BUILT_IN, CRITERIA, PruneConfig, ScoredLayer
 from moesaic.observation.stream import LayerStream
 
 EXPERTS = 8

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.arch.lookup import dense_arch
-from moesaic.carving.heads import HeadRouter
+from moesaic.carving.overlapping_layer import HeadRouter
 from moesaic.carving.tomoe import masks
 from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.carving.tomoe.decision import decide, learned
-from moesaic.carving.tomoe.masked import Masked
 from moesaic.carving.tomoe.masks import (
     LayerShape,
     MaskingModules,
@@ -28,6 +26,8 @@ from moesaic.carving.tomoe.masks import (
     straight_through,
     union,
 )
+from moesaic.carving.tomoe.method import decide, learned
+from moesaic.carving.tomoe.student import Masked
 from moesaic.modules.running import RunningTokens
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)

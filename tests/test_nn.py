@@ -11,8 +11,7 @@ from torch import nn
 
 from moesaic.arch.dense import FFNNames, dense_ffn
 from moesaic.arch.lookup import dense_arch
-from moesaic.carving.carved_ffn import CarvedFFN
-from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer
 from moesaic.carving.routers import Router, top
 from moesaic.surgery import apply_layer
 

@@ -16,8 +16,7 @@ import moesaic
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import split_evenly
 from moesaic.errors import MoesaicError
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.prune.criteria import CRITERIA
+from moesaic.methods.prune.config import CRITERIA, PruneConfig
 from moesaic.methods.prune.reconstruction import Reconstruction
 from moesaic.methods.prune.subsets import (
     allocate,

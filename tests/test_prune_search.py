@@ -14,10 +14,8 @@ import moesaic
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.data.text import Tokens
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.prune.criteria import CRITERIA
-from moesaic.methods.prune.reconstruction import Reconstruction
-from moesaic.methods.prune.rerouting import Law, law_of
+from moesaic.methods.prune.config import CRITERIA, PruneConfig
+from moesaic.methods.prune.reconstruction import Law, Reconstruction, law_of
 from moesaic.methods.prune.subsets import Neighbours, greedy, refined
 from moesaic.methods.skip.config import SkipConfig
 from moesaic.observation.files import FILED
@@ -122,7 +120,7 @@ def test_losses_of_neighbours_do_not_depend_on_blocks(monkeypatch: pytest.Monkey
     stats, routing = observed("qwen2_moe")
     here = torch.arange(12)
     whole = Reconstruction(stats, routing).without(every(12), here)
-    monkeypatch.setattr("moesaic.methods.prune.rerouting.ROWS", 7 * 12)
+    monkeypatch.setattr("moesaic.methods.prune.reconstruction.ROWS", 7 * 12)
     assert torch.allclose(Reconstruction(stats, routing).without(every(12), here), whole)
 
 

@@ -25,7 +25,7 @@ from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import of_stacked
 from moesaic.surgery import apply_layer, layer_uses
 from moesaic.train.tune.config import TuneConfig
-from moesaic.train.tune.factors import factors
+from moesaic.train.tune.method import factors
 
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
 

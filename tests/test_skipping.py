@@ -12,7 +12,7 @@ from shrunken import small_model
 import moesaic
 from moesaic.errors import MoesaicError
 from moesaic.methods.skip.config import SkipConfig
-from moesaic.methods.skip.dynamic import mean_calls, quantile, ratios
+from moesaic.methods.skip.method import mean_calls, quantile, ratios
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import counted
 from moesaic.metrics.score import model_size

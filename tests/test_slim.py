@@ -27,10 +27,8 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.methods.slim.choice import losses, uneven
-from moesaic.methods.slim.config import SlimConfig
-from moesaic.methods.slim.scores import BUILT_IN, SCORES
-from moesaic.methods.slim.surgeon import removal_costs
+from moesaic.methods.slim.config import BUILT_IN, SCORES, SlimConfig
+from moesaic.methods.slim.neurons import losses, removal_costs, uneven
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stats import tallied
@@ -125,7 +123,7 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
 
 
 def neurons(energy, reach, size=None, seed=0):
-    from moesaic.methods.slim.scores import Neurons
+    from moesaic.methods.slim.config import Neurons
 
     return Neurons(energy, reach, size if size is not None else reach, seed)
 
@@ -137,7 +135,7 @@ def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     h_TM = torch.randn(90, 40, generator=draw).double()
     down_DM = torch.randn(12, 40, generator=draw).double()
-    monkeypatch.setattr("moesaic.methods.slim.surgeon.BLOCK", block)
+    monkeypatch.setattr("moesaic.methods.slim.neurons.BLOCK", block)
     costs = removal_costs(h_TM.T @ h_TM, down_DM, ridge=0.1)
     gram_MM = h_TM.T @ h_TM
     gram_MM += 0.1 * gram_MM.diagonal().mean() * torch.eye(40)

@@ -17,19 +17,17 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import dense_arch
-from moesaic.carving.overlapping_ffn import OverlappingFFN, set_form
-from moesaic.carving.overlapping_layer import OverlappingLayer
+from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, set_form
 from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.carving.tomoe.decision import (
+from moesaic.carving.tomoe.masks import MEDIAN
+from moesaic.carving.tomoe.method import (
     active_ratio,
     decide,
     learned,
     least_ratio,
     threshold_for,
 )
-from moesaic.carving.tomoe.masked import Masked
-from moesaic.carving.tomoe.masks import MEDIAN
-from moesaic.carving.tomoe.student import Student, layer_shapes
+from moesaic.carving.tomoe.student import Masked, Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_class

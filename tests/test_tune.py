@@ -22,11 +22,11 @@ from moesaic.methods.skip.config import SkipConfig
 from moesaic.modules.running import always_skipping
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
+from moesaic.train.learning import Schedule, collate, distillation_loss
 from moesaic.train.loop import _arguments, _learning
-from moesaic.train.objectives import Schedule, collate, distillation_loss
 from moesaic.train.text import training_text
 from moesaic.train.tune.config import TuneConfig
-from moesaic.train.tune.factors import factors, outside
+from moesaic.train.tune.method import factors, outside
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours

@@ -22,10 +22,10 @@ from torch import Tensor
 
 import moesaic
 from moesaic.arch.dense import AttentionNames
-from moesaic.carving.tomoe import decision
+from moesaic.carving.tomoe import method
 from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.carving.tomoe.decision import Learned
 from moesaic.carving.tomoe.masks import MaskingModules
+from moesaic.carving.tomoe.method import Learned
 from moesaic.carving.tomoe.student import Student
 from moesaic.losses import next_token_loss, predicting
 
@@ -72,13 +72,13 @@ class ByHead(Learned):
     def widths(self, threshold: float) -> tuple[int, int, int]:
         width, _, _ = Learned(self.shape, self.mlp_NM).widths(threshold)
         assert self.qk is not None
-        on = decision._on(self.qk, threshold).float().mean()
+        on = method._on(self.qk, threshold).float().mean()
         size = round(float(on) * self.shape.heads.size)
         return width, size, size
 
 
 def by_head(shape: Any, mlp_NM: Tensor, qk: Tensor, vo_TA: Tensor) -> ByHead:
-    """Logits as :func:`moesaic.carving.tomoe.decision.learned` has them."""
+    """Logits as :func:`moesaic.carving.tomoe.method.learned` has them."""
     return ByHead(shape, mlp_NM, vo_TA[0, : shape.heads.keys], vo_TA)
 
 
@@ -90,7 +90,7 @@ def pruned_heads(
     keys = on.bool().repeat_interleave(heads.size).nonzero().flatten()
     group = heads.queries // heads.keys * heads.size
     queries = on.bool().repeat_interleave(group).nonzero().flatten()
-    return {"rows": decision._rows({"q": queries, "k": keys, "v": keys}, heads, names)}
+    return {"rows": method._rows({"q": queries, "k": keys, "v": keys}, heads, names)}
 
 
 class Language(Student):
@@ -121,8 +121,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "static": {MASKS: StaticDimensions},
     "heads": {
         MASKS: HeadPruning,
-        "moesaic.carving.tomoe.decision.Learned": by_head,
-        "moesaic.carving.tomoe.decision._pruned": pruned_heads,
+        "moesaic.carving.tomoe.method.Learned": by_head,
+        "moesaic.carving.tomoe.method._pruned": pruned_heads,
     },
     "language": {"moesaic.carving.tomoe.method.Student": Language},
     "no-union": {},

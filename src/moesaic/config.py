@@ -30,9 +30,8 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError, check_known, shown
-from moesaic.exports.quantiser import Model
 from moesaic.families import Family, Shape
-from moesaic.types import JSON, Named, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,6 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import align, extend
 from moesaic.io.models import HEADLESS, predicts_tokens, shape_of
 from moesaic.io.naming import leave_out, register_conversions
@@ -43,7 +42,7 @@ from moesaic.io.trust import pretrained
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS
 from moesaic.surgery import headers_of, install, shaped, sizes
-from moesaic.types import JSON, Config, Made, Named, Tokenizer, at_home
+from moesaic.types import JSON, Config, Made, Model, Named, Tokenizer, at_home
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"

@@ -27,7 +27,6 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, of_model
 from moesaic.io.models import narrowed, shape_of, untouched
 from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, placed
@@ -55,7 +54,7 @@ from moesaic.surgery import (
     mtp_fate,
     rewrite,
 )
-from moesaic.types import JSON, Made, Named, Tokenizer, Values
+from moesaic.types import JSON, Made, Model, Named, Tokenizer, Values
 
 ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
 FATES = {

@@ -22,7 +22,6 @@ import torch
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.hub import convert_config
 from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, ShardWriter
 from moesaic.io.models import shape_of, sizes_in, working_type
@@ -35,7 +34,7 @@ from moesaic.metrics.speed import free_bytes
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
-from moesaic.types import JSON, Config, Named
+from moesaic.types import JSON, Config, Model, Named
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]

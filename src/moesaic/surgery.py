@@ -19,14 +19,13 @@ from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError, shown
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.trust import reading
 from moesaic.modules.running import Watch, always_skipping
 from moesaic.plan import FORMAT, BaseShape, Plan
 from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
-from moesaic.types import JSON, Config
+from moesaic.types import JSON, Config, Model
 
 # --- bases ---------------------------------------------------------------------------------------
 

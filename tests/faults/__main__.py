@@ -28,7 +28,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 WARM = (
     "moesaic.pipeline", "moesaic.report.page", "moesaic.exports", "moesaic.carving.more.method",
-    "moesaic.methods.prune.pruning", "moesaic.observation.files", "moesaic.train.loop",
+    "moesaic.methods.prune.method", "moesaic.observation.files", "moesaic.train.loop",
     "moesaic.metrics.measurement", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2_moe.modeling_qwen2_moe", "sklearn.cluster", "scipy.optimize",
     "pydantic.type_adapter", "pydantic.dataclasses",

@@ -105,6 +105,11 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "new down projections": lambda: dense(
             lambda i: carved_layer(40, (12, 12), seed=i, down_DM=torch.randn(32, 64))
         ),
+        "gates": lambda: dense(
+            lambda i: carved_layer(
+                32, (8, 8, 8, 8), i, top_k=4, routing="threshold", gate={"tau": 0.5}
+            )
+        ),
     },
     "overlapping": {
         "shared weights": lambda: dense(shared_weights),
@@ -172,7 +177,8 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
 }
 CASES = [(kind, name) for kind, samples in SAMPLES.items() for name in samples]
 BY_DAY = {
-    "carved": {"experts", "new down projections"}, "overlapping": {"shared weights", "attention"},
+    "carved": {"experts", "new down projections", "gates"},
+    "overlapping": {"shared weights", "attention"},
     "cut": {
         "and padded", "fewer, new down projections", "dense, not gated",
         "dense, new down projection", "a shared path", "of different widths",

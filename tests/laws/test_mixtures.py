@@ -30,11 +30,9 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.prune.criteria import CRITERIA
+from moesaic.methods.prune.config import CRITERIA, PruneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
-from moesaic.methods.slim.scores import SCORES
+from moesaic.methods.slim.config import SCORES, SlimConfig
 from moesaic.metrics.score import model_size
 from moesaic.plans.condensed import CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.plans.cut import CutLayer

@@ -30,9 +30,8 @@ from moesaic.arch.routing import (
     shallow_copy,
 )
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.models import shape_of
-from moesaic.types import JSON, Config
+from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 GATES = ("gate", "w1", "wi_0", "c_fc_0")

@@ -1,28 +1,220 @@
 """Experts that share weights: index lists into a dense FFN, and attention with fewer dimensions.
 
+ToMoE, Secs. 3.2 and 3.3. The attention module is the base's own, with its own names and plain
+linear projections, of which rows or columns may be removed. These are filled with zeros in the
+activations, so that any attention kernel, cache and position embedding works as before.
+
 Shape suffixes: N experts, W neurons of an expert, D hidden size, A size of a head, E embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, LayerUse, RoutedModule, act_of, put, weight_of
-from moesaic.carving.carved_ffn import CarvedFFN, carved_like, projections_like
-from moesaic.carving.carved_layer import CarvedLayer
-from moesaic.carving.heads import PartialAttention
-from moesaic.carving.overlapping_ffn import OverlappingFFN
-from moesaic.carving.routers import DRAWING
+from moesaic.arch.dense import (
+    Arch,
+    AttentionNames,
+    DenseFFN,
+    LayerUse,
+    RoutedModule,
+    put,
+    weight_of,
+)
+from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, carved_like
 from moesaic.errors import MoesaicError, shown
-from moesaic.modules.running import RunningTokens
+from moesaic.modules.running import RunningTokens, gumbel
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import narrow_linear, of_ffn
-from moesaic.types import JSON
+from moesaic.types import JSON, Values
+
+FORMS = ("moe", "pseudo")
+
+
+class OverlappingFFN(CarvedFFN):
+    """Carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
+
+    The weights are the base's own, in the base's order. ``form`` chooses how they run, with the
+    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), at the dense block's cost;
+    ``moe`` gathers each expert's weights and runs it over its tokens, which pays for thousands of
+    tokens.
+    """
+
+    experts: Tensor
+    form = "pseudo"
+    shares = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        shape = len(self.petals), self.petals[0]
+        self.register_buffer("experts", torch.empty(shape, dtype=torch.int64))
+
+    def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
+        return self.form == "moe" and not self._called()
+
+    def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
+        return map(ffn.chosen, self.experts)
+
+    def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
+        on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)
+        return on_TR @ on_RM.scatter_(1, self.experts, 1)
+
+
+def set_form(model: nn.Module, form: str) -> None:
+    """Set the form in which a model's overlapping experts run."""
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is not one of {FORMS}")
+    for module in model.modules():
+        if isinstance(module, OverlappingFFN):
+            module.form = form
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
+    """Place x (..., kept) at its indices among ``size``, zeros elsewhere.
+
+    >>> spread(torch.tensor([5, 6]), torch.tensor([0, 2]), 4)
+    tensor([5, 0, 6, 0])
+    """
+    return x.new_zeros(*x.shape[:-1], size).index_copy(-1, kept, x)
+
+
+def _over_heads(x: Tensor, mask: Tensor, start: int = 0) -> Tensor:
+    """Multiply each head of x (..., heads times A) from ``start`` on by a mask (..., A)."""
+    rest = x[..., start:]
+    masked = rest.unflatten(-1, (-1, mask.shape[-1])) * mask.unsqueeze(-2)
+    return torch.cat([x[..., :start], masked.flatten(-2)], -1) if start else masked.flatten(-2)
+
+
+class HeadRouter(nn.Module):
+    """Router that chooses for each token the ``top_k`` dimensions of a head, the same for all
+    heads.
+
+    Args:
+        hidden_size: D.
+        embedding: E.
+        head_dim: A.
+        top_k: dimensions that a token uses.
+        passage: the tokens that run, whose Gumbel noise is added to the logits; None for no noise.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        embedding: int,
+        head_dim: int,
+        top_k: int,
+        passage: RunningTokens | None = None,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.passage = top_k, passage
+        self.embed = nn.Parameter(torch.empty(embedding, hidden_size, dtype=torch.float32))
+        self.shift = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
+        self.offset = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
+        self.project = nn.Parameter(torch.empty(head_dim, embedding, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the choice for each token (..., A), ones and zeros (Eq. 5 with top-K)."""
+        z = F.linear(x.float(), self.embed.float(), self.shift.float())
+        z = F.layer_norm(z, z.shape[-1:], self.scale.float(), self.offset.float())
+        logits = F.linear(F.gelu(z), self.project.float())
+        if self.passage is not None:  # other random numbers than those of the layer's FFN
+            rows, columns = logits.flatten(0, -2).shape
+            noise = gumbel(self.passage.uniform(rows, columns, logits.device, stream=1))
+            logits = logits + noise.view_as(logits)
+        chosen = logits.topk(self.top_k, dim=-1).indices
+        return torch.zeros_like(logits).scatter_(-1, chosen, 1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"top-{self.top_k} of {self.project.shape[0]}"
+
+
+class PartialAttention(nn.Module):
+    """Child module of an attention module whose hooks mask its projections.
+
+    Removed rows become zeros. Values are masked by their own token's choice, and the input of the
+    output projection by the query's.
+
+    Args:
+        sizes: outputs of each projection before.
+        header: header of an :class:`~moesaic.carving.overlapping_layer.OverlappingLayer`.
+        hidden_size: D.
+        head_dim: A.
+        value_start: the first row of the values in their projection.
+        outputs: inputs of the output projection before.
+        passage: the tokens that run, if choices are random.
+    """
+
+    def __init__(
+        self,
+        names: AttentionNames,
+        sizes: Mapping[str, int],
+        header: Values,
+        hidden_size: int,
+        head_dim: int,
+        value_start: int,
+        outputs: int,
+        passage: RunningTokens | None = None,
+    ) -> None:
+        super().__init__()
+        self.names, self.sizes = names, dict(sizes)
+        self.value_start, self.outputs = value_start, outputs
+        self.mask: Tensor | None = None
+        self._watched: dict[int, str] = {}
+        # index lists are not in the router, whose tensors are kept in float32
+        for name, count in header["rows"].items():
+            self.register_buffer(f"rows_{name}", torch.empty(count, dtype=torch.int64))
+        top_k, embedding = header["head_top_k"], header["embedding"]
+        size = hidden_size, embedding, head_dim, top_k
+        self.router = HeadRouter(*size, passage) if top_k else None
+
+    def watch(self, attention: nn.Module) -> None:
+        """Register the hooks on an attention module."""
+        attention.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, attention: nn.Module, args: tuple[Tensor, ...], kwargs: Values) -> None:
+        if self.router is not None:
+            self.mask = self.router(
+                kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            )
+        # adapters and quantisers put other modules in the projections' places: follow them
+        self._watched = {}
+        for name in self.names.projections:
+            projection = getattr(attention, name)
+            self._watched[id(projection)] = name
+            if name == self.names.o:
+                if self._reads not in projection._forward_pre_hooks.values():
+                    projection.register_forward_pre_hook(self._reads)
+            elif self._writes not in projection._forward_hooks.values():
+                projection.register_forward_hook(self._writes)
+
+    def _writes(self, projection: nn.Module, args: object, out: Tensor) -> Tensor:
+        name = self._watched.get(id(projection))
+        if name is None:
+            return out
+        rows = getattr(self, f"rows_{name}", None)
+        if rows is not None:
+            out = spread(out, rows, self.sizes[name])
+        if self.mask is not None and name == self.names.v:
+            out = _over_heads(out, self.mask, self.value_start)
+        return out
+
+    def _reads(self, projection: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        if self.mask is None or id(projection) not in self._watched:
+            return args
+        return (_over_heads(args[0], self.mask),)
+
+
+# --- plan ----------------------------------------------------------------------------------------
+
 
 EMBED, SHIFT, SCALE, OFFSET, PROJECT = "embed", "shift", "scale", "offset", "project"
 _HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)
@@ -140,7 +332,10 @@ class OverlappingLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
         if header["petals"]:
-            put(layer, arch.ffn_path, _ffn_like(layer, arch, header))
+            kind = CarvedFFN if header["materialized"] else OverlappingFFN
+            put(
+                layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer, kind)
+            )
         if _cuts_attention(header):
             _install_attention(layer, arch, header)
 
@@ -226,24 +421,6 @@ def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None
         raise MoesaicError(
             f"{projection} of {arch.model_type} cannot lose rows: {norm} takes the mean over "
             f"{span} of them."
-        )
-
-
-def _ffn_like(layer: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
-    ffn = arch.ffn_of(layer)
-    if header["materialized"]:
-        return carved_like(ffn, arch.ffn, header, layer)
-    hidden_size, full = weight_of(ffn, arch.ffn.down).shape
-    with torch.device("meta"):
-        return OverlappingFFN(
-            projections_like(ffn, arch.ffn, full),
-            act_of(ffn, arch.ffn),
-            arch.ffn,
-            hidden_size,
-            len(header["petals"]),
-            header["petals"][0],
-            header["routing"],
-            RunningTokens.of(layer) if header["routing"] in DRAWING else None,
         )
 
 

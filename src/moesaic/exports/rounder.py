@@ -39,14 +39,14 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import in_unit
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import FILES, WHOLE, Model, Rounded, bits, held_rows, values_of
+from moesaic.exports.quantiser import FILES, WHOLE, Rounded, bits, held_rows, values_of
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
 from moesaic.observation.estimates import draws_for, estimated, priced_on
 from moesaic.observation.stats import Stats, Tally, square_sums
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
-from moesaic.types import Track, silent
+from moesaic.types import Model, Track, silent
 
 # --- importance ----------------------------------------------------------------------------------
 

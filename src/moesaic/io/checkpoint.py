@@ -31,7 +31,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moesaic.errors import MoesaicError, shown
-from moesaic.exports.quantiser import Model
 from moesaic.io.outputs import let_read
 from moesaic.io.trust import (
     TRUNCATED,
@@ -42,7 +41,7 @@ from moesaic.io.trust import (
     mapping_of,
     reading,
 )
-from moesaic.types import JSON, Values
+from moesaic.types import JSON, Model, Values
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

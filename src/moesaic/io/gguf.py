@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError, shown, spoken
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, Stored
 from moesaic.io.models import skeleton
 from moesaic.io.names import PACKAGED, cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import output_lock, whole_file, whole_folder
 from moesaic.io.trust import check_counts, pretrained, reading
-from moesaic.types import JSON, Config
+from moesaic.types import JSON, Config, Model
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

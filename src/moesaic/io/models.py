@@ -31,10 +31,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.naming import register_conversions
 from moesaic.registry import Dynamic, remade
-from moesaic.types import Config, Made, Values
+from moesaic.types import Config, Made, Model, Values
 
 LARGE = 1 << 20
 """Elements from which on :class:`_NoRoom` gives a tensor no memory."""

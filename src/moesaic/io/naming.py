@@ -30,9 +30,8 @@ from transformers.core_model_loading import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from moesaic.errors import MoesaicError, spoken
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.types import Config
+from moesaic.types import Config, Model
 
 _EXPERT = re.compile(r"(?:(?<=\.experts\.)|(?<=^experts\.))\d+(?=\.)")
 _LANGUAGE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")

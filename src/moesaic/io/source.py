@@ -37,7 +37,6 @@ from transformers.utils.logging import (
 )
 
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -80,7 +79,7 @@ from moesaic.io.trust import (
     pretrained,
     reading,
 )
-from moesaic.types import JSON, Config, Made, Tokenizer, Values
+from moesaic.types import JSON, Config, Made, Model, Tokenizer, Values
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Name patterns of a hub repository's files that are read beside its weights."""

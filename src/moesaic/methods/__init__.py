@@ -1,4 +1,4 @@
-"""Methods by name, one folder per paper, imported only when they are used.
+"""Verbs and methods by name, one folder per paper, imported only when they are used.
 
 A method is a config (its options, title and paper; imports no torch) and a
 :class:`~moesaic.methods.base.Method` (the computation). Other packages add methods by an entry
@@ -11,14 +11,56 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from moesaic.config import MethodConfig
+from moesaic.config import MethodConfig, Verb
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.methods.verbs import BUILT_IN
 from moesaic.registry import Registry
 
 if TYPE_CHECKING:
     from moesaic.arch.dense import Arch
     from moesaic.methods.base import Method
+
+
+BUILT_IN = (
+    Verb(
+        "carve",
+        "Let each token use a part of a dense model: petals or experts.",
+        "moesaic carve smollm2 out --active 0.8",
+        compares="this variant at the same active ratio (more, tomoe, dsmoe)",
+    ),
+    Verb(
+        "prune",
+        "Take experts out of a mixture of experts; the result loads wherever the original does.",
+        "moesaic prune tiny-moe out --keep 6",
+        observes=True,
+        compares="this criterion at the same size",
+    ),
+    Verb(
+        "slim",
+        "Make experts narrower, neuron by neuron; the result loads wherever the original does.",
+        "moesaic slim tiny-shared-moe out --keep 0.5",
+        observes=True,
+        compares="this score at the same size",
+    ),
+    Verb(
+        "condense",
+        "Turn some layers of a mixture of experts into small dense layers.",
+        "moesaic condense tiny-shared-moe out --count 2",
+        compares="with this many of the layers condensed",
+    ),
+    Verb(
+        "skip",
+        "Let tokens leave out experts of little weight; beta is calibrated on MODEL as it is.",
+        "moesaic skip tiny-moe out --quantile 0.5",
+        observes=True,
+    ),
+    Verb(
+        "tune",
+        "Train a converted model a little. Runs under accelerate launch.",
+        "moesaic tune out tuned --train text.jsonl --what condensed",
+        calibrates=False,
+    ),
+)
+
 
 VERBS = Registry("moesaic.verbs", {}, {verb.name: verb for verb in BUILT_IN})
 """Commands that make one model from another (:class:`~moesaic.config.Verb`), by name."""

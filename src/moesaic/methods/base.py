@@ -12,12 +12,11 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
 from moesaic.data.text import check_length, needs_tokenizer, positions
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.methods import figures
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord, strongest
-from moesaic.types import Config, Values
+from moesaic.types import Config, Model, Values
 
 C = TypeVar("C", bound=MethodConfig)
 A = TypeVar("A", bound=Arch)

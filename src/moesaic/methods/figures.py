@@ -1,4 +1,7 @@
-"""Figures shared by several methods: plain data, drawn by :mod:`moesaic.report`."""
+"""Phrases and figures that methods share in the reports of their results.
+
+Figures are plain data, drawn by :mod:`moesaic.report`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,57 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from moesaic.config import MethodConfig
 from moesaic.record import Bars, Column, Figure, Heat, LayerRecord, Lines, Row, Series
 from moesaic.types import Values
+
+NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with a space that does not break.
+
+    >>> percent(0.804).replace(chr(160), " ")
+    '80 %'
+    """
+    return f"{100 * share:.0f}\u00a0%"
+
+
+def number(count: int) -> str:
+    """Return a count as text has it.
+
+    >>> number(1), number(12)
+    ('one', '12')
+    """
+    return NUMBERS[count] if 0 <= count < len(NUMBERS) else f"{count:,}"
+
+
+def some(count: int, total: int) -> str:
+    """Return how many layers, in words: ``all layers``, ``2 of 8 layers``.
+
+    >>> some(8, 8), some(2, 8)
+    ('all layers', '2 of 8 layers')
+    """
+    return "all layers" if count == total else f"{count} of {total} layers"
+
+
+def carved(config: MethodConfig, active: float | None) -> str:
+    """Return the title's clause of a carved model; ``active`` is the share of its projections that
+    a token uses, None if unknown."""
+    comma = "," if config.beyond else ""
+    target = "" if active is None else f"{comma} to {percent(active)} active"
+    return f"carved{credited(config, 'with')}{target}"
+
+
+def credited(config: MethodConfig, by: str) -> str:
+    """Return the end of a title's clause: ``by`` or ``with`` a method, and additions to it."""
+    if not config.beyond:
+        return f" {by} {config.base_label}"
+    return f", beyond {config.base_label} ({', '.join(config.beyond)})"
+
+
+# --- figures -------------------------------------------------------------------------------------
+
 
 MOST = 400
 """Most points of a line."""
@@ -153,7 +205,10 @@ def trained(training: Values) -> list[Figure]:
         training: ``what`` was trained, the values (``losses``) logged at each step, their
             ``labels``, ``trained_parameters`` and ``total_parameters``.
     """
-    curves = _curves(training.get("losses") or ())
+    logs = training.get("losses") or ()
+    names = dict.fromkeys(name for log in logs for name in log if name != "step")
+    curves = {n: series("", [(log.get("step"), log.get(n)) for log in logs]) for n in names}
+    curves = {name: curve for name, curve in curves.items() if curve.points}
     labels = {name: name.replace("_", " ") for name in curves} | (training.get("labels") or {})
     varying, constant = [], []
     for name, curve in curves.items():
@@ -178,12 +233,3 @@ def trained(training: Values) -> list[Figure]:
         )
         for n, (label, curve) in enumerate(varying)
     ]
-
-
-def _curves(logs: Sequence[Values]) -> dict[str, Series]:
-    """Return the logged values over the steps, by name."""
-    names = dict.fromkeys(name for log in logs for name in log if name != "step")
-    curves = {
-        name: series("", [(log.get("step"), log.get(name)) for log in logs]) for name in names
-    }
-    return {name: curve for name, curve in curves.items() if curve.points}

@@ -23,7 +23,6 @@ from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
 from moesaic.io.names import RECORD, placed
 from moesaic.io.source import Source, source_or_model
@@ -37,7 +36,7 @@ from moesaic.metrics.tasks import check_tasks, headline, measure_tasks, recovery
 from moesaic.observation.files import StatsFile
 from moesaic.progress import tracked
 from moesaic.record import Record
-from moesaic.types import JSON, Made, Named, Tokenizer, Track, Values, give_back, silent
+from moesaic.types import JSON, Made, Model, Named, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
 """Memory of running models, as a multiple of that of their weights."""

@@ -20,12 +20,12 @@ from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
-from moesaic.observation.stream import LayerStream, PartChange, SpilledList
+from moesaic.modules.running import SpilledList, always_skipping
+from moesaic.observation.stream import LayerStream, PartChange
 from moesaic.surgery import routed_modules
-from moesaic.types import JSON, Track, logits_alone, silent
+from moesaic.types import JSON, Model, Track, logits_alone, silent
 
 # --- routing -------------------------------------------------------------------------------------
 

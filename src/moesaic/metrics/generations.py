@@ -16,11 +16,10 @@ from jinja2 import TemplateError
 
 from moesaic.data.rows import rendered
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.models import leaves_untouched
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.metrics.gguf_engine import Engine
-from moesaic.types import JSON, Named, Tokenizer, Track, silent
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs one last time and",

@@ -18,7 +18,6 @@ from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.hub import on_disk
 from moesaic.io.models import shape_of, working_type
 from moesaic.io.source import Source, resolve
@@ -31,7 +30,7 @@ from moesaic.metrics.speed import Speed, interleaved, one_round, peak_memory
 from moesaic.metrics.speed import against as ratios
 from moesaic.metrics.tasks import measure_tasks
 from moesaic.progress import tracked
-from moesaic.types import JSON, Named, Tokenizer, Track, silent
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.models import sizes_in
 from moesaic.losses import divergence, in_chunks
 from moesaic.metrics.forward import (
@@ -32,7 +31,7 @@ from moesaic.metrics.forward import (
     own_share,
 )
 from moesaic.surgery import layer_uses
-from moesaic.types import JSON, Tokenizer, Track, Values, silent
+from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is reported: JSON has no infinity."""

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
-from moesaic.types import JSON, Track, cache_of, logits_alone, silent
+from moesaic.types import JSON, Model, Track, cache_of, logits_alone, silent
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from moesaic.data.sources import HEADLINE, PRESETS, Task
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.modules.running import always_skipping
-from moesaic.types import JSON, Tokenizer, Values
+from moesaic.types import JSON, Model, Tokenizer, Values
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -30,7 +30,6 @@ from moesaic.data.text import (
 )
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import of_model
 from moesaic.io.formats import Format
 from moesaic.io.models import shape_of, working_type
@@ -41,7 +40,7 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
 from moesaic.plans.base import LayerPlan
 from moesaic.surgery import base_shape, mtp_blocks
-from moesaic.types import JSON, Config, Tokenizer, Values
+from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
 logger = logging.getLogger(__name__)
 A_co = TypeVar("A_co", bound=Arch, covariant=True)

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, hands_on
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.models import forward_replaced, narrowed, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
 from moesaic.modules.running import LayerTokens, RunningTokens, SpilledList, places
-from moesaic.types import JSON, Config, give_back, logits_alone
+from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
 V_co = TypeVar("V_co", covariant=True)
 """View of a layer that a method gets: a DenseFFN or a MoEFFN."""

@@ -1,21 +1,161 @@
-"""Helpers of methods that train: their text, and one call of the training loop."""
+"""Objectives and schedules of training, its text, and one call of the training loop.
+
+Imports no trainer: a dry run needs no more than this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.data.rows import Row
-from moesaic.data.text import Tokens
+from moesaic.data.text import IGNORED, Tokens
+from moesaic.losses import log_probabilities, next_token_loss
 from moesaic.observation.job import Job
-from moesaic.train.objectives import Objective, Schedule
-from moesaic.train.text import Examples, training_text
-from moesaic.types import Values
+from moesaic.train.text import Example, Examples, training_text
+from moesaic.types import Config, Model, Values, logits_alone
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Number of steps, batch sizes and learning rate of a training run."""
+
+    steps: int | None
+    """Optimizer steps; None for ``epochs``."""
+    batch: int
+    """Texts per process and batch."""
+    accumulate: int
+    """Batches per optimizer step."""
+    lr: float
+    warmup: float
+    """Share of the steps in which the rate rises from 0."""
+    weight_decay: float
+    seed: int
+    save_every: int
+    """Steps between checkpoints."""
+    epochs: float = 1.0
+    decay: str = "cosine"
+    """Learning rate after the warm-up: ``cosine``, to 0, or ``constant``."""
+    recompute: bool = False
+    """True for gradient checkpointing: 50 % more time, for much less memory."""
+    clip: float = 1.0
+    """Norm at which gradients are clipped; 0 for never."""
+
+    @classmethod
+    def of(cls, config: MethodConfig) -> Schedule:
+        """Return the schedule of a method's config, field by field."""
+        names = [field.name for field in fields(cls) if hasattr(config, field.name)]
+        return cls(**{name: getattr(config, name) for name in names})
+
+
+def checkpointing(model: nn.Module, do: str) -> Callable[..., None]:
+    """Return transformers' method to enable or disable checkpointing, by either name."""
+    names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
+    return next(getattr(model, n) for n in names if hasattr(model, n))
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Return a batch, padded on the right; padding is neither seen nor predicted.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``attention_mask`` (B, L).
+
+    >>> batch = collate([{"input_ids": [5, 6], "labels": [-100, 6]},
+    ...                  {"input_ids": [7], "labels": [7]}])
+    >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
+    ([[-100, 6], [7, -100]], [[1, 1], [1, 0]])
+    """
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def rows(name: str, fill: int) -> Tensor:
+        return torch.tensor([e[name] + [fill] * (longest - len(e[name])) for e in examples])
+
+    mask = [[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples]
+    return {
+        "input_ids": rows("input_ids", 0),
+        "labels": rows("labels", IGNORED),
+        "attention_mask": torch.tensor(mask),
+    }
+
+
+# --- objectives ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Objective(ABC):
+    """Loss to minimise."""
+
+    state: dict[str, float] = field(default_factory=dict, init=False)
+    """Values that the objective adapts; a resumed run continues from them."""
+
+    @abstractmethod
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, and figures to log, as sums over the tokens of
+        :func:`predicting`.
+
+        The loop minimises and logs their mean over all such tokens of a step.
+        """
+
+    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+        """Update the state from the figures of a finished step; return further figures to log."""
+        return {}
+
+
+def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """Return the sum of KL(teacher || student) of the next token, over the tokens that have a
+    label.
+
+    >>> logits = torch.randn(1, 3, 5)
+    >>> distillation_loss(logits, logits, torch.tensor([[1, 2, 3]])).item()
+    0.0
+    """
+    student, teacher = (log_probabilities(x, labels_BL) for x in (student_BLV, teacher_BLV))
+    return F.kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+class NextToken(Objective):
+    """Next-token loss without terms that a config may add, such as a load-balance loss."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._alone = logits_alone(config)
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = inputs.pop("labels")
+        return next_token_loss(model(**inputs, **self._alone).logits, labels), {}
+
+
+class Distillation(Objective):
+    """KL from a teacher's next-token distribution."""
+
+    def __init__(self, teacher: Model) -> None:
+        super().__init__()
+        self.teacher = teacher.eval()
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        with torch.no_grad():
+            taught = self.teacher.to(logits.device)(**inputs).logits
+        return distillation_loss(logits, taught, labels), {}
+
+
+# --- one call of the loop ------------------------------------------------------------------------
 
 
 def examples_of(

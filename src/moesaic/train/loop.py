@@ -40,15 +40,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import of_examples
 from moesaic.io.models import has_products
 from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
 from moesaic.plan import Progress
-from moesaic.train.objectives import NextToken, Objective, Schedule, checkpointing, collate
+from moesaic.train.learning import NextToken, Objective, Schedule, checkpointing, collate
 from moesaic.train.text import Example
-from moesaic.types import Figures, Track, Values, silent
+from moesaic.types import Figures, Model, Track, Values, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 _NOT_KEPT = ("epoch", "grad_norm")

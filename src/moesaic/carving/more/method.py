@@ -19,8 +19,7 @@ from moesaic.carving.budget import (
     split_for_share,
     split_for_target,
 )
-from moesaic.carving.carved_ffn import NARROW
-from moesaic.carving.carved_layer import CarvedLayer
+from moesaic.carving.carved_layer import NARROW, CarvedLayer
 from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import (
     COVERAGE,
@@ -36,8 +35,8 @@ from moesaic.carving.more.formulas import (
 from moesaic.config import chosen_layers
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
+from moesaic.methods.figures import carved, number, some
 from moesaic.methods.layered import LayerCase, LayerMethod
-from moesaic.methods.sentences import carved, number, some
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import Tally

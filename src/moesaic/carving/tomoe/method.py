@@ -1,36 +1,302 @@
-"""ToMoE's run: experts and routers are trained over frozen weights, then fixed in a plan."""
+"""ToMoE's run: experts and routers are trained over frozen weights, then fixed in a plan.
+
+In the plan, experts of a layer have equal widths, choices are fixed, and the hypernetwork is
+dropped.
+
+Shape suffixes: T tokens, N experts, M neurons, W neurons of an expert, A size of a head.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from statistics import quantiles
 
 import torch
+from torch import Tensor
 
-from moesaic.arch.dense import Arch
-from moesaic.carving.budget import layer_sizes
+from moesaic.arch.dense import Arch, AttentionNames, Heads
+from moesaic.carving.budget import alignment, layer_sizes
 from moesaic.carving.more.config import MoREConfig, Variant
 from moesaic.carving.more.method import MoRE
-from moesaic.carving.overlapping_layer import OverlappingLayer
+from moesaic.carving.overlapping_layer import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
 from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.carving.tomoe.decision import (
-    Learned,
-    active_ratio,
-    decide,
-    drawn,
-    learned,
-    least_ratio,
-    threshold_for,
-)
-from moesaic.carving.tomoe.masks import LayerShape, MaskingModules
+from moesaic.carving.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
 from moesaic.carving.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.errors import MoesaicError
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
-from moesaic.methods.sentences import carved, number, some
+from moesaic.methods.figures import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.record import Figure, LayerRecord
+from moesaic.record import Figure, LayerRecord, Row
 from moesaic.train.learning import examples_of, learn
+from moesaic.types import JSON
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Logits of one layer plus b and Gumbel noise or its median; above a threshold they are on."""
+
+    shape: LayerShape
+    mlp_NM: Tensor
+    qk: Tensor | None = None
+    """Logits of Q/K dimensions (free,); None if attention is unchanged, as ``vo_TA``."""
+    vo_TA: Tensor | None = None
+    """Logits of V/O dimensions for calibration tokens."""
+
+    def widths(self, threshold: float) -> tuple[int, int, int]:
+        """Return neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3."""
+        heads, full = self.shape.heads, self.shape.width
+        step = alignment(full, 1)
+        widest = int((self.mlp_NM > threshold).sum(-1).max())
+        width = min(full, max(step, step * round(widest / step)))
+        if self.qk is None or self.vo_TA is None:
+            return width, heads.size, heads.size
+        qk = int(heads.paired(_on(self.qk, threshold)).sum())
+        mean = (self.vo_TA > threshold).sum(-1).float().mean()
+        return width, qk, min(heads.size, max(1, round(float(mean))))
+
+
+def _on(logits: Tensor, threshold: float) -> Tensor:
+    """Return True for the static choices that are on: at least the likeliest, if any."""
+    on = logits > threshold
+    return on | (logits == logits.max()) if logits.numel() else on
+
+
+def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
+    """Return the logits of every layer, by index; with the option ``noise``, one sample of them.
+
+    Args:
+        masking: trained modules; a forward pass has begun.
+        head_logits: logits of the V/O dimensions for calibration tokens (T, A), by layer; if
+            missing, those of the mean expert embedding are used.
+    """
+    config = masking.config
+    layers = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        for i, shape in enumerate(masking.shapes):
+            mlp_NM = _raised(masking.expert_logits(i), config.bias, config.noise)
+            if config.attention == "none":
+                layers[i] = Learned(shape, mlp_NM)
+                continue
+            static = _raised(masking.static_logits(i), config.head_bias, config.noise)
+            size = shape.heads.size
+            vo_TA = static[None, :size]
+            if i in head_logits:
+                vo_TA = _raised(head_logits[i], config.head_bias, config.noise)
+            layers[i] = Learned(shape, mlp_NM, static[size:], vo_TA)
+    return layers
+
+
+def _raised(logits: Tensor, bias: float, noise: bool) -> Tensor:
+    """Add b and Gumbel noise, or its median, to logits: they are on above 0 (Eq. 15)."""
+    return logits + bias + (gumbel(logits) if noise else MEDIAN)
+
+
+def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
+    """Return the share of the projections that a token uses at a threshold."""
+    used = total = 0.0
+    for layer in layers.values():
+        shape = layer.shape
+        width, qk, vo = layer.widths(threshold)
+        used += shape.neuron * width + shape.dimension * (qk + vo)
+        total += shape.ffn + shape.attention
+    return used / total
+
+
+def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
+    """Return the lowest possible active ratio: the narrowest experts, one dimension."""
+    layers = {}
+    for i, shape in enumerate(shapes):
+        mlp_NM, heads = torch.zeros(1, shape.width), shape.heads
+        cut = (torch.arange(heads.free), torch.zeros(1, heads.size)) if attention != "none" else ()
+        layers[i] = Learned(shape, mlp_NM, *cut)
+    return active_ratio(layers, math.inf)
+
+
+def threshold_for(layers: Mapping[int, Learned], active: float) -> float:
+    """Return the threshold at which the active ratio is nearest to its target.
+
+    The ratio falls as the threshold rises; training has brought it near the target at 0.
+    """
+    low, high = -16.0, 16.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if active_ratio(layers, middle) > active else (low, middle)
+    return min((0.0, low, high), key=lambda t: abs(active_ratio(layers, t) - active))
+
+
+def experts(mlp_NM: Tensor, width: int) -> Tensor:
+    """Return each expert's neurons of highest logit, all of one width, in rising order (N, W)."""
+    return mlp_NM.topk(width, dim=-1).indices.sort(-1).values
+
+
+def similarity(experts_NW: Tensor, width: int) -> Tensor:
+    """Return the share of neurons that two experts have in common (N, N), Fig. 9.
+
+    >>> similarity(torch.tensor([[0, 1], [1, 2]]), 3)
+    tensor([[1.0000, 0.5000],
+            [0.5000, 1.0000]])
+    """
+    on_NM = torch.zeros(len(experts_NW), width).scatter_(1, experts_NW, 1)
+    return on_NM @ on_NM.T / experts_NW.shape[1]
+
+
+def decide(
+    masking: MaskingModules, layers: Mapping[int, Learned], names: AttentionNames, threshold: float
+) -> tuple[dict[int, OverlappingLayer], dict[int, JSON]]:
+    """Return the plan of every layer, and the figures that the paper reports about it.
+
+    Args:
+        masking: trained modules; a forward pass has begun.
+        layers: logits by layer.
+        names: attention's projections.
+        threshold: logits above it are on.
+
+    Returns:
+        plans by layer; and for the record ``expert_widths``, ``union``, ``similarity``, ``qk``,
+        ``vo`` and ``head_dim`` by layer.
+    """
+    plans, analyses = {}, {}
+    for i, layer in layers.items():
+        width, qk, vo = layer.widths(threshold)
+        experts_NW = experts(layer.mlp_NM, width)
+        attention: JSON = {}
+        if layer.qk is not None:
+            attention = _pruned(masking, i, _on(layer.qk, threshold), vo, names)
+        plans[i] = OverlappingLayer(
+            experts_NW=experts_NW,
+            router_ND=masking.mlp_modules(i).router.weight.float().clone(),
+            materialized=masking.config.materialize,
+            noise=masking.config.noise,
+            **attention,
+        )
+        shared_NN = similarity(experts_NW, layer.shape.width)
+        analyses[i] = {
+            "expert_widths": (layer.mlp_NM > threshold).sum(-1).tolist(),
+            "union": experts_NW.unique().numel() / layer.shape.width,
+            "similarity": [[round(share, 4) for share in row] for row in shared_NN.tolist()],
+            "qk": qk,
+            "vo": vo,
+            "head_dim": layer.shape.heads.size,
+        }
+    return plans, analyses
+
+
+def _pruned(
+    masking: MaskingModules, index: int, on: Tensor, vo: int, names: AttentionNames
+) -> JSON:
+    """Return the plan's fields of attention: fixed Q/K dimensions; V/O top-K by token."""
+    heads = masking.shapes[index].heads
+    qk_A = heads.paired(on).nonzero().flatten()
+    parts = {
+        "q": _over(qk_A, heads.queries, heads.size),
+        "k": _over(qk_A, heads.keys, heads.size),
+        "v": torch.arange(heads.keys * heads.size),
+    }
+    rows = _rows(parts, heads, names)
+    if vo == heads.size:
+        return {"rows": rows}
+    modules = masking.mha_modules(index)
+    router = {
+        EMBED: modules.proj_e.weight,
+        SHIFT: masking.mean_embedding(index),
+        SCALE: modules.proj_d.norm.weight,
+        OFFSET: modules.proj_d.norm.bias,
+        PROJECT: modules.proj_d.linear.weight[: heads.size],
+    }
+    tensors = {name: tensor.float().clone() for name, tensor in router.items()}
+    return {"rows": rows, "head_router": tensors, "head_top_k": vo}
+
+
+def _over(kept_A: Tensor, heads: int, size: int) -> Tensor:
+    """Return the rows of the same dimensions of every head."""
+    return (torch.arange(heads)[:, None] * size + kept_A).flatten()
+
+
+def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> dict[str, Tensor]:
+    """Return the kept rows by projection; projections that keep all are left out."""
+    full = {"q": heads.queries * heads.size} | dict.fromkeys("kv", heads.keys * heads.size)
+    rows: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+    for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
+        start = sizes.get(name, 0)
+        added = parts[part] + start
+        rows[name] = torch.cat([rows[name], added]) if name in rows else added
+        sizes[name] = start + full[part]
+    return {name: kept for name, kept in rows.items() if kept.numel() < sizes[name]}
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
+    """Draw widths, unions and similarity of the experts of each layer.
+
+    Args:
+        layers: records of the result; their analysis is that of :func:`decide`.
+    """
+    learned = [x for x in layers if x.analysis.get("expert_widths") and x.width_before]
+    section = "What was learned"
+    used = {x.index: x.active_width / x.width_before for x in learned}
+    columns = {("FFN, an expert", ".0%"): [*used.values()]}
+    for name, key in (("queries and keys", "qk"), ("values and outputs", "vo")):
+        columns[name, ".0%"] = [x.analysis[key] / x.analysis["head_dim"] for x in learned]
+    unions = [
+        figures.series("all experts together", [(x.index, x.analysis["union"]) for x in learned]),
+        figures.series("one expert", used.items()),
+    ]
+    names = ("narrowest", "a quarter is below", "half is below", "three quarters are", "widest")
+    spread: list[list[tuple[int, float]]] = [[] for _ in names]
+    for layer in learned:
+        widths = sorted(w / layer.width_before for w in layer.analysis["expert_widths"])
+        if len(widths) > 1:
+            marks = (widths[0], *quantiles(widths, method="inclusive"), widths[-1])
+            for points, mark in zip(spread, marks, strict=True):
+                points.append((layer.index, mark))
+    caption = "What a token uses of each layer, of the dense model’s width."
+    return [
+        *figures.bars(section, "Width by layer.", caption, learned, columns),
+        *figures.lines(
+            section,
+            "The union of experts.",
+            unions,
+            "share of the neurons",
+            log=False,
+            caption="How much of the dense FFN some expert has.",
+        ),
+        *figures.lines(
+            section,
+            "Widths of experts.",
+            [figures.series(name, points) for name, points in zip(names, spread, strict=True)],
+            "share of the width",
+            strong=names[2],
+            form=".0%",
+            log=False,
+            caption="As trained, before all experts of a layer were given the width of the widest.",
+        ),
+        *_similar(learned, section),
+    ]
+
+
+def _similar(layers: Sequence[LayerRecord], section: str) -> list[Figure]:
+    """Draw the share of neurons that two experts have in common, one map per layer."""
+    rows = [
+        Row(str(j), tuple(map(figures.finite, shares)), 1.0, panel=f"layer {layer.index}")
+        for layer in layers
+        for j, shares in enumerate(layer.analysis["similarity"])
+    ]
+    caption = (
+        "The share of neurons that two experts of a layer have in common: the darker, the more."
+    )
+    return figures.heat(section, "Similarity of experts.", caption, rows, row="expert")
+
+
+# --- the run -------------------------------------------------------------------------------------
+
 
 CURVES = {
     "distillation": "KL divergence from the dense model",

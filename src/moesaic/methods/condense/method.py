@@ -1,8 +1,8 @@
 """CD-MoE's run: mixture layers become small dense layers, nothing is trained.
 
 Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer Pruning"
-(TMLR 2025). Each layer's experts (Alg. 1: :mod:`moesaic.methods.condense.experts`), then the layers
-(Alg. 2: :mod:`moesaic.methods.condense.layer_search`), until the request is met.
+(TMLR 2025). Each layer's experts (Alg. 1: :mod:`moesaic.methods.condense.search`), then the layers
+(Alg. 2: :mod:`moesaic.methods.condense.search`), until the request is met.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from moesaic.io.naming import read_as
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
-from moesaic.methods.condense.layer_search import ExpertSearch, LayerSearch, Replaced, legs
+from moesaic.methods.condense.search import ExpertSearch, LayerSearch, Replaced, legs
+from moesaic.methods.figures import credited
+from moesaic.methods.layered import recover
 from moesaic.methods.mixtures import listed, original, routed_layers, span
-from moesaic.methods.refit import recover
-from moesaic.methods.sentences import credited
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
@@ -101,8 +101,6 @@ def _tables(layer: nn.Module) -> int:
 
 class Condenser(Method[CondenseConfig, MoEArch]):
     """Method of ``condense``: turns some of a mixture's layers into small dense layers."""
-
-    ratio = "stored"
 
     def find(self, config: Config) -> MoEArch:
         return original(config, "condense the original")

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
 from moesaic.families import Family, Shape
-from moesaic.methods.prune.criteria import NAEE
+from moesaic.methods.prune.config import NAEE
 from moesaic.types import Values
 
 MIXTRAL_C4 = (
@@ -33,7 +33,7 @@ class SkipConfig(MethodConfig):
     name = "naee"
     title = "NAEE"
     paper = NAEE
-    implementation = "moesaic.methods.skip.dynamic:Skipper"
+    implementation = "moesaic.methods.skip.method:Skipper"
     bundles: ClassVar[Mapping[str, Values]] = {
         "paper": {"quantile": 0.5, "rule": "auto"},
         "mixtral-c4": {"betas": MIXTRAL_C4},
@@ -78,7 +78,7 @@ class TopKConfig(MethodConfig):
     name = "top-k"
     title = "one number for all layers"
     paper = ""
-    implementation = "moesaic.methods.skip.top_k:FewerExperts"
+    implementation = "moesaic.methods.skip.method:FewerExperts"
 
     top_k: int = option(1, "Experts that a token runs in every layer.", minimum=1)
 

@@ -35,8 +35,10 @@ from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import RESULT, LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
-from moesaic.methods.slim.choice import (
+from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
+from moesaic.methods.slim.neurons import (
     NAMES,
+    ROW,
     Shape,
     candidates,
     choose,
@@ -45,10 +47,8 @@ from moesaic.methods.slim.choice import (
     neurons_of,
     share_lost,
     uneven,
+    width_for,
 )
-from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
-from moesaic.methods.slim.scores import SCORES
-from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
 from moesaic.observation.stats import neuron_pairs
@@ -91,7 +91,6 @@ class Size:
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     """Method of ``slim``: removes neurons from every expert, or from every dense FFN."""
 
-    ratio = "stored"
     varies = "score"
     words = "Slimming layers"
 

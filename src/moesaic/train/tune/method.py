@@ -1,18 +1,37 @@
-"""Run of ``tune``: some parameters of a converted model are trained."""
+"""Run of ``tune``: some parameters of a converted model are trained, by the option ``what``.
+
+condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed layers; gate values,
+            attention and everything else are kept. Rate 1e-4, 10 % warm-up, cosine.
+attention   the attention of the same layers, as the paper trains Layer Drop for comparison.
+routers     the routers alone, towards the original model's next-token distribution (router
+            knowledge distillation); of carved models, too, through the choice (straight-through).
+lora        low-rank updates of every linear module of the decoder layers, merged at the end.
+all         everything.
+
+The released code of CD-MoE has no effective warm-up and predicts prompts and padding; we do not.
+
+Fixed weights g of condensed layers are kept out of ``down_proj`` while it trains.
+CD-MoE (Cao et al., Eq. 3) trains E_i of ``g_i E_i(x)`` and keeps g_i fixed. With g folded into the
+down projection, a step of AdamW, which changes every weight by about the same amount, would change
+E_i 1/g_i times as much. So while a layer trains, its down projection is without g, and its input is
+multiplied by g; in the end they are folded again. The function is the same all the time.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import Model
 from moesaic.io.checkpoint import of_model
 from moesaic.io.models import HEADLESS, working_type
 from moesaic.io.names import PLAN, placed
@@ -20,13 +39,146 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
+from moesaic.plans.condensed import CondensedLayer
+from moesaic.plans.cut import CutLayer
 from moesaic.record import LayerRecord
-from moesaic.train.learning import examples_of, learn
-from moesaic.train.objectives import Distillation
+from moesaic.surgery import routed_modules
+from moesaic.train.learning import Distillation, examples_of, learn
 from moesaic.train.tune.config import TRAINED, TuneConfig
-from moesaic.train.tune.factors import factors, outside
-from moesaic.train.tune.parameters import trainable
-from moesaic.types import JSON, Config
+from moesaic.types import JSON, Config, Model
+
+
+def trainable(
+    model: Model, arch: Arch, what: str, plan: Plan | None = None
+) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name.
+
+    Args:
+        model: a converted model.
+        arch: its architecture.
+        what: ``condensed``, ``attention``, ``routers`` or ``all``.
+        plan: the plan that made it, from which (and from those before it) follow the layers that
+            routed before.
+
+    Raises:
+        MoesaicError: the model has no such parameters.
+    """
+    if what == "all":
+        return dict(model.named_parameters())
+    if what in ("condensed", "attention"):
+        parts = tuple(f"{{ffn}}{name}." for name in arch.ffn.apart)
+        parts = ("{layer}" + arch.attention_path + ".",) if what == "attention" else parts
+        parameters = {} if plan is None else _condensed(model, arch, plan, parts)
+        if not parameters:
+            raise MoesaicError(
+                "This model has no condensed layers"
+                + (" with attention" if what == "attention" else "")
+                + ": condense it first, or train others with what=lora, what=routers or what=all."
+            )
+        return parameters
+    routers = {
+        id(parameter)
+        for routed in routed_modules(model, arch).values()
+        if getattr(routed.router, "learns", True)
+        for parameter in routed.router.parameters(recurse=False)
+    }
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in routers}
+    if not parameters:
+        raise MoesaicError("This model has no routers that learn.")
+    return parameters
+
+
+def _condensed(
+    model: Model, arch: Arch, plan: Plan, parts: Sequence[str]
+) -> dict[str, nn.Parameter]:
+    """Return parameters, by name, of layers that routed before and no longer do.
+
+    Args:
+        model: a converted model.
+        arch: its architecture.
+        plan: the plan that made it.
+        parts: prefixes of their names, ``{layer}`` or ``{ffn}`` standing for the prefix of the
+            decoder layer or of its FFN.
+    """
+    routed = routed_modules(model, arch)
+    starts = tuple(
+        part.format(layer=arch.layer_prefix(i), ffn=arch.ffn_prefix(i))
+        for step in (*plan.earlier, plan)
+        for i in step.layers
+        if step.base.experts_of(i) and i not in routed
+        for part in parts
+    )
+    named = model.named_parameters()
+    return {name: p for name, p in named if name.startswith(starts or "\0") and p.numel()}
+
+
+# --- fixed weights of condensed layers -----------------------------------------------------------
+
+
+def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
+    """Return the factor of every neuron of a condensed layer (M,), float32; ``shared`` and
+    ``expert`` are the widths of the shared path and of a routed expert."""
+    scales = torch.tensor(layer.shared_scale).flatten()
+    scale = scales.repeat_interleave(shared // len(scales))[: shared if layer.shared else 0]
+    g_K = layer.gates_K.float().repeat_interleave(expert)
+    padding = torch.ones(layer.width - len(scale) - len(g_K))
+    return torch.cat([scale, g_K, padding])
+
+
+def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
+    """Return the factors (M,) of condensed layers, by layer, if any differs from 1.
+
+    Args:
+        arch: the architecture.
+        config: the model's config.
+        plan: the plan that made it, with those before it; None if unknown.
+    """
+    fixed: dict[int, Tensor] = {}
+    for step in reversed((*plan.earlier, plan) if plan else ()):
+        for i, layer in step.layers.items():
+            if isinstance(layer, CutLayer) and layer.shared_S is not None:
+                return fixed  # shared paths have another width since
+            if not isinstance(layer, CondensedLayer) or not step.base.experts_of(i):
+                continue  # it was dense, and is only padded
+            assert isinstance(arch, MoEArch)
+            expert = step.base.widths[i]
+            g_M = _fixed_weights(layer, arch.shared_width_in(config, expert), expert)
+            if (g_M != 1).any():
+                fixed[i] = g_M
+    return fixed
+
+
+@contextmanager
+def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Divide down projections by their factors, and multiply their inputs, while the context lasts.
+
+    Args:
+        model: a live model; its down projections are float32 meanwhile.
+        arch: its architecture.
+        factors: factors by layer (M,), none of them 0.
+    """
+    handles, scaled = [], []
+
+    def multiply(g_M: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ((args[0].float() * g_M.to(args[0].device)).to(args[0].dtype),)
+
+    for i, g_M in factors.items():
+        ffn = arch.ffn_of(arch.layers(model)[i])
+        down = getattr(ffn, arch.ffn.down)
+        scaled.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
+        down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
+        handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for down, dtype, g_M in scaled:
+            down.weight.data = (down.weight.data.float() * g_M.to(down.weight.device)).to(dtype)
+
+
+# --- the run -------------------------------------------------------------------------------------
+
 
 KL = "KL divergence from the teacher"
 

@@ -3,7 +3,7 @@
 Lu et al., "Not All Experts are Equal: Efficient Expert Pruning and Skipping for Mixture-of-Experts
 Large Language Models" (ACL 2024): the set of experts is kept that changes the layer's output least
 (:mod:`moesaic.methods.prune.reconstruction`). Criteria of other papers are in
-:mod:`moesaic.methods.prune.criteria`.
+:mod:`moesaic.methods.prune.config`.
 
 Deviations from the paper or its code, and options that restore theirs:
 
@@ -15,7 +15,7 @@ Deviations from the paper or its code, and options that restore theirs:
 - w' is what will be deployed: the architecture's own router over the kept experts. If it does not
   normalise, the softmax over fewer experts inflates the weights, and that counts.
 - A set that differs in one expert from a known one is scored by the tokens that are rerouted
-  (:mod:`moesaic.methods.prune.rerouting`), to the same loss.
+  (:mod:`moesaic.methods.prune.reconstruction`), to the same loss.
 - Gram matrices are kept for as many tokens, evenly spread, as fit ``gram_mb`` a layer.
 """
 
@@ -32,10 +32,10 @@ from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
+from moesaic.methods.figures import credited
 from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, original, routed_layers, routing_of, span
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.prune.criteria import ScoredLayer
+from moesaic.methods.prune.config import PruneConfig, ScoredLayer
 from moesaic.methods.prune.subsets import (
     Losses,
     SearchResult,
@@ -46,7 +46,6 @@ from moesaic.methods.prune.subsets import (
     refined,
     subsets,
 )
-from moesaic.methods.sentences import credited
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
@@ -58,7 +57,6 @@ from moesaic.types import JSON, Config
 class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     """Method of ``prune``: removes experts from every routing layer; sizes count experts."""
 
-    ratio = "stored"
     varies = "score"
     words = "Pruning layers"
 
@@ -187,17 +185,13 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         n = len(path.kept_E)
         if r == n:
             return path, {}
-        if not self._tries_all(n, r, groups, tokens):
+        if subsets(n, r, groups) * tokens > self.config.exhaustive_limit:
             return refined(losses, path, groups), {}
         best = exhaustive(losses, n, r, groups)
         if n > 16:
             return best, {}
         swapped = refined(losses, path, groups)
         return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
-
-    def _tries_all(self, experts: int, keep: int, groups: int, tokens: int) -> bool:
-        """Return True if all sets are scored, each on every token, within ``exhaustive_limit``."""
-        return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
 
     def _scored(
         self, score_E: Tensor, stats: Mapping[str, Tensor], r: int, groups: int
