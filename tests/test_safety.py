@@ -476,7 +476,7 @@ def test_no_link_is_followed_out_of_a_model(
 
 
 def test_links_within_a_model_are_followed(theirs: Path, moe_folder: Path, tmp_path: Path) -> None:
-    """What the hub's library lays into its cache is in test_hub_cache."""
+    """What the hub's library lays into its cache is in test_sharing."""
     (theirs / "tokenizer.json").rename(theirs / "other.json")
     (theirs / "tokenizer.json").symlink_to("other.json")
     out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer")).save(tmp_path / "out")
