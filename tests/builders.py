@@ -41,6 +41,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.modules.phase import set_mode
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import Stats, tallied
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import CondensedLayer
@@ -191,6 +192,11 @@ def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) 
                 scale = 0.5 if router else 0.3
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=scale)
     return model
+
+
+def any_model(model_type: str, **changes: Any) -> Any:
+    """A tiny model of a dense architecture or of a mixture of experts."""
+    return (tiny_moe if model_type in MOE else tiny_model)(model_type, **changes)
 
 
 BEHIND, APART = "model.layers.{number}.", "mtp.layers.{depth}."
@@ -392,6 +398,21 @@ def finish(writer: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+# --- layers with their tokens --------------------------------------------------------------------
+
+
+def site_of(model: Any, tokens: Any, index: int | None = None, **options: Any) -> Any:
+    """A layer of a model with the tokens that reach it: unless said otherwise the first that routes,
+    of a dense model the first."""
+    arch = base_arch(model.config)
+    if index is None:
+        index = next((i for i, n in enumerate(base_shape(model, arch).experts) if n), 0)
+    layers = iter(LayerStream(model, arch, tokens, [index], view=arch.view, **options))
+    site: Any = next(layers)
+    site.stream = layers  # which clears the site's tokens when it ends
+    return site
 
 
 # --- comparisons ---------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from builders import equal, inside, tiny_model, weights
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import (
     INDEX_NAME,
@@ -142,12 +140,6 @@ def test_existing_out_needs_overwrite(tmp_path):
     with whole_folder(out, overwrite=True) as work:
         (work / "config.json").write_text("2")
     assert (out / "config.json").read_text() == "2"
-
-
-def test_full_disk_is_recognised():
-    assert disk_full(OSError(errno.ENOSPC, "No space left on device"))
-    assert disk_full(SafetensorError("I/O error: No space left on device (os error 28)"))
-    assert not disk_full(OSError(errno.EACCES, "Permission denied"))
 
 
 @pytest.mark.parametrize("system", ["copies", "copies a part", "cannot"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, tiny_model, tiny_moe
+from builders import MOE, any_model, tiny_model, tiny_moe
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
@@ -42,7 +42,7 @@ def narrower(model_type: str, width: int, shift: int = 0) -> Any:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "olmoe"])
 def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) -> None:
     """Of one layer, of several, of one layer in two ways, of a layer dropped, and of none."""
-    model = (tiny_moe if model_type in MOE else tiny_model)(model_type, num_hidden_layers=3)
+    model = any_model(model_type, num_hidden_layers=3)
     arch, shared = base_arch(model.config), narrower(model_type, 8)
     changes = [
         {1: shared},
@@ -139,7 +139,7 @@ def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
 def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens) -> None:
     """Of each layer alone and of all together, interactions included. Of mixtures whose routers
     are random the last layer alone: behind any other, experts change by chance."""
-    model = (tiny_moe if model_type in MOE else tiny_model)(model_type, num_hidden_layers=3)
+    model = any_model(model_type, num_hidden_layers=3)
     arch = base_arch(model.config)
     stream = LayerStream(model, arch, padded, view=arch.view)
     changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
@@ -283,7 +283,7 @@ def named(module: str) -> str | None:
 def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
     model_type: str, tokens: Tokens, tmp_path: Path
 ) -> None:
-    model: Any = tiny_model("llama") if model_type == "llama" else tiny_moe(model_type)
+    model = any_model(model_type)
     model.save_pretrained(tmp_path / "model")
     found = importance(resolve(str(tmp_path / "model")), tokens, named)
     wanted: dict[str, Tensor] = {}

@@ -320,7 +320,7 @@ def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     assert not list(saved.folder.glob("*.search"))
 
 
-def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, monkeypatch):
+def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, done, monkeypatch):
     said = " ".join(saved.said.split())
     assert "experts in each of" in said
     assert "This machine: " in said
@@ -329,8 +329,7 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
     monkeypatch.chdir(saved.folder)
-    code, _, errors = command(*words[2:4], "again", *words[5:], "--no-eval")
-    assert code == 0, errors
+    done(*words[2:4], "again", *words[5:], "--no-eval")
     one, two = (
         (saved.folder / name / "model.safetensors").read_bytes()
         for name in (f"{moe_folder.name}-smaller", "again")

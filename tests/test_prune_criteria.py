@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, statistics, tiny_moe
+from builders import VOCAB, site_of, statistics, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,14 +42,6 @@ def sites(model, tokens, **options):
     arch = moe_arch(model.config)
     layers = arch.moe_layers(model)
     return LayerStream(model, arch, tokens, layers, view=arch.mixture, **options)
-
-
-def first_site(model, tokens, **options):
-    """The first routed layer, its stream held so that its tokens stay."""
-    stream = iter(sites(model, tokens, **options))
-    site = next(stream)
-    site.stream = stream
-    return site
 
 
 def kept(result):
@@ -91,7 +83,7 @@ def test_enumeration_is_brute_force(moe_type, tokens):
 
 
 def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
-    site = first_site(tiny_moe("mixtral"), tokens)
+    site = site_of(tiny_moe("mixtral"), tokens)
     stats = statistics(site)
     sets_CE = torch.cat(list(every_set(8, 5)))
     whole = Reconstruction(stats, site.view.routing)(sets_CE)
@@ -108,7 +100,7 @@ def test_sum_of_batch_norms_is_of_the_released_batches(tokens, monkeypatch):
     released = "moesaic.methods.prune.reconstruction.RELEASED_BATCH"
     for batch in (40, 72, 16_384):
         monkeypatch.setattr(released, batch)
-        site = first_site(model, tokens, tokens_per_batch=24)
+        site = site_of(model, tokens, tokens_per_batch=24)
         losses = Reconstruction(statistics(site), site.view.routing, True)(sets_CE)
         wanted = torch.zeros(5, dtype=torch.float64)
         for x_TD in torch.cat(list(site.inputs())).split(batch):
@@ -305,11 +297,11 @@ def test_gram_matrices_keep_to_their_memory(tokens):
     assert share == 0.25
     assert int(evenly(1000, share).sum()) == 250
     model = tiny_moe("mixtral")
-    site = first_site(model, tokens)
+    site = site_of(model, tokens)
     stats = statistics(site, gram_share=0.25)
     assert len(stats["gram_SP"]) == int(stats["sampled_T"].sum()) == tokens.count // 4
     assert int(stats["calls_E"].sum()) == tokens.count * 2  # the cheap sums still see every token
-    site = first_site(model, tokens, tokens_per_batch=tokens.input_ids.shape[1])
+    site = site_of(model, tokens, tokens_per_batch=tokens.input_ids.shape[1])
     few = statistics(site, gram_share=2 / tokens.count)
     assert len(site) > 2
     assert int(few["sampled_T"].sum()) == 2, "a batch of its own holds too few for one"

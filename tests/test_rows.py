@@ -383,7 +383,7 @@ def test_domains_are_those_of_the_text_behind_bos(tokenizer: Any, begun: Any) ->
 
 
 def test_records_say_so_and_nothing_is_compared_across(
-    moe_folder: Path, begun: Any, tmp_path: Path, command: Any
+    moe_folder: Path, begun: Any, tmp_path: Path, done: Any
 ) -> None:
     folder = tmp_path / "begun"
     shutil.copytree(moe_folder, folder)
@@ -393,22 +393,17 @@ def test_records_say_so_and_nothing_is_compared_across(
         text = ["--calibration", pages("calibration"), "--samples", 4, "--length", 24]
         measured = ["--data", pages("evaluation"), "--max-tokens", 200]
         measured += ["-o", "rounds=0", "-o", "new_tokens=2"]
-        code, _, err = command(
-            "prune", model, tmp_path / f"out-{name}", "--keep", 6, *text, *measured
-        )
-        assert code == 0, err
+        done("prune", model, tmp_path / f"out-{name}", "--keep", 6, *text, *measured)
         record = json.loads((tmp_path / f"out-{name}/moesaic/result.json").read_text())
         has = name == "begun" or None
         assert record["calibration"].get("bos") is has
         assert record["evaluation"].get("bos") is has
         assert record["scores"]["result"].get("bos") is has
         records[name] = moesaic.record.Record.from_json(record)
-    code, _, err = command("observe", folder, tmp_path / "stats", *text)
-    assert code == 0, err
+    done("observe", folder, tmp_path / "stats", *text)
     assert len(points([*records.values()])) == 2, "two pictures: the text is not the same"
     given = ["--stats", tmp_path / "stats", "--no-eval", "--json"]
-    code, printed, err = command("prune", folder, tmp_path / "out", "--keep", 6, *given)
-    assert code == 0, err
+    printed = done("prune", folder, tmp_path / "out", "--keep", 6, *given)
     assert json.loads(printed)["calibration"]["bos"] is True
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from builders import (
-    MOE,
+    any_model,
     equal,
     loaded,
     logits,
     pages,
     same_model,
     saved,
+    site_of,
     tiny_model,
     tiny_moe,
 )
@@ -24,12 +25,10 @@ from cases import many_tokens
 import moesaic
 from moesaic import MoesaicError, SlimConfig, Tokens
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
 from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.scores import BUILT_IN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.metrics.size import model_size
-from moesaic.observation.job import Job
 from moesaic.observation.stats import tallied
 from moesaic.plans import recovery
 from moesaic.plans.base import same
@@ -40,22 +39,6 @@ def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options
     """What slimming makes of a model; by energy and without a refit, unless said otherwise."""
     config = SlimConfig(**{"score": "energy", "refit": False, **options})
     return moesaic.slim(model, config, text=tokens, compare=compare)
-
-
-def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
-    """The first routed layer of a model, or one layer, with the tokens that reach it."""
-    job = Job(moesaic.RunArgs(model, text=tokens), lambda config: base_arch(config))
-    layers = job.arch.moe_layers(model) if isinstance(job.arch, MoEArch) else [0]
-    wanted = layers[0] if layer is None else layer
-    stream = iter(job.stream([wanted], job.arch.view))
-    site = next(stream)
-    site.stream = stream  # which clears the site's tokens when it ends
-    return site
-
-
-def any_model(model_type, **changes):
-    build = tiny_moe if model_type in MOE else tiny_model
-    return build(model_type, **changes)
 
 
 # --- every architecture --------------------------------------------------------------------------
@@ -176,15 +159,8 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 
 
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
-def test_every_score_decides(score, tokens):
-    """For a mixture with a shared path, and a dense model."""
-    model = tiny_moe("qwen2_moe")
-    result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
-    for layer in result.plan.layers.values():
-        assert layer.neurons_EW.shape == (8, 8)
-        assert layer.shared_S.shape == (8,)
-    assert result.model.config.moe_intermediate_size == 8
-    assert result.model.config.shared_expert_intermediate_size == 8
+def test_every_score_decides_for_a_dense_model(score, tokens):
+    """For mixtures: laws/test_mixtures.py."""
     assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 
