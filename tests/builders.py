@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -49,6 +50,12 @@ from moesaic.surgery import apply_plan, base_shape
 
 TESTS = Path(__file__).parent
 VOCAB = 384
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers of the normal distribution, the same of the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
 
 DENSE = (
     "gemma2",
@@ -197,6 +204,11 @@ def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) 
 def any_model(model_type: str, **changes: Any) -> Any:
     """A tiny model of a dense architecture or of a mixture of experts."""
     return (tiny_moe if model_type in MOE else tiny_model)(model_type, **changes)
+
+
+def nightly(*values: Any) -> Any:
+    """Values of a test that ``make test-all`` tries alone."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 BEHIND, APART = "model.layers.{number}.", "mtp.layers.{depth}."
@@ -404,8 +416,8 @@ def finish(writer: Any) -> None:
 
 
 def site_of(model: Any, tokens: Any, index: int | None = None, **options: Any) -> Any:
-    """A layer of a model with the tokens that reach it: unless said otherwise the first that routes,
-    of a dense model the first."""
+    """A layer with the tokens that reach it: if no other is asked for the first that routes, of a
+    dense model the first."""
     arch = base_arch(model.config)
     if index is None:
         index = next((i for i, n in enumerate(base_shape(model, arch).experts) if n), 0)
@@ -489,6 +501,12 @@ def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tup
     else:
         assert 0 < (actual - wanted).norm() <= NEAR * wanted.norm()
     return decided, model
+
+
+def losses_of(result: Any) -> list[dict[str, float]]:
+    """What was noted of every step of a training."""
+    losses: list[dict[str, float]] = result.summary["training"]["losses"]
+    return losses
 
 
 # --- processes -----------------------------------------------------------------------------------

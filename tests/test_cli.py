@@ -30,7 +30,6 @@ from moesaic.types import Figures
 
 TEXT = ("--calibration", pages("calibration"))
 QUICK = (*TEXT, "--samples", "12", "--length", "32", "--layers", "all")
-KEEP = {"keep": 5}
 SMALL = (*TEXT, "--samples", "6", "--length", "24")
 
 
@@ -127,13 +126,6 @@ def test_observe_prune_skip(command, done, moe_folder, tmp_path):
     assert 0 < beta[0] < 1
     printed = done("inspect", skipping, "--json")
     assert [layer["experts"] for layer in json.loads(printed)["layers"]] == [5, 0, 5]
-
-
-def exact(printed):
-    """What a dry run prints, less what depends on the process that it runs in."""
-    record = json.loads(printed)
-    estimate = {n: x for n, x in record["estimate"].items() if n != "peak_memory_bytes"}
-    return {**record, "estimate": estimate}
 
 
 def test_condense_then_tune(command, done, moe_folder, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, WAYS, configured, force, masked, tiny_model
+from builders import VOCAB, WAYS, configured, force, losses_of, masked, tiny_model
 from torch import Tensor
 
 import moesaic
@@ -264,11 +264,6 @@ def test_the_controller_reaches_its_target() -> None:
 
 
 # --- training ------------------------------------------------------------------------------------
-
-
-def losses_of(result: Any) -> list[dict[str, float]]:
-    losses: list[dict[str, float]] = result.summary["training"]["losses"]
-    return losses
 
 
 def interrupting(items: Any, label: str, total: int | None = None) -> Any:

@@ -17,7 +17,7 @@ import pytest
 import scipy.optimize
 import torch
 import transformers
-from builders import equal, finish, loaded, logits, pages, tiny_model, tiny_moe, weights
+from builders import equal, finish, loaded, logits, nightly, pages, tiny_model, tiny_moe, weights
 from gguf import GGMLQuantizationType as Type
 from packaging.version import Version
 from shrunken import small_model
@@ -397,7 +397,7 @@ def hybrid(model_type, tokenizer, file, missing=""):
 
 
 @pytest.mark.skipif(OLD, reason="this transformers reads no such file")
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", nightly("qwen3_5_text")])
 def test_hybrids_are_converted_tensor_by_tensor(model_type, tmp_path, tokenizer, command):
     """As transformers converts them, which reads them whole; and on to a result."""
     file = hybrid(model_type, tokenizer, tmp_path / "model.gguf")

@@ -64,16 +64,6 @@ def test_only_weights_and_settings_are_saved(saved):
     }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
-def test_generate_with_cache_is_generate_without(model_type):
-    model = carved_model(model_type)
-    ids = torch.randint(1, 300, (2, 5), generator=torch.Generator().manual_seed(0))
-    settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    cached = model.generate(ids, use_cache=True, **settings)
-    assert torch.equal(cached, model.generate(ids, use_cache=False, **settings))
-    assert cached.shape[1] > 5
-
-
 def test_bfloat16_keeps_the_router_in_float32(saved, tokens):
     folder, logits = saved
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

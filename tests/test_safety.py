@@ -539,12 +539,6 @@ def test_a_config_of_any_size_is_answered_without_memory(
 # --- files that are opened -----------------------------------------------------------------------
 
 
-def linked(file: Path, target: Path) -> None:
-    file.parent.mkdir(exist_ok=True)
-    file.unlink(missing_ok=True)
-    file.symlink_to(target)
-
-
 OPENED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "spiece.model"),

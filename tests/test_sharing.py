@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,6 @@ def test_a_push_that_is_refused_leaves_the_result(
     assert (out / "model.safetensors").exists()
 
 
-Command = Callable[..., tuple[int, str, str]]
 FAST = PruneConfig(keep=6, score="aimer")
 TEMPLATE = "additional_chat_templates/tool.jinja"
 

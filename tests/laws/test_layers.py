@@ -248,6 +248,16 @@ def test_runs_with_its_weights_on_disk(sample, tokens, tmp_path):
     assert torch.allclose(logits(model, tokens), wanted, atol=1e-5)
 
 
+def test_text_is_generated_with_a_cache_as_without(sample):
+    model = converted(*sample)
+    ids = torch.randint(1, 300, (2, 5), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["attention_mask"] = torch.ones_like(ids)
+    cached = model.generate(ids, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+    assert cached.shape == (2, 13)
+
+
 def test_hooks_of_every_linear_module_fire(sample, tokens):
     """Which is how quantisers see what enters it."""
     model = converted(*sample)
