@@ -43,7 +43,8 @@ from moesaic.plans.cut import CutLayer
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
-PRUNE = ("--keep", 6, "--score", "aimer", "--no-eval", "--overwrite")
+PRUNE = ("--keep", 6, "--score", "aimer", "--no-refit", "--no-eval", "--overwrite")
+"""Without a refit, so that no text is read."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -100,7 +101,7 @@ def test_out_never_holds_a_text_or_statistics_that_are_read(
         refused("exists", "prune", moe_folder, out, "--keep", 6, option, out / "t.txt")
         line = ("prune", moe_folder, out, "--keep", 6, option, out / "t.txt", "--overwrite")
         refused("and is read", *line)
-    again = moesaic.prune(str(out), PruneConfig(keep=5, score="aimer"))
+    again = moesaic.prune(str(out), PruneConfig(keep=5, score="aimer", refit=False))
     with pytest.raises(MoesaicError, match="and is read"):
         again.save(out, overwrite=True)
     assert (out / "t.txt").exists()
@@ -428,7 +429,7 @@ def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) ->
     (theirs / "evil.py").write_text(EVIL.format("ran"))
     (theirs / "tokenizer_evil.py").write_text("")
     edited(theirs / "config.json", auto_map={"AutoConfig": "evil.C"})
-    result = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer"))
+    result = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer", refit=False))
     out = result.save(tmp_path / "out")
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     assert not [*out.rglob("*.py")]
@@ -471,7 +472,9 @@ def test_links_within_a_model_are_followed(theirs: Path, moe_folder: Path, tmp_p
     """What the hub's library lays into its cache is in test_sharing."""
     (theirs / "tokenizer.json").rename(theirs / "other.json")
     (theirs / "tokenizer.json").symlink_to("other.json")
-    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer")).save(tmp_path / "out")
+    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer", refit=False)).save(
+        tmp_path / "out"
+    )
     assert (out / "tokenizer.json").read_bytes() == (moe_folder / "tokenizer.json").read_bytes()
     assert not any(path.is_symlink() for path in out.rglob("*"))
 
@@ -488,7 +491,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
     moe_folder: Path, tmp_path: Path, kept: list[int]
 ) -> None:
     """24 MB of padding became 400 GB of copies; a number below 0 a model that nothing loads."""
-    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer")).plan
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer", refit=False)).plan
     assert plan is not None
     layers = {i: CutLayer(torch.tensor(kept)) for i in plan.layers}
     (tmp_path / "plan").mkdir()
@@ -501,7 +504,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
 def test_a_plan_that_names_no_weights_is_said(
     moe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer")).plan
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer", refit=False)).plan
     assert plan is not None
     (tmp_path / "plan").mkdir()
     replace(plan, base=replace(plan.base, weights="")).save(tmp_path / "plan")
@@ -775,7 +778,9 @@ def test_every_file_of_a_tokenizer_and_processor_is_taken_over(
     for name, text in taken.items():
         (theirs / name).parent.mkdir(exist_ok=True)
         (theirs / name).write_text(text)
-    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer")).save(tmp_path / "out")
+    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer", refit=False)).save(
+        tmp_path / "out"
+    )
     moesaic.export(str(out), tmp_path / "native", to="native")
     for folder in (out, tmp_path / "native"):
         assert {name: (folder / name).read_text() for name in taken} == taken
@@ -789,13 +794,13 @@ def test_a_tokenizer_that_is_dead_in_the_result_is_said(
     auto = {"AutoTokenizer": ["evil.T", None]}
     edited(theirs / "tokenizer_config.json", auto_map=auto)
     said = "The tokenizer cannot be loaded from the result"
-    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
+    code, _, err = command("prune", theirs, tmp_path / "out", *PRUNE)
     assert (code, said in caplog.text) == (0, False), err
     assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert resolve(str(tmp_path / "out")).tokenizer.get_vocab()
     (theirs / "tokenizer.json").rename(theirs / "tiktoken.model")
     edited(theirs / "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
-    done("prune", theirs, tmp_path / "out", *PRUNE, "--no-refit")
+    done("prune", theirs, tmp_path / "out", *PRUNE)
     assert caplog.text.count(said) == 1
     assert said in (tmp_path / "out" / "README.md").read_text()
 

@@ -236,7 +236,7 @@ def test_a_push_that_is_refused_leaves_the_result(
     assert (out / "model.safetensors").exists()
 
 
-FAST = PruneConfig(keep=6, score="aimer")
+FAST = PruneConfig(keep=6, score="aimer", refit=False)
 TEMPLATE = "additional_chat_templates/tool.jinja"
 
 
