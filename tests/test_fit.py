@@ -61,6 +61,15 @@ def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
     return Recipe(model, str(out), (), calibration, evaluation)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A random mixture, smaller than those that ship, where what is tried needs no trained one."""
+    folder = tmp_path_factory.mktemp("small") / "mixtral"
+    tiny_moe("mixtral").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def form_of(name: str, configs: Any, careful: Any = lambda config: config) -> Form:
     return Form(Family(name, [*configs], careful))
 
@@ -324,7 +333,7 @@ def test_alternatives_are_priced_once(
     configs = [SlimConfig(keep=s, score="energy", refit=False) for s in (0.5, 0.75, 1.0)]
     form = form_of("slim", configs)
     monkeypatch.setattr(search, "forms", lambda *_: [form])
-    config = FitConfig(memory=1, windows=8, prices=str(tmp_path / "prices.json"))
+    config = FitConfig(memory=1, windows=4, prices=str(tmp_path / "prices.json"))
 
     def prices(**options: Any) -> Any:
         recipe = recipe_of(tmp_path / "out", options.pop("model", model))
@@ -343,7 +352,7 @@ def test_alternatives_are_priced_once(
     again = prices()[0]
     assert [again.of(form, place).kl for place in range(3)] == [half, most, whole]
     with pytest.raises(MoesaicError, match="holds prices of another text: name another file"):
-        prices(windows=7)
+        prices(windows=3)
     other = "tiny-dense" if model == "tiny-moe" else "tiny-moe"
     with pytest.raises(MoesaicError, match="holds prices of another weights"):
         prices(model=other)
@@ -493,12 +502,14 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
 # --- the search ----------------------------------------------------------------------------------
 
 
-def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_chosen_and_written(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = form_of("shared", [CondenseConfig(count=1, keep="shared")])
     monkeypatch.setattr(search, "forms", lambda *_: [*few()[:2], shared])
-    out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
+    out, budget = tmp_path / "out", int(0.8 * Built(resolve(str(small)).config, None).bytes)
     config = FitConfig(memory=budget, windows=4)
-    record = fit(recipe_of(out), config)
+    record = fit(recipe_of(out, str(small)), config)
     assert record is not None
     tried, chosen = record.measured["tried"], record.measured["chosen"]
     assert {c["form"] for c in tried} <= {"prune", "slim"}
@@ -585,11 +596,13 @@ def test_layers_of_the_chosen_candidate_are_not_decided_again(
 
 
 def test_a_killed_search_resumes_to_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is finished is not measured again."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=3)
+    config = FitConfig(
+        memory=int(0.8 * Built(resolve(str(small)).config, None).bytes), windows=4, confirm=3
+    )
     real, left, seen = trials.scores, [99], list[int]()
 
     def scores(*given: Any) -> Any:
@@ -601,14 +614,14 @@ def test_a_killed_search_resumes_to_the_same_answer(
 
     def found(out: Path, resume: bool = False) -> Any:
         seen.clear()
-        return run.opened(recipe_of(out), config, resume=resume).run()[0]
+        return run.opened(recipe_of(out, str(small)), config, resume=resume).run()[0]
 
     monkeypatch.setattr(trials, "scores", scores)
     whole, left[0] = found(tmp_path / "whole"), 1
     wanted = len(seen)
     with pytest.raises(KeyboardInterrupt):
         found(tmp_path / "out")
-    recipe, left[0] = recipe_of(tmp_path / "out"), 99
+    recipe, left[0] = recipe_of(tmp_path / "out", str(small)), 99
     with pytest.raises(MoesaicError, match="unfinished"):
         fit(recipe, config)
     with pytest.raises(MoesaicError, match="seed was 0, is 1"):
@@ -623,11 +636,11 @@ def test_a_killed_search_resumes_to_the_same_answer(
 
 
 def test_a_killed_pricing_resumes_to_the_same_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
+    config = FitConfig(memory=int(0.8 * Built(resolve(str(small)).config, None).bytes), windows=4)
     real, left, seen = PricedLayer.directional, [99], list[int]()
 
     def directional(self: PricedLayer, stand_in: Any) -> Any:
@@ -639,7 +652,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
 
     def table(out: Path, resume: bool = False) -> dict[str, float]:
         seen.clear()
-        prices = run.opened(recipe_of(out), config, resume=resume).prices
+        prices = run.opened(recipe_of(out, str(small)), config, resume=resume).prices
         return {key: price.kl for key, price in prices.steps.items()}
 
     monkeypatch.setattr(PricedLayer, "directional", directional)
@@ -652,7 +665,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
     left[0] = 99
     assert table(tmp_path / "out", resume=True) == whole
     assert seen == [i for i in range(layers - 3, -1, -1) for _ in range(alternatives)]
-    run.opened(recipe_of(tmp_path / "out"), config, overwrite=True)
+    run.opened(recipe_of(tmp_path / "out", str(small)), config, overwrite=True)
 
 
 def test_half_of_a_folder_is_never_taken_for_it(
