@@ -333,7 +333,7 @@ def test_alternatives_are_priced_once(
     configs = [SlimConfig(keep=s, score="energy", refit=False) for s in (0.5, 0.75, 1.0)]
     form = form_of("slim", configs)
     monkeypatch.setattr(search, "forms", lambda *_: [form])
-    config = FitConfig(memory=1, windows=4, prices=str(tmp_path / "prices.json"))
+    config = FitConfig(memory=1, windows=8, prices=str(tmp_path / "prices.json"))
 
     def prices(**options: Any) -> Any:
         recipe = recipe_of(tmp_path / "out", options.pop("model", model))
@@ -352,7 +352,7 @@ def test_alternatives_are_priced_once(
     again = prices()[0]
     assert [again.of(form, place).kl for place in range(3)] == [half, most, whole]
     with pytest.raises(MoesaicError, match="holds prices of another text: name another file"):
-        prices(windows=3)
+        prices(windows=7)
     other = "tiny-dense" if model == "tiny-moe" else "tiny-moe"
     with pytest.raises(MoesaicError, match="holds prices of another weights"):
         prices(model=other)
