@@ -45,9 +45,9 @@ demo: $(USER_VENV)/.gguf  ## A mixture in fewer bytes than quantising alone reac
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/mypy & types=$$!; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto --dist worksteal; \
+	  tests=$$?; wait $$types && exit $$tests
 
 test-all: test  ## The laws on every architecture, too
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto --dist worksteal -m nightly

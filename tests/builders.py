@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -40,6 +41,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.modules.running import always_skipping
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import Stats, tallied
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import CondensedLayer
@@ -47,6 +49,12 @@ from moesaic.surgery import apply_plan, base_shape
 
 TESTS = Path(__file__).parent
 VOCAB = 384
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers of the normal distribution, the same of the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
 
 DENSE = (
     "gemma2",
@@ -190,6 +198,16 @@ def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) 
                 scale = 0.5 if router else 0.3
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=scale)
     return model
+
+
+def any_model(model_type: str, **changes: Any) -> Any:
+    """A tiny model of a dense architecture or of a mixture of experts."""
+    return (tiny_moe if model_type in MOE else tiny_model)(model_type, **changes)
+
+
+def nightly(*values: Any) -> Any:
+    """Values of a test that ``make test-all`` tries alone."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 BEHIND, APART = "model.layers.{number}.", "mtp.layers.{depth}."
@@ -393,6 +411,21 @@ def finish(writer: Any) -> None:
     writer.close()
 
 
+# --- layers with their tokens --------------------------------------------------------------------
+
+
+def site_of(model: Any, tokens: Any, index: int | None = None, **options: Any) -> Any:
+    """A layer with the tokens that reach it: if no other is asked for the first that routes, of a
+    dense model the first."""
+    arch = base_arch(model.config)
+    if index is None:
+        index = next((i for i, n in enumerate(base_shape(model, arch).experts) if n), 0)
+    layers = iter(LayerStream(model, arch, tokens, [index], view=arch.view, **options))
+    site: Any = next(layers)
+    site.stream = layers  # which clears the site's tokens when it ends
+    return site
+
+
 # --- comparisons ---------------------------------------------------------------------------------
 
 
@@ -477,6 +510,12 @@ def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tup
     else:
         assert 0 < (actual - wanted).norm() <= NEAR * wanted.norm()
     return decided, model
+
+
+def losses_of(result: Any) -> list[dict[str, float]]:
+    """What was noted of every step of a training."""
+    losses: list[dict[str, float]] = result.summary["training"]["losses"]
+    return losses
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -190,3 +190,27 @@ def command(
         return int(code), captured.out, " ".join(captured.err.split())
 
     return call
+
+
+@pytest.fixture
+def done(command: Callable[..., CommandOutcome]) -> Callable[..., str]:
+    """Run ``moesaic`` with arguments that it must carry out; what it prints."""
+
+    def call(*arguments: Any) -> str:
+        code, out, err = command(*arguments)
+        assert code == 0, (arguments, err)
+        return out
+
+    return call
+
+
+@pytest.fixture
+def refused(command: Callable[..., CommandOutcome]) -> Callable[..., str]:
+    """Run ``moesaic`` with arguments that it must refuse in these words; its whole message."""
+
+    def call(words: str, *arguments: Any) -> str:
+        code, _, err = command(*arguments)
+        assert (code, words in err) == (2, True), (arguments, err)
+        return err
+
+    return call

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from builders import converted, logits, tiny_config, tiny_model, tiny_moe, whole_plan
 from transformers import AutoConfig
 
-from moesaic import hub
 from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
 from moesaic.errors import MoesaicError
 from moesaic.io.models import SHAPES, shape_of, skeleton
@@ -32,13 +31,6 @@ from moesaic.plans.cut import CutLayer
 def test_what_is_no_such_architecture_is_refused(find, config, words):
     with pytest.raises(MoesaicError, match=words):
         find(AutoConfig.for_model(**config))
-
-
-def test_carved_is_refused():
-    config = tiny_config("llama")
-    config.__class__ = hub.CLASSES["llama"][0]
-    with pytest.raises(MoesaicError, match="already carved"):
-        dense_arch(config)
 
 
 def test_heads_are_told_from_the_weights():

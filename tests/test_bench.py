@@ -54,10 +54,9 @@ def test_what_is_slower_is_called_slower():
         assert "no clear difference." in said
 
 
-def test_bench_on_the_command_line(command, carved_folder, llama_folder):
+def test_bench_on_the_command_line(done, carved_folder, llama_folder):
     options = ("--rounds", 1, "--length", 16, "--new-tokens", 2)
-    code, out, _ = command("bench", carved_folder, "--against", llama_folder, *options, "--json")
-    assert code == 0
+    out = done("bench", carved_folder, "--against", llama_folder, *options, "--json")
     record = json.loads(out)
     checkpoint = resolve(str(carved_folder)).checkpoint
     assert record["file_bytes"] == checkpoint.nbytes()

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, masked, same, same_model, tiny_model, tiny_moe
+from builders import VOCAB, WAYS, force, masked, same, same_model, site_of, tiny_model, tiny_moe
 
 import moesaic
 from moesaic.api import verb
@@ -35,17 +35,8 @@ from moesaic.surgery import applied
 from moesaic.types import cache_of
 
 
-def site_of(model, arch, tokens, index=2, **options):
-    view = getattr(arch, "mixture", arch.dense)
-    iterator = iter(LayerStream(model, arch, tokens, [index], view=view, **options))
-    site = next(iterator)
-    site.stream = iterator  # keeps the tokens alive with the site
-    return site
-
-
-def dense_site(tokens, model_type="llama"):
-    model = tiny_model(model_type)
-    return site_of(model, dense_arch(model.config), tokens)
+def dense_site(tokens):
+    return site_of(tiny_model("llama"), tokens, 2)
 
 
 def petals_plan(top_k=2, routing="linear", seed=0, **more):

@@ -37,21 +37,6 @@ from moesaic.plans.condensed import CondensedLayer
 from moesaic.surgery import applied
 from moesaic.types import cache_of
 
-SHARED = [
-    "qwen2_moe",
-    "deepseek",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "ernie4_5_moe",
-    "granitemoeshared",
-]
-UNSHARED = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "phimoe"]
-CASES = [
-    *[(m, k) for m in SHARED for k in ("shared", "shared+routed", "attention", "nothing")],
-    *[(m, k) for m in UNSHARED for k in ("shared+routed", "nothing")],
-]
-
 
 def routed_layer(model: Any) -> tuple[Any, int, Any]:
     """The table entry, the number and the module of the last layer that routes."""
@@ -403,14 +388,6 @@ def test_the_first_layer_of_each_kind_of_attention_is_not_dropped(tokens: Tokens
     first = result.model(ids[:, :6], use_cache=True)
     rest = result.model(ids[:, 6:], **cache_of(first))
     torch.testing.assert_close(rest.logits, result.model(ids).logits[:, 6:], rtol=0, atol=1e-5)
-
-
-def test_nothing_condensed_is_the_model_itself(tokens: Tokens) -> None:
-    model = tiny_moe("qwen2_moe")
-    result = condense(model, CondenseConfig(count=0), calibration=tokens)
-    assert result.plan.layers == {}
-    assert type(result.model) is type(model)
-    assert torch.equal(result.model(tokens.input_ids).logits, model(tokens.input_ids).logits)
 
 
 NATIVE = [

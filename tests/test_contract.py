@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from builders import equal, loaded, saved, weights
+from builders import equal, loaded, nightly, saved, weights
 from contract import TOKENS, beside, held, logits
 from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
@@ -66,13 +66,8 @@ def said_of(model_type):
     return "moe" if model_type in found["moe"] else "dense"
 
 
-BY_DAY = {"gemma4_text", "llama4_text", "nemotron_h", "stablelm"}
-"""``make test-all`` tries the others."""
-
-
-@pytest.mark.parametrize(
-    "model_type", [t if t in BY_DAY else pytest.param(t, marks=pytest.mark.nightly) for t in SOME]
-)
+@pytest.mark.nightly  # by day, six are tried in laws/test_architectures.py
+@pytest.mark.parametrize("model_type", SOME)
 def test_it_does_what_is_said_of_it(model_type):
     assert held(model_type) == (said_of(model_type), "")
 
@@ -94,10 +89,10 @@ def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
     ("whole", "language"),
     [
         ("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        ("mistral3", "mistral4"),
         *(
             pytest.param(*pair, marks=pytest.mark.nightly)
             for pair in (
+                ("mistral3", "mistral4"),
                 ("glm4v_moe", "glm4v_moe_text"),
                 ("internvl", "qwen3_moe"),
                 ("kimi_k25", "deepseek_v3"),
@@ -164,7 +159,10 @@ def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["gemma4_text", "llama4_text", "nemotron_h", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen2_moe", *map(nightly, ("gemma4_text", "llama4_text", "nemotron_h"))],
+)
 def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
     """The same tokens enter each expert, with the same activations."""
     model = small_model(model_type)
@@ -343,9 +341,8 @@ def test_a_shared_path_that_is_averaged_is_refused():
     assert base_arch(small_config("cohere2_moe", **average)).shared == "shared_experts"
 
 
-def test_the_command(command):
-    code, out, _ = command("inspect", "--json")
-    assert code == 0
+def test_the_command(command, done):
+    out = done("inspect", "--json")
     assert json.loads(out).keys() >= {"moe", "dense", "unsupported"}
     code, out, _ = command("inspect")
     mixtures, _, dense = out.partition("dense models")

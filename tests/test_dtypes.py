@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, pages, tiny_moe
+from builders import VOCAB, pages, tiny_moe, weights
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import moesaic
@@ -17,7 +17,6 @@ from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
 from moesaic.io import models
 from moesaic.io.models import has_products, working_type
-from moesaic.io.source import Source
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe
@@ -49,11 +48,6 @@ def folder(moe_folder: Path, tmp_path: Path) -> Path:
     for file in moe_folder.glob("token*"):
         (tmp_path / "narrow" / file.name).write_bytes(file.read_bytes())
     return tmp_path / "narrow"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = Source("x", folder).checkpoint
-    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
 def test_float32_stands_in_only_where_nothing_was_asked(without_products: None) -> None:

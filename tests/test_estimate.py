@@ -30,11 +30,9 @@ from moesaic.sizes import Built, Estimate, estimate, on_headers, weight_bytes
 from moesaic.types import give_back
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
-    ("moe_folder", [("prune", {"keep": 5.5, "allocate": "layers", "score": "frequency"})]),
     ("moe_folder", [("slim", {"keep": 0.5, "shared": 0.5, "refit": True})]),
     ("moe_folder", [("slim", {"keep": 0.5, "allocate": "experts"})]),
     ("llama_folder", [("slim", {"keep": 0.5})]),
-    ("moe_folder", [("condense", {"count": 1, "shared_gate": "mean"})]),
     ("tiny-moe", [("condense", {"count": 1, "keep": "shared+routed"})]),
     ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
     ("llama_folder", [("carve", {"method": "more", "variant": "static", "refit": True})]),

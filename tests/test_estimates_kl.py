@@ -1,7 +1,8 @@
-"""Estimated KL of changed layers, against measured KL and against its own definition."""
+"""What changes of layers do to a model's output, measured and estimated, and weighed inputs."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +12,113 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, tiny_model, tiny_moe
-from test_branches import narrower
-from torch import nn
+from builders import MOE, any_model, tiny_model, tiny_moe
+from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
+from moesaic.exports.rounder import importance, means
 from moesaic.io.source import resolve
-from moesaic.losses import divergence, log_probabilities
+from moesaic.losses import divergence, log_probabilities, predicting
+from moesaic.metrics.forward import Whole
+from moesaic.metrics.score import qualities
+from moesaic.observation.branches import branches, divergences, measured
 from moesaic.observation.branches import changed as changed_by
-from moesaic.observation.branches import divergences
 from moesaic.observation.estimates import PricedLayer, estimated, estimates, priced_layers
+from moesaic.observation.stats import Tally
 from moesaic.observation.stream import BEFORE, LayerStream
+from moesaic.plans.condensed import DroppedLayer
+from moesaic.plans.cut import CutLayer
+from moesaic.surgery import apply_layer
+
+
+def narrower(model_type: str, width: int, shift: int = 0) -> Any:
+    order = torch.arange(shift, shift + width)
+    if model_type in MOE:
+        return CutLayer(torch.arange(8), order.repeat(8, 1), 16)
+    return CutLayer(None, order[None], 64)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "olmoe"])
+def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) -> None:
+    """Of one layer, of several, of one layer in two ways, of a layer dropped, and of none."""
+    model = any_model(model_type, num_hidden_layers=3)
+    arch, shared = base_arch(model.config), narrower(model_type, 8)
+    changes = [
+        {1: shared},
+        {0: narrower(model_type, 4), 1: shared, 2: narrower(model_type, 12)},
+        {1: narrower(model_type, 8, shift=4)},
+        {1: shared, 2: DroppedLayer()},
+        {},
+    ]
+    kl_CN = divergences(LayerStream(model, arch, padded, view=arch.view), changes)
+    assert kl_CN.shape == (len(changes), len(padded.input_ids))
+    found = kl_CN.mean(1).tolist()
+    for change, kl in zip(changes, found, strict=True):
+        changed = copy.deepcopy(model)
+        for i, plan in sorted(change.items(), reverse=True):
+            apply_layer(arch.layers(changed), i, arch, plan)
+        wanted = qualities([Whole(changed), Whole(model)], padded)[0].kl
+        assert kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+    assert len({round(kl, 6) for kl in found}) == len(found)
+
+
+def test_divergences_tell_windows_apart(padded: Tokens) -> None:
+    """Each window's is that of the window alone, weighed by its tokens."""
+    model = tiny_moe("mixtral", num_hidden_layers=2)
+    arch, changes = base_arch(model.config), [{0: narrower("mixtral", 8)}]
+    found = divergences(LayerStream(model, arch, padded, view=arch.view), changes)[0]
+    every = [padded.rows(slice(n, n + 1)) for n in range(len(padded.input_ids))]
+    alone = [
+        divergences(LayerStream(model, arch, w, view=arch.view), changes).item() for w in every
+    ]
+    counts = torch.stack([predicting(window.labels).sum() for window in every]).double()
+    assert len({*counts.tolist()}) > 1
+    wanted = torch.tensor(alone) * counts / counts.mean()
+    torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-8)
+
+
+def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
+    """Those of a whole batch would take gigabytes of a vocabulary of today's size. Changes
+    that come to the same model meet the head once."""
+    model = tiny_moe("mixtral", num_hidden_layers=2)
+    arch, rows = base_arch(model.config), list[int]()
+
+    def made(_: Any, __: Any, out: torch.Tensor) -> None:
+        rows.append(len(out))
+
+    model.lm_head.register_forward_hook(made)
+    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    one, other = narrower("mixtral", 8), narrower("mixtral", 4)
+    kl_CN = divergences(stream, [{0: one}, {}, {0: other}, {0: one}, {}])
+    assert kl_CN.shape == (5, len(tokens.input_ids))
+    assert torch.equal(kl_CN[[0, 1]], kl_CN[[3, 4]])
+    assert kl_CN[:3].mean(1).unique().numel() == 3
+    assert rows == [1] * 4 * len(tokens.input_ids)  # of the original and of three
+
+    rows.clear()
+    (original,) = branches(stream, [{}])
+    sums_CN, tokens_N = measured(stream, [{0: one}, {}], original=original)
+    assert torch.equal(sums_CN / tokens_N.mean(), kl_CN[:2])
+    assert rows == [1] * 3 * len(tokens.input_ids)
+
+
+def test_what_is_alike_goes_together(tokens: Tokens) -> None:
+    """The layers before a change, and those that changes share, run once for all."""
+    model = tiny_moe("mixtral", num_hidden_layers=3)
+    arch, calls = base_arch(model.config), [0, 0, 0]
+    for i, layer in enumerate(arch.layers(model)):
+
+        def count(_: Any, __: Any, i: int = i) -> None:
+            calls[i] += 1
+
+        layer.mlp.register_forward_pre_hook(count)
+    one, other = narrower("mixtral", 8), narrower("mixtral", 4)
+    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    found = branches(stream, [{0: one}, {0: one, 2: other}, {0: one, 2: one}, {0: one}])
+    assert calls == [1, 1, 3]
+    assert found[0] is found[3]
+    assert len({id(states) for states in found}) == 3
 
 
 @contextmanager
@@ -43,7 +139,7 @@ def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
 def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens) -> None:
     """Of each layer alone and of all together, interactions included. Of mixtures whose routers
     are random the last layer alone: behind any other, experts change by chance."""
-    model = (tiny_moe if model_type in MOE else tiny_model)(model_type, num_hidden_layers=3)
+    model = any_model(model_type, num_hidden_layers=3)
     arch = base_arch(model.config)
     stream = LayerStream(model, arch, padded, view=arch.view)
     changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
@@ -176,3 +272,61 @@ def test_changes_of_several_layers_add_up(tokens: Tokens) -> None:
     found = estimates(stream, [*changes, {i: changes[i][i] for i in range(3)}], 4)
     torch.testing.assert_close(found.v_CKN[:3].sum(0), found.v_CKN[3])
     assert not torch.allclose(found.kl_CN[:3].sum(0), found.kl_CN[3])
+
+
+def named(module: str) -> str | None:
+    """All but the head, by transformers' names."""
+    return module if module.startswith("model.") else None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "gpt_oss"])
+def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
+    model_type: str, tokens: Tokens, tmp_path: Path
+) -> None:
+    model = any_model(model_type)
+    model.save_pretrained(tmp_path / "model")
+    found = importance(resolve(str(tmp_path / "model")), tokens, named)
+    wanted: dict[str, Tensor] = {}
+    routed: dict[int, Tensor] = {}
+
+    def entered(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x_TI = args[0].flatten(0, -2)
+            wanted[f"{name}.weight"] = (x_TI.double() ** 2).mean(0).float()
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and named(name):
+            module.register_forward_pre_hook(entered(name))
+    arch = base_arch(model.config)
+    layers = arch.moe_layers(model) if hasattr(arch, "moe_layers") else []  # type: ignore[operator]
+    for i in layers:
+        block = arch.mixture(arch.layers(model)[i]).block  # type: ignore[attr-defined]
+        block.register_forward_pre_hook(
+            lambda _, args, i=i: routed.__setitem__(i, args[0].flatten(0, -2))
+        )
+    model.eval()(input_ids=tokens.input_ids)
+    for i, x_TD in routed.items():
+        view = arch.mixture(arch.layers(model)[i])  # type: ignore[attr-defined]
+        _, _, chosen_TK = view.router(x_TD)
+        inputs, hidden = [], []
+        for e in range(view.count):
+            x_ND = x_TD[[e in chosen for chosen in chosen_TK.tolist()]]
+            for rows, x in ((inputs, x_ND), (hidden, view.hidden(e, x_ND))):
+                rows.append((x.double() ** 2).mean(0) if len(x) else torch.ones(x.shape[1]))
+        wanted[f"blk.{i}.ffn_gate_exps.weight"] = torch.cat(inputs).float()
+        wanted[f"blk.{i}.ffn_up_exps.weight"] = torch.cat(inputs).float()
+        wanted[f"blk.{i}.ffn_down_exps.weight"] = torch.cat(hidden).float()
+    assert found.keys() == wanted.keys()
+    for name, mean in wanted.items():
+        torch.testing.assert_close(found[name], mean, rtol=1e-4, atol=1e-7)
+
+
+def test_an_expert_that_no_token_reached_weighs_its_inputs_alike() -> None:
+    tally = Tally()
+    for x_NI in (torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[2.0, 1.0]])):
+        tally.add("a.square_EI", x_NI.square().sum(0), 1, 2)
+        tally.add("a.calls_E", torch.tensor(len(x_NI)), 1, 2)
+    assert means(tally.stats())["a"].tolist() == pytest.approx([1, 1, 14 / 3, 5 / 3])

@@ -179,7 +179,7 @@ def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded)
 
 
 def test_other_vocabularies_are_refused_and_other_readers_compared(
-    llama_folder, tmp_path, tokenizer, tokens, command
+    llama_folder, tmp_path, tokenizer, tokens, command, done
 ):
     folder = tmp_path / "other"
     tiny_model("llama", seed=1).save_pretrained(folder)
@@ -205,8 +205,7 @@ def test_other_vocabularies_are_refused_and_other_readers_compared(
     save_file({"input_ids": tokens.input_ids}, tmp_path / "ids.safetensors")
     ids = command(*rewritten(swapped), "--data", tmp_path / "ids.safetensors")
     assert ids[0] == 0, "ids are the same whatever they stand for"
-    code, out, _ = command(*rewritten(without_merges))
-    assert code == 0
+    out = done(*rewritten(without_merges))
     assert json.loads(out)["kl"] > 0
 
 
@@ -372,40 +371,21 @@ def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, qu
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_eval_prints_all_of_it(command, carved_folder, llama_folder, questions):
+def test_eval_prints_all_of_it(done, carved_folder, llama_folder, questions):
     given = ["eval", carved_folder, "--against", llama_folder]
     quick = ["--max-tokens", "320", "--length", "32", "--limit", "4", "--data", pages("evaluation")]
-    code, out, err = command(*given, "--tasks", questions, *quick, "--stream", "--json")
-    assert code == 0, err
+    out = done(*given, "--tasks", questions, *quick, "--stream", "--json")
     found = json.loads(out)
     assert found["kl"] > 0
     assert 0 <= found["top1_agreement"] <= 1
     assert found["tasks"]["few"].keys() >= {"acc", "acc_norm", "stderr", "n"}
     assert found["tasks"]["few"]["n"] == found["against"]["tasks"]["few"]["n"] == 4
     assert "recovery" not in found["against"]["tasks"]["few"]
-    code, out, err = command(*given[:2], "--tasks", questions, *quick)  # beside: see below
-    assert code == 0, err
+    out = done(*given[:2], "--tasks", questions, *quick)  # beside: see below
     for label in ("few, acc norm", "perplexity", "parameters a token uses", "MB"):
         assert label in " ".join(out.split()), label
     assert "nominal" not in out
     assert "bytes" not in out
-
-
-WRONG = [
-    (["--tasks", "BAD"], "no choices"),
-    (["--tasks", "FEW", "--shots", "5"], "--shots 5: the examples are other questions"),
-    (["--tasks", "FEW,FEW"], "twice"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), WRONG)
-def test_wrong_requests(command, llama_folder, questions, tmp_path, given, message):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"question": "a?"}')
-    names = {"FEW": str(questions), "BAD": str(bad), "FEW,FEW": f"{questions},{questions}"}
-    code, out, err = command("eval", llama_folder, *(names.get(g, g) for g in given))
-    assert (code, out) == (2, "")
-    assert message in err
 
 
 def test_tasks_by_name_need_lm_eval(command, llama_folder, monkeypatch):
@@ -538,7 +518,7 @@ def test_a_padded_vocabulary_is_compared_without_its_padding():
         scores([Whole(padded), Whole(model)], tokens)
 
 
-def test_anybodys_checkpoint_is_judged(command, llama_folder, tmp_path):
+def test_anybodys_checkpoint_is_judged(done, refused, llama_folder, tmp_path):
     """A sentence, KL with its interval, quantised files beside it; as Markdown, too."""
     theirs = tiny_model("llama")
     with torch.no_grad():
@@ -550,19 +530,15 @@ def test_anybodys_checkpoint_is_judged(command, llama_folder, tmp_path):
         (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
     asked = ["eval", tmp_path / "theirs", "--against", llama_folder, "--max-tokens", 600]
     asked += ["--length", 32, "--baseline", "q8_0", "--data", pages("evaluation")]
-    code, printed, err = command(*asked, "--json")
-    assert code == 0, err
+    printed = done(*asked, "--json")
     figures = json.loads(printed)
     low, high = figures["kl_interval"]
     assert 0 <= low < figures["kl"] < high
     assert 0 < figures["baselines"]["q8_0"]["kl"] < figures["kl"]
-    code, shown, _ = command(*asked)
-    assert code == 0
+    shown = done(*asked)
     assert "KL from the original" in shown
-    code, card, _ = command(*asked, "--card")
-    assert code == 0
+    card = done(*asked, "--card")
     assert "| KL from the original, nats | – |" in card
     assert "q8\\_0" in card
     for wrong in (["--card"], ["--baseline", "q8_0"]):
-        code, _, err = command("eval", tmp_path / "theirs", *wrong)
-        assert (code, "needs --against" in err) == (2, True), err
+        refused("needs --against", "eval", tmp_path / "theirs", *wrong)

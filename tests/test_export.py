@@ -294,12 +294,11 @@ def test_what_a_mixture_cannot_say_is_refused(message, tmp_path):
 # --- the whole way -------------------------------------------------------------------------------
 
 
-def test_export_says_what_it_did(command, tmp_path, own_process):
+def test_export_says_what_it_did(command, done, tmp_path, own_process):
     layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
     source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
     out = tmp_path / "native"
-    code, text, _ = command("export", source.folder, out, "--json")
-    assert code == 0
+    text = done("export", source.folder, out, "--json")
     record = json.loads(text)
     assert record["model_type"] == "granitemoeshared"
     assert 0 <= record["largest_difference"] < 1e-5

@@ -36,7 +36,7 @@ from moesaic.fitting import prices as prices_module
 from moesaic.fitting import run, search, trials
 from moesaic.fitting.candidates import Candidate, plainest
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.forms import Form, ending, forms, largest
+from moesaic.fitting.forms import Form, ending, forms
 from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, asked, key_of
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
@@ -60,6 +60,15 @@ def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
     return Recipe(model, str(out), (), calibration, evaluation)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A random mixture, smaller than those that ship, where what is tried needs no trained one."""
+    folder = tmp_path_factory.mktemp("small") / "mixtral"
+    tiny_moe("mixtral").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def form_of(name: str, configs: Any, careful: Any = lambda config: config) -> Form:
     return Form(Family(name, [*configs], careful))
 
@@ -80,13 +89,6 @@ def few(*_: Any) -> list[Form]:
 
 
 # --- sizes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_the_largest_that_fits_is_found(count: int) -> None:
-    for limit in range(-1, count + 1):
-        wanted = max((n for n in range(count) if n <= limit), default=None)
-        assert largest(range(count), lambda n, limit=limit: n <= limit) == wanted
 
 
 @pytest.mark.parametrize("model", ["moe_folder", "llama_folder"])
@@ -452,32 +454,6 @@ def test_the_original_alone_may_be_best(
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "said"),
-    [
-        ("tiny-moe", ["--memory", "3MB", "--type", "q9"], "'q9' is none of f32, f16"),
-        (
-            "tiny-moe",
-            ["--parameters", "4e6", "--type", "q8_0"],
-            "--type needs a budget of bytes (memory)",
-        ),
-        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], how_to_install("gguf")),
-        ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
-    ],
-)
-def test_files_that_cannot_be_made_are_refused_at_once(
-    model: str, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LLAMA_CPP", raising=False)
-    monkeypatch.setattr("moesaic.exports.llamacpp.installed", lambda *_: [])
-    with pytest.raises(MoesaicError) as raised:
-        CliRunner().invoke(
-            app, ["fit", model, str(tmp_path / "out"), *options], catch_exceptions=False
-        )
-    assert said in str(raised.value)
-    assert not (tmp_path / "out").exists()
-
-
 # --- text ----------------------------------------------------------------------------------------
 
 
@@ -546,12 +522,14 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
 # --- the search ----------------------------------------------------------------------------------
 
 
-def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_chosen_and_written(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = form_of("shared", [CondenseConfig(count=1, keep="shared")])
     monkeypatch.setattr(search, "forms", lambda *_: [*few()[:2], shared])
-    out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
+    out, budget = tmp_path / "out", int(0.8 * Built(resolve(str(small)).config, None).bytes)
     config = FitConfig(memory=budget, windows=4)
-    record = fit(recipe_of(out), config)
+    record = fit(recipe_of(out, str(small)), config)
     assert record is not None
     tried, chosen = record.measured["tried"], record.measured["chosen"]
     assert {c["form"] for c in tried} <= {"prune", "slim"}
@@ -569,27 +547,13 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
-    recipe = recipe_of(tmp_path / "out")
-    monkeypatch.setattr(run, "run_recipe", None)
-    with pytest.raises(TypeError):  # all is tried, and the result is not written
-        fit(recipe, config)
-    with pytest.raises(MoesaicError, match="unfinished"):
-        fit(recipe, config)
-    with pytest.raises(MoesaicError, match="seed was 0, is 1"):
-        fit(replace(recipe, calibration=replace(recipe.calibration, seed=1)), config, resume=True)
-    monkeypatch.setattr(trials, "convert", None)
-    kept: list[Any] = []
-    monkeypatch.setattr(run, "run_recipe", lambda best, **_: kept.append(best))
-    fit(recipe, config, resume=True)
-    assert len(kept[0].steps) == 1
-
-
-def test_a_search_is_continued_on_its_own_weights_alone(tmp_path: Path) -> None:
+def test_a_search_goes_on_with_its_own_weights_and_text_alone(tmp_path: Path) -> None:
     """A model of the same shape, tokenizer and text gets none of another one's figures."""
-    recipe, config = recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes // 2, windows=4)
+    text = tmp_path / "text.txt"
+    recipe = recipe_of(tmp_path / "out")
+    recipe = replace(recipe, calibration=replace(recipe.calibration, source=str(text)))
+    config = FitConfig(memory=ORIGINAL.bytes // 2, windows=4)
+    text.write_text("\n\n".join(f"Chapter {n} tells of {n} ships." for n in range(400)))
     run.opened(recipe, config)
     run.opened(recipe, config, resume=True)
     other = shutil.copytree(resolve(recipe.model).folder, tmp_path / "other")
@@ -597,6 +561,9 @@ def test_a_search_is_continued_on_its_own_weights_alone(tmp_path: Path) -> None:
         save_file({n: t + 0.01 for n, t in load_file(file).items()}, file, {"format": "pt"})
     with pytest.raises(MoesaicError, match="weights"):
         run.opened(replace(recipe, model=str(other)), config, resume=True)
+    text.write_text(text.read_text().replace("ships", "sheep"))
+    with pytest.raises(MoesaicError, match="the text is another"):
+        run.opened(recipe, config, resume=True)
 
 
 def test_a_resumed_search_that_fails_keeps_its_work(
@@ -617,19 +584,6 @@ def test_a_resumed_search_that_fails_keeps_its_work(
     with pytest.raises(MoesaicError, match="nothing fits"):
         fit(recipe, config, resume=True)
     assert (work / "figures.json").is_file()
-
-
-def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    recipe = recipe_of(tmp_path / "out")
-    recipe = replace(recipe, calibration=replace(recipe.calibration, source=str(text)))
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
-    text.write_text("\n\n".join(f"Chapter {n} tells of {n} ships." for n in range(400)))
-    run.opened(recipe, config)
-    run.opened(recipe, config, resume=True)
-    text.write_text(text.read_text().replace("ships", "sheep"))
-    with pytest.raises(MoesaicError, match="the text is another"):
-        run.opened(recipe, config, resume=True)
 
 
 def test_alternatives_decide_on_little_text(
@@ -662,11 +616,13 @@ def test_layers_of_the_chosen_candidate_are_not_decided_again(
 
 
 def test_a_killed_search_resumes_to_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is finished is not measured again."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=3)
+    config = FitConfig(
+        memory=int(0.8 * Built(resolve(str(small)).config, None).bytes), windows=4, confirm=3
+    )
     real, left, seen = trials.scores, [99], list[int]()
 
     def scores(*given: Any) -> Any:
@@ -678,24 +634,33 @@ def test_a_killed_search_resumes_to_the_same_answer(
 
     def found(out: Path, resume: bool = False) -> Any:
         seen.clear()
-        return run.opened(recipe_of(out), config, resume=resume).run()[0]
+        return run.opened(recipe_of(out, str(small)), config, resume=resume).run()[0]
 
     monkeypatch.setattr(trials, "scores", scores)
     whole, left[0] = found(tmp_path / "whole"), 1
     wanted = len(seen)
     with pytest.raises(KeyboardInterrupt):
         found(tmp_path / "out")
-    left[0] = 99
+    recipe, left[0] = recipe_of(tmp_path / "out", str(small)), 99
+    with pytest.raises(MoesaicError, match="unfinished"):
+        fit(recipe, config)
+    with pytest.raises(MoesaicError, match="seed was 0, is 1"):
+        fit(replace(recipe, calibration=replace(recipe.calibration, seed=1)), config, resume=True)
     assert found(tmp_path / "out", resume=True) == whole
     assert len(seen) == wanted - 1 > 0
+    monkeypatch.setattr(trials, "convert", None)
+    kept: list[Any] = []
+    monkeypatch.setattr(run, "run_recipe", lambda best, **_: kept.append(best))
+    fit(recipe, config, resume=True)
+    assert len(kept[0].steps) == 1
 
 
 def test_a_killed_pricing_resumes_to_the_same_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
+    config = FitConfig(memory=int(0.8 * Built(resolve(str(small)).config, None).bytes), windows=4)
     real, left, seen = PricedLayer.directional, [99], list[int]()
 
     def directional(self: PricedLayer, stand_in: Any) -> Any:
@@ -707,7 +672,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
 
     def table(out: Path, resume: bool = False) -> dict[str, float]:
         seen.clear()
-        prices = run.opened(recipe_of(out), config, resume=resume).prices
+        prices = run.opened(recipe_of(out, str(small)), config, resume=resume).prices
         return {key: price.kl for key, price in prices.steps.items()}
 
     monkeypatch.setattr(PricedLayer, "directional", directional)
@@ -720,7 +685,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
     left[0] = 99
     assert table(tmp_path / "out", resume=True) == whole
     assert seen == [i for i in range(layers - 3, -1, -1) for _ in range(alternatives)]
-    run.opened(recipe_of(tmp_path / "out"), config, overwrite=True)
+    run.opened(recipe_of(tmp_path / "out", str(small)), config, overwrite=True)
 
 
 def test_half_of_a_folder_is_never_taken_for_it(
@@ -857,22 +822,30 @@ def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("words", "said"),
     [
-        ([], "Give a budget"),
-        (["--memory", "100KB"], "--memory 100KB is out of reach: the least that works is"),
-        (["--parameters", "10"], "--parameters 10 is out of reach"),
-        (["--parameters", "10", "--memory", "1TB"], "--parameters 10 is out of reach"),
-        (["--memory", "1TB"], "tiny-moe is within this budget as it is (memory 11.57MB)"),
-        (["--memory", "1TB", "--parameters", "1e9"], "(memory 11.57MB, parameters 5782784)"),
-        (["--memory", "9MB", "--samples", "5000"], "samples"),
+        ("tiny-moe", "Give a budget"),
+        ("tiny-moe --memory 100KB", "--memory 100KB is out of reach: the least that works is"),
+        ("tiny-moe --parameters 10", "--parameters 10 is out of reach"),
+        ("tiny-moe --parameters 10 --memory 1TB", "--parameters 10 is out of reach"),
+        ("tiny-moe --memory 1TB", "tiny-moe is within this budget as it is (memory 11.57MB)"),
+        ("tiny-moe --memory 1TB --parameters 1e9", "(memory 11.57MB, parameters 5782784)"),
+        ("tiny-moe --memory 9MB --samples 5000", "samples"),
+        ("tiny-moe --memory 3MB --type q9", "'q9' is none of f32, f16"),
+        ("tiny-moe --parameters 4e6 --type q8_0", "--type needs a budget of bytes (memory)"),
+        ("tiny-moe --memory 3MB --type q8_0", how_to_install("gguf")),
+        ("tiny-shared-moe --memory 3MB --type q8_0", "llama.cpp"),
     ],
 )
 def test_what_cannot_be_is_refused(
-    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also files, where their converter is not there."""
     monkeypatch.setattr(search, "forms", few)
-    given = ["fit", "tiny-moe", str(tmp_path / "out"), *options]
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setattr("moesaic.exports.llamacpp.installed", lambda *_: [])
+    model, *options = words.split()
+    given = ["fit", model, str(tmp_path / "out"), *options]
     with pytest.raises(MoesaicError) as raised:
         CliRunner().invoke(app, given, catch_exceptions=False)
     assert said in str(raised.value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import carved_layer, converted, tiny_model, tiny_moe
+from builders import carved_layer, converted, drawn, tiny_model, tiny_moe
 from cases import many_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,10 +38,6 @@ from moesaic.plans.recovery import (
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""
 NEURON = 3 * 32
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def used(layer: Any) -> LayerUse:

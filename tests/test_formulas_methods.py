@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import tiny_moe
+from builders import drawn, tiny_moe
 from torch import Tensor
 
 from moesaic.api import condense
@@ -40,11 +40,6 @@ from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 from moesaic.train.tune.method import factors
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 # --- divergences ---------------------------------------------------------------------------------
 

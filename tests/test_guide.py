@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import shlex
+import shutil
 import signal
 import sys
 import termios
@@ -252,6 +253,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert "Going on with: 200KB" in terminal.until("Which one")
     os.write(terminal.file, b"\x04")
     interrupted += [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
+    left = Path(shutil.copytree(folder, tmp_path_factory.mktemp("left") / "here"))
     said, printed = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(printed):
         patch.chdir(folder)
@@ -262,7 +264,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert not ended.value.code, said.getvalue()
     found = json.loads(printed.getvalue())
     return SimpleNamespace(
-        folder=folder, said=said.getvalue(), found=found, interrupted=interrupted
+        folder=folder, said=said.getvalue(), found=found, interrupted=interrupted, left=left
     )
 
 
@@ -318,7 +320,7 @@ def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     assert not list(saved.folder.glob("*.search"))
 
 
-def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, monkeypatch):
+def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, done, monkeypatch):
     said = " ".join(saved.said.split())
     assert "experts in each of" in said
     assert "This machine: " in said
@@ -327,8 +329,7 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, m
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
     monkeypatch.chdir(saved.folder)
-    code, _, errors = command(*words[2:4], "again", *words[5:], "--no-eval")
-    assert code == 0, errors
+    done(*words[2:4], "again", *words[5:], "--no-eval")
     one, two = (
         (saved.folder / name / "model.safetensors").read_bytes()
         for name in (f"{moe_folder.name}-smaller", "again")
@@ -352,8 +353,11 @@ def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(moe_fold
     assert not names & {"prune", "prune spread"}
 
 
-def test_points_are_saved_as_they_are_picked(moe_folder, tmp_path):
-    terminal = Terminal([str(moe_folder), *TEXT], tmp_path)
+def test_points_are_saved_as_they_are_picked(saved, moe_folder):
+    """Going on with what was interrupted, for another goal, for which it asks."""
+    (goal,) = saved.left.rglob(guide.GOAL)
+    goal.unlink()
+    terminal = Terminal([str(moe_folder), *TEXT, "--resume"], saved.left)
     terminal.until("Largest KL")
     terminal.type("100")
     terminal.until("Which one")
@@ -364,7 +368,7 @@ def test_points_are_saved_as_they_are_picked(moe_folder, tmp_path):
     assert "$ moesaic " in said
     assert "moesaic generate mine" in said
     assert "moesaic export" not in said, "there is no llama.cpp"
-    assert (tmp_path / "mine" / "config.json").is_file()
+    assert (saved.left / "mine" / "config.json").is_file()
     terminal.type("0")
     assert terminal.end() == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in saved.left.iterdir()] == ["mine"]

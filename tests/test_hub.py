@@ -1,4 +1,4 @@
-"""A carved model behaves as any Hugging Face model does."""
+"""A carved model behaves as any Hugging Face model does, and is compiled."""
 
 import json
 import subprocess
@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 from builders import carved_model
+from torch import nn
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from moesaic import hub
@@ -62,16 +64,6 @@ def test_only_weights_and_settings_are_saved(saved):
     }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
-def test_generate_with_cache_is_generate_without(model_type):
-    model = carved_model(model_type)
-    ids = torch.randint(1, 300, (2, 5), generator=torch.Generator().manual_seed(0))
-    settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    cached = model.generate(ids, use_cache=True, **settings)
-    assert torch.equal(cached, model.generate(ids, use_cache=False, **settings))
-    assert cached.shape[1] > 5
-
-
 def test_bfloat16_keeps_the_router_in_float32(saved, tokens):
     folder, logits = saved
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -121,3 +113,41 @@ def test_lora_adapts_petals_too(tokens):
         merged = adapted.merge_and_unload()
         assert not torch.allclose(changed, before)
         torch.testing.assert_close(merged(tokens.input_ids).logits, changed, rtol=1e-3, atol=1e-3)
+
+
+# --- compiled: the same values, and no compiling anew for every split ----------------------------
+
+
+@pytest.fixture
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@torch.no_grad()
+def test_no_split_of_the_tokens_is_compiled_anew():
+    ffn = carved_model().model.layers[1].mlp
+    block = nn.Sequential(nn.LayerNorm(32), ffn, nn.Linear(32, 32))
+    compiled = torch.compile(block, backend="eager")
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 24, 24, 24, 17, 9, 30, 31, 32, 33, 34, 35, 1):
+        x = torch.randn(1, length, 32, generator=generator)
+        torch.testing.assert_close(compiled(x), block(x))
+    assert counters["stats"]["unique_graphs"] <= 6  # before and after; one token, 24, any number
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@torch.no_grad()
+def test_a_compiled_model_generates_the_same():
+    model = carved_model()
+    compiled = torch.compile(model)
+    ids = torch.randint(1, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+    )

@@ -1,24 +1,33 @@
-"""What this package stands on in other libraries, name by name.
-
-Raise a bound in pyproject.toml, and these tests say what is gone and who needs it.
-"""
+"""Other libraries and processes: what is imported and when, what they have, what users install."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import tiny_moe
+from builders import SERVER, called, tiny_moe
 from packaging.requirements import Requirement
 from rich.segment import Segment
+
+from moesaic.cli import entry
+from moesaic.cli.entry import explained
+from moesaic.distributed import join_processes, wait_for_all
+from moesaic.errors import MoesaicError
 
 ROOT = Path(__file__).parents[1]
 YOUNG = (
@@ -130,3 +139,206 @@ def test_young_libraries_have_an_upper_bound_that_was_tried() -> None:
         requirement = wanted[name.replace("_", "-")]
         assert any(part.operator == "<" for part in requirement.specifier), name
         assert requirement.specifier.contains(version(name)), name
+
+
+USED = """
+import sys
+
+def check(used, *names):
+    heavy = [m for m in ("sklearn", "matplotlib", "peft", *names) if m in sys.modules]
+    assert not heavy, (used, heavy)
+
+configs = "torch", "transformers", "torchao", "datasets", "scipy"
+import moesaic
+check("the package", *configs)
+moesaic.MoREConfig(active=0.8), moesaic.PruneConfig(keep=5), moesaic.load_recipe
+check("configs", *configs)
+from moesaic.methods import METHODS
+[*METHODS.values()]
+check("the registry", *configs)
+moesaic.carve
+check("a verb", "transformers.trainer")
+from moesaic.io.source import resolve
+resolve("tiny-dense").config
+check("a model's config", "transformers.trainer")
+"""
+LOADED = """
+import transformers
+config = transformers.AutoConfig.from_pretrained(FOLDER)
+assert config.model_type == "moesaic_llama"
+model = transformers.AutoModelForCausalLM.from_pretrained(config.name_or_path)
+assert type(model).__name__ == "MoesaicLlamaForCausalLM"
+"""
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = code.replace("FOLDER", repr(str(folder)))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_no_more_is_imported_than_is_used(carved_folder):
+    """Configs need no torch, loading a model no trainer; transformers then loads a result."""
+    done = run(USED + LOADED, carved_folder)
+    assert done.returncode == 0, done.stderr
+
+
+STATE = """
+import logging, os, sys, warnings
+import torch, transformers
+from transformers import AutoConfig, LlamaForCausalLM  # libraries of its own, too
+
+def asked(log):  # one that merely exists is nobody's
+    return log.level or log.disabled or log.handlers
+
+def state():
+    names = logging.Logger.manager.loggerDict
+    loggers = [logging.root, *(logging.getLogger(n) for n in names if "moesaic" not in n)]
+    return (
+        dict(os.environ), list(warnings.filters), warnings.showwarning, sys.excepthook,
+        {log.name: (log.level, log.disabled, list(log.handlers)) for log in loggers if asked(log)},
+        transformers.utils.logging.is_progress_bar_enabled(), torch.get_num_threads(),
+        vars(AutoConfig)["from_pretrained"],
+    )
+
+before = state()
+"""
+
+
+def test_importing_it_changes_nothing_around_it(carved_folder):
+    """But what transformers reads first, once, so that it knows our model types. It loads a result
+    if it was imported first, too."""
+    code = (
+        f"{STATE}\n"
+        "import moesaic\n"
+        "assert state()[:-1] == before[:-1], 'import'\n"
+        "moesaic.prune, moesaic.load_recipe, moesaic.Tokens\n"
+        "try:\n"
+        "    AutoConfig.from_pretrained('./none')\n"
+        "except OSError:\n"
+        "    pass\n"
+        "assert 'moesaic_llama' in transformers.CONFIG_MAPPING\n"
+        "after = state()\n"
+        "print([i for i, (a, b) in enumerate(zip(after, before)) if a != b])\n"
+        f"{LOADED}\n"
+    )
+    done = run(code, carved_folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_products_are_remembered_as_the_user_says(monkeypatch):
+    given, ours, other = entry.ENVIRONMENT
+    monkeypatch.setenv(given, "7")
+    monkeypatch.setenv(other, "NO")
+    monkeypatch.setenv(ours, "")  # so that what is set below goes with the test
+    monkeypatch.delenv(ours)
+    entry.set_environment()
+    assert (os.environ[given], os.environ[ours]) == ("7", entry.ENVIRONMENT[ours])
+
+
+@pytest.fixture(scope="module")
+def try_install() -> Iterator[Any]:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        yield import_module("try_install")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_demo_runs_in_an_environment_with_one_extra_alone() -> None:
+    """Whatever else was set up before: what it shows is what a user of ``gguf`` gets."""
+    told = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    made = [line for line in told if "setup_venv.sh" in line]
+    assert made == ["scripts/setup_venv.sh .venv-user gguf"]
+    run = re.findall(r"\.venv-user/bin/moesaic (\w+)", "\n".join(told))
+    assert run == ["generate", "eval", "export", "fit", "report"]
+    assert "dev" not in " ".join(told).replace("/dev/null", "")
+
+
+RECORD = {
+    "speed_ratio": {"prefill_spread": [0.9, 1.1], "decode_spread": [0.7, 0.9]},
+    "scores": {"original": {"total_bytes": 10}, "result": {"total_bytes": 10}},
+}
+
+
+@pytest.mark.parametrize(
+    ("comment", "printed", "problem"),
+    [
+        ("", "prefill no clear difference", ""),
+        ("", "Worse; prefill\nfaster (1.2×)", "prefill is told to be faster"),
+        ("dense: decodes faster", "", "said to decode faster; its rounds are 0.70 to 0.90"),
+        ("a mixture: narrower experts", "", "said to be smaller"),
+        ("", "20 % smaller on disk", "told to be smaller"),
+    ],
+)
+def test_words_that_figures_deny_are_found(
+    comment: str, printed: str, problem: str, try_install: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "out/moesaic").mkdir(parents=True)
+    (tmp_path / "out/moesaic/result.json").write_text(json.dumps(RECORD))
+    line = "moesaic carve smollm2 out --active 0.8"
+    found = try_install.broken(line, comment, printed, tmp_path)
+    assert [problem in said for said in found] == [True] * bool(problem)
+
+
+def test_each_line_of_the_documents_is_run_or_left_out_with_a_reason(try_install: Any) -> None:
+    every = [line for page in try_install.DOCUMENTS for line, _ in try_install.lines(page)]
+    assert len(every) > 14
+    for line in every:
+        program = try_install.cheap(line)[0]
+        left_out = any(line.startswith(what.replace("\\", "")) for what in try_install.LEFT_OUT)
+        assert program in ("moesaic", "pip", "python") or left_out, line
+
+
+def ending(how: str, which: int) -> None:
+    """In one of several processes, one of which ends early."""
+    with explained():
+        join_processes()
+        wait_for_all()
+        if os.environ["RANK"] == str(which):
+            if how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MoesaicError("keep 9 is out of reach.")
+        wait_for_all()
+
+
+@pytest.mark.parametrize(
+    ("end", "which"),
+    [
+        ("refuses", 1),
+        ("is killed", 0),
+        pytest.param("refuses", 0, marks=pytest.mark.nightly),
+        pytest.param("is killed", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_other_process_says_the_true_reason(end: str, which: int, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    files = [tmp_path / str(rank) for rank in range(2)]
+    running = [
+        SERVER.Process(
+            target=called,
+            args=({**os.environ, **told, "RANK": str(rank)}, files[rank]),
+            kwargs={"work": ending, "arguments": (end, which)},
+        )
+        for rank in range(2)
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(300)
+    errors = [" ".join(file.read_text().split()) for file in files]
+    other = 1 - which
+    assert "fault of moesaic" not in errors[other]
+    if end == "refuses":
+        assert [process.exitcode for process in running] == [2, 2], errors
+        assert all("keep 9 is out of reach." in error for error in errors)
+    else:
+        assert running[other].exitcode == 1
+        assert "Another of the 2 processes ended" in errors[other]

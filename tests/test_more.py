@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from builders import tiny_model
+from builders import site_of, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,18 +37,7 @@ from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.metrics.forward import jsd
 from moesaic.observation.stats import tallied
-from moesaic.observation.stream import LayerStream
 from moesaic.surgery import layer_uses
-
-
-def site_of(tokens, index=2, **options):
-    model = tiny_model("llama")
-    arch = dense_arch(model.config)
-    stream = LayerStream(model, arch, tokens, [index], view=arch.dense, **options)
-    iterator = iter(stream)
-    site = next(iterator)
-    site.stream = iterator  # keeps the tokens alive with the site
-    return site
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +47,7 @@ def _no_gradients():
 
 
 def observed(tokens, config=None, **options):
-    site = site_of(tokens, **options)
+    site = site_of(tiny_model("llama"), tokens, 2, **options)
     method = MoRE(config or MoREConfig())
     tally = tallied(site, {"calls_E"})
     method.observe(site, tally)
@@ -168,7 +157,7 @@ def test_petals_partition_their_members(width, experts, balanced, isolated, seed
 
 
 def test_prototypes_are_equations_9_to_11(tokens):
-    site = site_of(tokens)
+    site = site_of(tiny_model("llama"), tokens, 2)
     backbone, petals = torch.arange(10), [torch.arange(10, 30), torch.arange(30, 64)]
     x_TD = torch.cat(list(site.inputs()))
     h_TM = torch.cat([h for _, h in site.activations()])
@@ -184,7 +173,7 @@ def test_prototypes_are_equations_9_to_11(tokens):
 
 
 def test_expert_without_tokens_takes_its_highest_energy_ones(tokens):
-    site = site_of(tokens)
+    site = site_of(tiny_model("llama"), tokens, 2)
     h_TM = torch.cat([h for _, h in site.activations()])
     weakest = h_TM.square().sum(0).argsort()
     petals = [weakest[:1], weakest[1:]]  # the first can never win

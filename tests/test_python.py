@@ -84,11 +84,6 @@ def test_a_wrong_call_shows_the_right_one(call, words):
     assert words in str(caught.value).replace("'tiny-moe'", '"tiny-moe"')
 
 
-def test_a_wrong_value_names_its_field():
-    with pytest.raises(MoesaicError, match="keep"):
-        moesaic.slim("tiny-moe", keep=2.0)
-
-
 def test_the_stub_is_the_configs():
     from api_stub import STUB, stub
 

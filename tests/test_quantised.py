@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import edited, int4_config, loaded, logits, opened, quantise, tiny_moe, weights
+from builders import drawn, edited, int4_config, loaded, logits, opened, quantise, tiny_moe, weights
 from released import deepseek_v4
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,10 +41,6 @@ ERRORS = {
 }
 """By the name of a weight's scales, the share of it that its rounding may cost."""
 KEPT = torch.tensor([0, 2, 3, 5, 6, 7])
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,7 @@ def test_overrides():
             r"steps\.0\.carve\.activ is not an option of carve, method more; known: active",
         ),
         (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active 'much' is not a number"),
+        (TEXT.replace("{active: 0.7, layers: [1, 2]}", "3"), "expected options"),
         (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),
         (TEXT.replace("active: 0.7", "recipe: [best]"), "unknown recipe"),
         (TEXT.replace("active: 0.7", "variant: best"), r"variant 'best' is none of full, backbone"),
@@ -138,13 +139,3 @@ def test_mistakes_are_named_with_their_place(text, message):
 def test_bad_overrides(override):
     with pytest.raises(MoesaicError, match="key=value|does not name a place"):
         parse_recipe(TEXT, [override])
-
-
-def test_missing_file():
-    with pytest.raises(MoesaicError, match="No recipe at"):
-        load_recipe(Path("nowhere.yaml"))
-
-
-def test_step_needs_options():
-    with pytest.raises(MoesaicError, match="expected options"):
-        step_config("carve", 3)

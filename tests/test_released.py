@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import inside, loaded
+from builders import inside, loaded, nightly
 from released import PUBLISHED, rebuilt
 from torch import Tensor
 
@@ -58,8 +58,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else said
 
 
-BY_DAY = {"gpt-oss-20b", "LFM2-1.2B"}
-NAMES = [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.nightly) for n in PUBLISHED]
+NAMES = [n if n == "gpt-oss-20b" else nightly(n) for n in PUBLISHED]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +91,9 @@ def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> Non
         assert "config.json" in inside(out)
 
 
-@pytest.mark.parametrize("name", ["Granite-4.0-H-Tiny", "gpt-oss-20b", "ERNIE-4.5-21B-A3B"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", *map(nightly, ("Granite-4.0-H-Tiny", "ERNIE-4.5-21B-A3B"))]
+)
 def test_what_stays_is_spelled_as_it_was(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)

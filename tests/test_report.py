@@ -325,10 +325,6 @@ def test_perplexities_that_are_no_numbers():
     printed(record)
 
 
-def test_sixty_four_petals():
-    assert len(routed(Page(report.html([make(petals=64)])))) == 3 * 64
-
-
 # --- plain words ---------------------------------------------------------------------------------
 
 

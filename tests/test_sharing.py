@@ -1,10 +1,11 @@
-"""Results pushed to a stand-in of the hub's HTTP interface; plans applied."""
+"""Results that are pushed and fetched: to the hub, and out of a cache as its library lays it."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import equal, inside, weights
+from builders import edited, equal, inside, weights
 from click.testing import CliRunner
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download, snapshot_download
+from huggingface_hub.file_download import _create_symlink, _get_pointer_path, repo_folder_name
 
 import moesaic
 from moesaic.cli import app
 from moesaic.errors import MoesaicError
+from moesaic.io.source import headers_of_model, resolve
+from moesaic.methods.prune.config import PruneConfig
 from moesaic.plan import Plan
 from moesaic.record import Record
 
@@ -229,3 +233,254 @@ def test_a_push_that_is_refused_leaves_the_result(
     assert "failed" in str(result.exception)
     assert f"The result is in {out}" in str(result.exception)
     assert (out / "model.safetensors").exists()
+
+
+FAST = PruneConfig(keep=6, score="aimer", refit=False)
+TEMPLATE = "additional_chat_templates/tool.jinja"
+
+
+def laid(cache: Path, name: str, files: dict[str, bytes], shared: bool, links: bool = True) -> Path:
+    """A snapshot as ``hf_hub_download`` lays it, by the functions that it calls.
+
+    Args:
+        cache: of the hub.
+        name: of the repository.
+        files: by their names there.
+        shared: large ones lie in the store that all repositories share.
+        links: the file system has links.
+    """
+    storage = str(cache / repo_folder_name(repo_id=name, repo_type="model"))
+    for file, content in files.items():
+        digest = hashlib.sha256(content).hexdigest()
+        blob, pointer = (
+            Path(storage, "blobs", digest),
+            Path(_get_pointer_path(storage, COMMIT, file)),
+        )
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        if shared and file.endswith((".safetensors", "tokenizer.json")):
+            store = pytest.importorskip("huggingface_hub.utils._shared_blobs")
+            key = hashlib.sha256(b"xet" + content).hexdigest()
+            assert store.publish_blob_to_shared_store(
+                blob_path=str(blob), xet_hash=key, cache_dir=cache, expected_size=len(content)
+            )
+            assert blob.is_symlink()
+        _create_symlink(str(blob), str(pointer), new_blob=not shared)
+        assert pointer.is_symlink() is links
+    file_download._cache_commit_hash_for_specific_revision(storage, "main", COMMIT)
+    return Path(storage, "snapshots", COMMIT)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, which is not where it is by default."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    return tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize("layout", ["blobs", "shared", "copies"])
+def test_what_the_hubs_library_lays_is_read(
+    cache: Path,
+    done: Any,
+    moe_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+) -> None:
+    """By the name, by the snapshot's folder and by a link to it; without a connection."""
+    if layout == "copies":  # as on Windows
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", True)
+        monkeypatch.setattr(file_download, "are_symlinks_supported", lambda *_: False)
+    files = {**contents(moe_folder), TEMPLATE: b"{{ tools }}"}
+    snapshot = laid(cache, "you/it", files, layout == "shared", layout != "copies")
+    (tmp_path / "link").symlink_to(snapshot)
+    expected = weights(moesaic.prune(str(moe_folder), FAST).save(tmp_path / "expected"))
+    names = ("you/it", str(snapshot), str(tmp_path / "link"))
+    for number, name in enumerate(names if layout != "copies" else names[:1]):
+        out = moesaic.prune(name, FAST).save(tmp_path / f"out-{number}")
+        assert equal(weights(out), expected)
+        assert not any(path.is_symlink() for path in out.rglob("*"))
+        assert (out / TEMPLATE).read_text() == "{{ tools }}"
+    for line in (
+        ("inspect", "you/it"),
+        ("prune", "you/it", tmp_path / "dry", "--keep", 6, "--dry-run"),
+        ("slim", "you/it", tmp_path / "dry", "--keep", 0.5, "--dry-run"),
+    ):
+        done(*line)
+
+
+def test_a_model_in_a_folder_of_a_snapshot_is_read(cache: Path, moe_folder: Path) -> None:
+    files = {f"half/{name}": content for name, content in contents(moe_folder).items()}
+    snapshot = laid(cache, "you/halves", files, shared=True)
+    source = resolve(str(snapshot / "half"))
+    assert source.config.model_type == "qwen2_moe"
+    assert source.checkpoint.names()
+
+
+def test_no_more_than_the_hubs_library_lays_is_followed(
+    cache: Path, moe_folder: Path, tmp_path: Path
+) -> None:
+    """Neither another repository's blobs, nor what only looks like a cache."""
+    files = contents(moe_folder)
+    private = laid(cache, "me/private", files, shared=False)
+    secret = (private / "tokenizer.json").resolve()
+    snapshot = laid(cache, "you/it", files, shared=True)
+    blob = snapshot.parent.parent / "blobs" / "evil"
+    (cache / "blobs" / "se").mkdir()
+    shutil.copyfile(secret, cache / "blobs" / "se" / "secret")
+    shutil.copyfile(secret, cache / "blobs" / "secret")
+    targets = [secret, cache / "blobs" / "se" / "secret", cache / "blobs" / "secret"]
+    for target in (*targets, tmp_path / "nothing"):
+        blob.symlink_to(target)
+        (snapshot / "tokenizer.json").unlink()
+        (snapshot / "tokenizer.json").symlink_to(f"../../blobs/{blob.name}")
+        with pytest.raises(MoesaicError, match=r"tokenizer\.json is a link out of its folder"):
+            _ = resolve(str(snapshot)).config
+        blob.unlink()
+    home = tmp_path / "home"
+    (home / "blobs").mkdir(parents=True)
+    shutil.copyfile(secret, home / "blobs" / "secret")
+    theirs = home / "snapshots" / "theirs"
+    shutil.copytree(moe_folder, theirs)
+    (theirs / "tokenizer.json").unlink()
+    (theirs / "tokenizer.json").symlink_to("../../blobs/secret")
+    with pytest.raises(MoesaicError, match=r"tokenizer\.json is a link out of its folder"):
+        _ = resolve(str(theirs)).config
+
+
+# --- what is fetched -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(hub: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were fetched whole from the stand-in of the hub."""
+    said: list[str] = []
+    get = Hub.do_GET
+
+    def noted(self: Hub) -> None:
+        _, found, file = self.path.partition(f"/resolve/{COMMIT}/")
+        if found and self.command == "GET" and "Range" not in self.headers:
+            said.append(file)
+        get(self)
+
+    monkeypatch.setattr(Hub, "do_GET", noted)
+    return said
+
+
+STRAY = {
+    "original/model.safetensors": b"x" * 9000,
+    "original/params.json": b"{}",
+    "consolidated.safetensors": b"x" * 9000,
+    "model.fp16.safetensors": b"x" * 9000,
+    "pytorch_model.bin": b"x" * 9000,
+    "pytorch_model.bin.index.json": b"{ }",
+    "onnx/model.onnx": b"x" * 9000,
+    "model-q4.gguf": b"x" * 9000,
+    "LICENSE": b"free",
+    "README.md": b"hello",
+    "chat_template.json": b"[]",
+    TEMPLATE: b"{{ tools }}",
+    "tokenization_it.py": b"1 / 0",
+}
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_only_the_files_of_the_index_are_fetched(
+    hub: dict[str, dict[str, bytes]],
+    asked: list[str],
+    moe_folder: Path,
+    tmp_path: Path,
+    single: bool,
+) -> None:
+    """The dry run fetches no weights at all; where one file has all, no other is fetched."""
+    whole = tmp_path / "whole"
+    resolve(str(moe_folder)).load().save_pretrained(whole)
+    files = contents(moe_folder)
+    if single:  # a stray index beside one file: transformers reads the file
+        files["model.safetensors"] = (whole / "model.safetensors").read_bytes()
+    hub["you/it"] = files | STRAY
+    shards = {n for n in files if n.endswith(".safetensors")}
+    wanted = {"model.safetensors"} if single else shards
+    (tmp_path / "dry").mkdir()
+    dry = headers_of_model("you/it", tmp_path / "dry")
+    assert sorted(dry.checkpoint.names()) == sorted(resolve(str(moe_folder)).checkpoint.names())
+    assert not any(file.endswith(".safetensors") for file in asked)
+    source = resolve("you/it")
+    large = {file for file in asked if len(hub["you/it"][file]) >= 9000} - {"tokenizer.json"}
+    assert {file for file in asked if "safetensors" in file} - {
+        "model.safetensors.index.json"
+    } == wanted
+    assert large <= wanted | {"tokenizer.json"}
+    assert {"LICENSE", TEMPLATE, "chat_template.json"} <= {*asked}
+    assert not {"original/params.json", "tokenization_it.py", "README.md"} & {*asked}
+    assert source.fingerprint == resolve(str(moe_folder)).fingerprint
+    assert len(asked) == len({*asked})
+    before = len(asked)
+    (tmp_path / "again").mkdir()
+    assert headers_of_model("you/it", tmp_path / "again").folder == source.folder
+    assert resolve("you/it").folder == source.folder
+    assert len(asked) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["config.json", "pytorch_model.bin"], "holds pickled weights only"),
+        (["config.json", "pytorch_model.bin.index.json", "tf.h5"], "holds pickled weights only"),
+        (["config.json", "model.fp16.safetensors"], "variants only, such as model.fp16"),
+        (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter"),
+        (["config.json", "adapter_config.json", "model.safetensors"], "holds an adapter"),
+        (["README.md", "it-q4_k_m.gguf"], "holds GGUF files: give one of them, such as it-q4"),
+        (["params.json", "consolidated.safetensors"], r"No model\.safetensors or"),
+        (["model.safetensors"], r"has no config\.json"),
+    ],
+)
+def test_a_repository_that_is_no_model_is_refused_before_anything_large_is_fetched(
+    hub: dict[str, dict[str, bytes]], asked: list[str], files: list[str], words: str
+) -> None:
+    hub["you/it"] = dict.fromkeys(files, b"{}")
+    with pytest.raises(MoesaicError, match=f"you/it.*{words}|{words}.*you/it"):
+        resolve("you/it")
+    assert {*asked} <= {"config.json", "pytorch_model.bin.index.json", "adapter_config.json"}
+
+
+def test_what_transformers_fetched_is_used_without_a_connection(
+    hub: dict[str, dict[str, bytes]],
+    asked: list[str],
+    moe_folder: Path,
+    done: Any,
+    refused: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fetches no licence, and the library calls a snapshot without one incomplete."""
+    hub["you/it"] = contents(moe_folder) | STRAY
+    snapshot_download("you/it", allow_patterns=["*.json", "model-*.safetensors"])
+    hub["you/part"] = contents(moe_folder)
+    snapshot_download("you/part", allow_patterns=["*.json", "model-00001-*.safetensors"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("you/it").checkpoint.names()
+    dry = ("prune", "you/it", tmp_path / "out", "--keep", 6, "--dry-run")
+    done(*dry)
+    for line in (("inspect", "you/part"), ("prune", "you/part", *dry[2:])):
+        refused("not whole in the hub's cache", *line)
+    assert inside(tmp_path) == {f for f in inside(tmp_path) if f.startswith("cache/")}
+
+
+def test_weights_of_another_name_are_those_that_transformers_reads(
+    moe_folder: Path, tmp_path: Path
+) -> None:
+    theirs = Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
+    names = resolve(str(theirs)).checkpoint.names()
+    (theirs / "model.safetensors.index.json").rename(theirs / "own.safetensors.index.json")
+    edited(theirs / "config.json", transformers_weights="own.safetensors.index.json")
+    assert resolve(str(theirs)).checkpoint.names() == names
+    edited(theirs / "config.json", transformers_weights="../other.safetensors")
+    with pytest.raises(MoesaicError, match="transformers_weights"):
+        resolve(str(theirs)).checkpoint  # noqa: B018

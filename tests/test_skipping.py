@@ -1,23 +1,31 @@
-"""Dynamic skipping: Lu et al. (2024), Sec. 3.3 and App. A.2."""
+"""Skipping: Lu et al. (2024), Sec. 3.3 and App. A.2, and fewer experts a token by a number."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from builders import tiny_moe
+from builders import loaded, logits, nightly, saved, tiny_moe
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shrunken import small_model
 
 import moesaic
+from moesaic.arch.lookup import moe_arch
+from moesaic.cli import app
 from moesaic.errors import MoesaicError
-from moesaic.methods.skip.config import SkipConfig
+from moesaic.hub import native_config
+from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.skip.method import mean_calls, quantile, ratios
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import counted
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import skip, survivors
-from moesaic.types import cache_of
+from moesaic.plan import Plan
+from moesaic.plans.cut import CutLayer
+from moesaic.surgery import base_shape
 
 
 def falling(tokens, top_k, seed=0):
@@ -89,18 +97,6 @@ def test_weights_of_few_bits_are_shared_out_exactly_and_rounded_once():
 
 
 @torch.no_grad()
-def test_token_by_token_is_the_batch(tokens, tmp_path):
-    model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
-    whole = model(tokens.input_ids[:1]).logits
-    cache, steps = {}, []
-    for token in tokens.input_ids[0]:
-        out = model(token.view(1, 1), **cache, use_cache=True)
-        cache = cache_of(out)
-        steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 def test_skipped_experts_do_not_run(tokens):
     """What a skipping model computes is what its survivors alone give."""
     plain = tiny_moe("mixtral")
@@ -167,7 +163,7 @@ def test_published_betas_are_taken_as_they_are(tokens):
         assert len(SkipConfig.bundles[name]["betas"]) == 32, name
 
 
-@pytest.mark.parametrize("model_type", ["lfm2_moe", "minimax_m2", "deepseek_v4"])
+@pytest.mark.parametrize("model_type", ["lfm2_moe", *map(nightly, ("minimax_m2", "deepseek_v4"))])
 def test_routers_that_are_handed_more_than_hidden_states_skip_and_are_observed(model_type, tokens):
     """A bias, or where a token stands in a table, as the base's router is."""
     skips = moesaic.skip(small_model(model_type), calibration=tokens)
@@ -178,7 +174,66 @@ def test_routers_that_are_handed_more_than_hidden_states_skip_and_are_observed(m
     assert kept[first] < 1.9
 
 
-def test_skipping_twice_is_refused(tokens):
-    model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
-    with pytest.raises(MoesaicError, match="skips already"):
-        moesaic.skip(model, calibration=tokens)
+def four(moe_type="qwen3_moe", **changes):
+    return tiny_moe(moe_type, top_k=4, **changes)
+
+
+def top_ks(model):
+    arch = moe_arch(model.config)
+    return [arch.mixture(arch.layers(model)[i]).top_k for i in arch.moe_layers(model)]
+
+
+# --- layers that differ ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_config_that_takes_a_list_holds_them(tokens, tmp_path):
+    """hunyuan's class has one number for all layers, or a list."""
+    model = small_model("hunyuan_v1_moe")
+    before = logits(model, tokens)
+    layers = {i: CutLayer(top_k=1 + i % 2) for i in range(model.config.num_hidden_layers)}
+    saved(tmp_path, model, layers)
+    again = loaded(tmp_path)
+    assert again.config.model_type == "hunyuan_v1_moe"
+    assert top_ks(again) == [1, 2, 1, 2]
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+    assert not torch.equal(logits(again, tokens), before)
+
+
+def test_a_config_that_takes_a_list_and_goes_by_none_holds_no_list():
+    """kimi_linear's class refuses nothing; its routers would all get the list itself."""
+    model = small_model("kimi_linear")
+    arch = moe_arch(model.config)
+    routed = arch.moe_layers(model)
+    for numbers, native in (([1] * len(routed), True), ([1, *[2] * (len(routed) - 1)], False)):
+        layers = {i: CutLayer(top_k=k) for i, k in zip(routed, numbers, strict=True)}
+        plan = Plan("test", base_shape(model, arch), layers)
+        assert (native_config(model.config, arch, plan) is not None) == native
+
+
+def test_skipping_after_it_counts_the_experts_that_are_left(tokens):
+    fewer = moesaic.skip(four(), TopKConfig(top_k=3)).model
+    skipping = moesaic.skip(fewer, SkipConfig(calls=2), calibration=tokens)
+    assert skipping.analyses[0]["calls_per_token"] == pytest.approx(2, abs=0.05)
+    for again in (TopKConfig(top_k=1), SkipConfig()):
+        with pytest.raises(MoesaicError, match="skips already"):
+            moesaic.skip(skipping.model, again, calibration=tokens)
+
+
+# --- asked for -----------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path):
+    """From a folder with its native config; a wrong request is one message."""
+    given = ["skip", "tiny-shared-moe", str(tmp_path / "out"), "--top-k", "2"]
+    run = CliRunner().invoke(app, [*given, "--no-eval", "--json"], catch_exceptions=False)
+    assert run.exit_code == 0, run.stderr
+    record = json.loads(run.stdout)
+    assert record["native"]
+    assert set(record["experts_per_token"]) <= {2, None}
+    assert record["steps"][0]["title"] == "2 of 4 experts a token"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_experts_per_tok"] == 2
+    run = CliRunner().invoke(app, ["skip", "tiny-shared-moe", str(tmp_path / "x"), "--top-k", "9"])
+    assert run.exit_code != 0
+    assert "4 works" in str(run.exception)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import (
-    MOE,
+    any_model,
     equal,
     loaded,
     logits,
@@ -17,6 +17,7 @@ from builders import (
     same,
     same_model,
     saved,
+    site_of,
     tiny_model,
     tiny_moe,
 )
@@ -24,13 +25,11 @@ from cases import many_tokens
 
 import moesaic
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.methods.slim.config import BUILT_IN, SCORES, SlimConfig
 from moesaic.methods.slim.neurons import losses, removal_costs, uneven
 from moesaic.metrics.score import model_size
-from moesaic.observation.job import Job
 from moesaic.observation.stats import tallied
 from moesaic.plans import recovery
 from moesaic.plans.cut import CutLayer
@@ -40,22 +39,6 @@ def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options
     """What slimming makes of a model; by energy and without a refit, unless said otherwise."""
     config = SlimConfig(**{"score": "energy", "refit": False, **options})
     return moesaic.slim(model, config, text=tokens, compare=compare)
-
-
-def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
-    """The first routed layer of a model, or one layer, with the tokens that reach it."""
-    job = Job(moesaic.RunArgs(model, text=tokens), lambda config: base_arch(config))
-    layers = job.arch.moe_layers(model) if isinstance(job.arch, MoEArch) else [0]
-    wanted = layers[0] if layer is None else layer
-    stream = iter(job.stream([wanted], job.arch.view))
-    site = next(stream)
-    site.stream = stream  # which clears the site's tokens when it ends
-    return site
-
-
-def any_model(model_type, **changes):
-    build = tiny_moe if model_type in MOE else tiny_model
-    return build(model_type, **changes)
 
 
 # --- every architecture --------------------------------------------------------------------------
@@ -89,13 +72,6 @@ def silence(model, plan):
             gone = torch.ones(down_DM.shape[1], dtype=torch.bool)
             gone[kept] = False
             down_DM[:, gone] = 0
-
-
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "llama"])
-def test_keeping_all_neurons_is_the_identity(model_type, tokens):
-    model = any_model(model_type)
-    result = slimmed(model, tokens, keep=1.0)
-    assert equal(dict(result.model.state_dict()), dict(model.state_dict()))
 
 
 # --- formulas ------------------------------------------------------------------------------------
@@ -176,15 +152,8 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 
 
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
-def test_every_score_decides(score, tokens):
-    """For a mixture with a shared path, and a dense model."""
-    model = tiny_moe("qwen2_moe")
-    result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
-    for layer in result.plan.layers.values():
-        assert layer.neurons_EW.shape == (8, 8)
-        assert layer.shared_S.shape == (8,)
-    assert result.model.config.moe_intermediate_size == 8
-    assert result.model.config.shared_expert_intermediate_size == 8
+def test_every_score_decides_for_a_dense_model(score, tokens):
+    """For mixtures: laws/test_mixtures.py."""
     assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 

@@ -9,6 +9,7 @@ import pytest
 from builders import tiny_model, tiny_moe
 from cases import many_tokens
 from rich.console import Console
+from safetensors import SafetensorError
 
 import moesaic
 from moesaic import pipeline
@@ -74,6 +75,11 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130, "Interrupted."),
         (MoesaicError("no such thing"), 2, "Error: no such thing"),
         (OSError(28, "No space left on device"), 2, "The disk is full"),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            2,
+            "The disk is full",
+        ),
         (
             PermissionError(13, "Permission denied", "m/a"),
             2,

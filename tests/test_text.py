@@ -802,14 +802,6 @@ def test_a_sorted_source_does_not_come_out_sorted(
     assert numbers_of(other, tokenizer, 300) != seen
 
 
-def test_every_row_comes_once_a_pass(tokenizer: Any, tmp_path: Path) -> None:
-    name = str(rows_file(tmp_path / "a.jsonl", numbered(100, 140)))
-    rows = open_rows(TextSource(name), "calibration")
-    first, second = ([text_of(r) for r in rows.shuffled(seed)] for seed in ("0", "1"))
-    assert sorted(first) == sorted(second) == [f"{i}" for i in range(100, 140)]
-    assert first != second
-
-
 def test_a_long_document_is_shuffled_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -844,14 +836,13 @@ def test_a_source_of_empty_rows_does_not_hang(tokenizer: Any, tmp_path: Path) ->
 # --- C9: eval ------------------------------------------------------------------------------------
 
 
-def test_eval_takes_16384_tokens_and_says_so(command: Any, llama_folder: Path) -> None:
+def test_eval_takes_16384_tokens_and_says_so(done: Any, llama_folder: Path) -> None:
     """C9: bdfe050 took all of the text."""
-    code, out, _ = command("eval", llama_folder, "--json")
-    assert code == 0
+    out = done("eval", llama_folder, "--json")
     figures = json.loads(out)
     assert figures["max_tokens"] == 16_384
     assert 15_000 < figures["tokens"] <= 16_384
-    _, out, _ = command("eval", llama_folder, "--max-tokens", 512)
+    out = done("eval", llama_folder, "--max-tokens", 512)
     assert "at most 512 tokens" in " ".join(out.split())
 
 
@@ -882,7 +873,7 @@ def test_the_page_lists_every_schema() -> None:
 
 
 def test_eval_refuses_what_a_result_was_calibrated_on(
-    llama_folder: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, tmp_path: Path, done: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the record, so from any folder and long after; other rows of the same file are welcome."""
     file = rows_file(
@@ -891,21 +882,17 @@ def test_eval_refuses_what_a_result_was_calibrated_on(
     monkeypatch.chdir(tmp_path)
     text = ["--calibration", "t.jsonl:::[:50%]", "--samples", 8, "--length", 24]
     given = ["--method", "more", "--layers", "all", "--data", "t.jsonl:::[50%:]", "-o", "rounds=0"]
-    code, _, err = command("carve", llama_folder, "out", *text, *given)
-    assert code == 0, err
+    done("carve", llama_folder, "out", *text, *given)
     monkeypatch.chdir("/")
     for data in (file, f"{file}:::[10:20]"):
-        code, _, err = command("eval", tmp_path / "out", "--data", data)
-        assert code == 2
-        assert "was calibrated on rows of it" in err
-    code, _, err = command("eval", llama_folder, "--against", tmp_path / "out", "--data", file)
-    assert (code, "was calibrated on rows of it" in err) == (2, True)
-    code, _, err = command("eval", tmp_path / "out", "--data", f"{file}:::[50%:]")
-    assert code == 0, err
+        refused("was calibrated on rows of it", "eval", tmp_path / "out", "--data", data)
+    against = ["eval", llama_folder, "--against", tmp_path / "out", "--data", file]
+    refused("was calibrated on rows of it", *against)
+    done("eval", tmp_path / "out", "--data", f"{file}:::[50%:]")
 
 
 def test_a_result_of_a_result_is_not_measured_on_what_the_first_was_made_by(
-    moe_folder: Path, tmp_path: Path, command: Any
+    moe_folder: Path, tmp_path: Path, done: Any, refused: Any
 ) -> None:
     """Calibrated or trained on, however many steps ago."""
     for what in ("calibrated", "trained"):
@@ -917,40 +904,31 @@ def test_a_result_of_a_result_is_not_measured_on_what_the_first_was_made_by(
             "calibrated": ["prune", moe_folder, first, "--keep", 6, "--calibration", file],
             "trained": ["tune", moe_folder, first, "--train", file, "--what", "all", "--steps", 1],
         }[what]
-        code, _, err = command(*line, *short)
-        assert code == 0, err
+        done(*line, *short)
         for before, out in ((first, f"{first}2"), (f"{first}2", f"{first}3")):
             given = ["--keep", 0.5, "--score", "magnitude", "--no-refit", "--no-eval"]
-            code, _, err = command("slim", before, out, *given)
-            assert code == 0, err
-            code, _, err = command("eval", out, "--data", file)
-            assert (code, f"{what} on" in err) == (2, True)
-            code, _, err = command("slim", out, tmp_path / "not", *given[:-1], "--data", file)
-            assert (code, f"{what} on" in err) == (2, True)
+            done("slim", before, out, *given)
+            refused(f"{what} on", "eval", out, "--data", file)
+            refused(f"{what} on", "slim", out, tmp_path / "not", *given[:-1], "--data", file)
 
 
 def test_statistics_know_the_text_that_they_were_observed_on(
-    moe_folder: Path, tmp_path: Path, command: Any
+    moe_folder: Path, tmp_path: Path, done: Any, refused: Any
 ) -> None:
     """Neither prune nor eval measures on it."""
     rows = [{"text": f"row {i} says little. " * 9} for i in range(60)]
     file, stats = rows_file(tmp_path / "a.jsonl", rows), tmp_path / "a.stats"
     text = ["--calibration", file, "--samples", 8, "--length", 24]
-    code, _, err = command("observe", moe_folder, stats, *text)
-    assert code == 0, err
+    done("observe", moe_folder, stats, *text)
     given = [tmp_path / "out", "--keep", 6, "--stats", stats, "--overwrite"]
-    code, _, err = command("prune", moe_folder, *given, "--data", file)
-    assert (code, f"{stats} was calibrated on rows of it" in err) == (2, True)
-    code, _, err = command("prune", moe_folder, *given, "--no-eval")
-    assert code == 0, err
-    code, _, err = command("eval", tmp_path / "out", "--data", file)
-    assert (code, "was calibrated on rows of it" in err) == (2, True)
-    code, _, err = command("eval", moe_folder, "--data", file)
-    assert code == 0, err
+    refused(f"{stats} was calibrated on rows of it", "prune", moe_folder, *given, "--data", file)
+    done("prune", moe_folder, *given, "--no-eval")
+    refused("was calibrated on rows of it", "eval", tmp_path / "out", "--data", file)
+    done("eval", moe_folder, "--data", file)
 
 
 def test_text_beside_statistics_is_refused_or_read(
-    moe_folder: Path, tmp_path: Path, command: Any
+    moe_folder: Path, tmp_path: Path, command: Any, done: Any, refused: Any
 ) -> None:
     """What stands in the record was used: the windows of the statistics, and those of a refit."""
     shipped = ["--calibration", "shipped:prose"]
@@ -965,19 +943,16 @@ def test_text_beside_statistics_is_refused_or_read(
         [*prune, *shipped],
         [*skip, "--seed", 7],
     ):
-        code, _, err = command(*line)
-        assert (code, "the statistics were observed on theirs" in err) == (2, True), line
+        err = refused("the statistics were observed on theirs", *line)
         assert f"{line[len(prune if line[0] == 'prune' else skip)]}" in err
     own = {"samples": 11, "length": 24}
     for line in (prune, skip):
-        code, printed, err = command(*line)
-        assert code == 0, err
+        printed = done(*line)
         used = json.loads(printed)["calibration"]
         assert used.keys() == {"stats", "fingerprint", "samples", "length", "sources"}
         assert {name: used[name] for name in own} == own
         assert [source["windows"] for source in used["sources"]] == [11]
-    code, printed, err = command(*prune, "--refit", *shipped, "--samples", 4, "--length", 20)
-    assert code == 0, err
+    printed = done(*prune, "--refit", *shipped, "--samples", 4, "--length", 20)
     used = json.loads(printed)["calibration"]
     assert (used["samples"], used["length"], used["observed"]) == (4, 20, own)
     assert [source["windows"] for source in used["sources"]] == [11, 4]
@@ -1011,7 +986,7 @@ def test_slices_of_one_source_are_one_kind_of_text(tokenizer: Any) -> None:
 
 
 def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
-    tokenizer: Any, moe_folder: Path, tmp_path: Path, command: Any, caplog: Any
+    tokenizer: Any, moe_folder: Path, tmp_path: Path, command: Any, done: Any, caplog: Any
 ) -> None:
     """By every verb that calibrates, on the card and in the record; a mixture of text is not."""
     words = "is multimodal and calibrated on text alone"
@@ -1019,8 +994,7 @@ def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
     small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     text = ["--calibration", pages("calibration"), "--samples", 4, "--length", 24]
-    code, _, err = command("prune", folder, tmp_path / "out", "--keep", 0.5, *text, "--no-eval")
-    assert code == 0, err
+    done("prune", folder, tmp_path / "out", "--keep", 0.5, *text, "--no-eval")
     assert words in caplog.text
     record = json.loads((tmp_path / "out/moesaic/result.json").read_text())
     assert any(words in warning for warning in record["log"]["warnings"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, tiny_model, tiny_moe
+from builders import VOCAB, losses_of, tiny_model, tiny_moe
 
 import moesaic
 from moesaic.arch.lookup import base_arch, moe_arch
@@ -36,11 +36,6 @@ pytestmark = pytest.mark.filterwarnings(
 def rows(count: int = 16, length: int = 20) -> list[dict[str, list[int]]]:
     ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
     return [{"input_ids": row, "labels": row} for row in ids.tolist()]
-
-
-def losses_of(result: Any) -> list[dict[str, float]]:
-    losses: list[dict[str, float]] = result.summary["training"]["losses"]
-    return losses
 
 
 def condensed_model(model_type: str, tokens: Tokens, keep: str = "shared+routed") -> Any:

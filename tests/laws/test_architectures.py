@@ -11,12 +11,12 @@ import transformers
 from builders import (
     DENSE,
     MOE,
+    any_model,
     converted,
     equal,
     logits,
     saved,
     tiny_model,
-    tiny_moe,
     whole_plan,
 )
 from contract import STEPS
@@ -40,10 +40,6 @@ KEEP = 6
 @pytest.fixture(params=sorted({*DENSE, *MOE}))
 def any_type(request):
     return request.param
-
-
-def any_model(model_type):
-    return tiny_moe(model_type) if model_type in MOE else tiny_model(model_type)
 
 
 def some_layers(model, keep=KEEP):

@@ -33,7 +33,7 @@ from cases import config_of, many_tokens
 from torch import Tensor, nn
 
 import moesaic
-from moesaic.arch.lookup import base_arch
+from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.errors import MoesaicError
@@ -252,6 +252,16 @@ def test_runs_with_its_weights_on_disk(sample, tokens, tmp_path):
     disk_offload(model, str(tmp_path), execution_device="cpu")
     assert all(p.is_meta for p in model.parameters()), "something was not offloaded"
     assert torch.allclose(logits(model, tokens), wanted, atol=1e-5)
+
+
+def test_text_is_generated_with_a_cache_as_without(sample):
+    model = converted(*sample)
+    ids = torch.randint(1, 300, (2, 5), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["attention_mask"] = torch.ones_like(ids)
+    cached = model.generate(ids, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+    assert cached.shape == (2, 13)
 
 
 def test_hooks_of_every_linear_module_fire(sample, tokens):
@@ -508,3 +518,57 @@ def test_what_a_kind_does_not_say_is_refused():
     with pytest.raises(MoesaicError, match="'silent' are not refitted"):
         Silent().refit(None)  # type: ignore[arg-type]
     assert Silent().native() is None
+
+
+KEPT = torch.tensor([1, 4, 6])
+NEURONS = torch.stack([torch.arange(n, n + 16, 2) % 16 for n in range(3)])
+SHARED = torch.arange(0, 16, 2)
+
+
+def cut(model: Any, layer: CutLayer) -> Any:
+    arch = moe_arch(model.config)
+    return converted(model, dict.fromkeys(arch.moe_layers(model), layer))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_one_cut_is_its_parts_after_one_another(skips: bool, tokens: Any) -> None:
+    """Experts, their neurons, the shared path's, and what routers do: in any number of plans."""
+    options: dict[str, Any] = {"beta": 0.7, "rule": "top2"} if skips else {"top_k": 1}
+    one = cut(tiny_moe("qwen2_moe"), CutLayer(KEPT, NEURONS, 16, shared_S=SHARED, **options))
+    parts = [
+        CutLayer(KEPT),
+        CutLayer(torch.arange(3), NEURONS, 16),
+        CutLayer(shared_S=SHARED),
+        CutLayer(**options),
+    ]
+    several = tiny_moe("qwen2_moe")
+    for part in parts:
+        several = cut(several, part)
+    assert equal(dict(one.state_dict()), dict(several.state_dict()))
+    assert torch.equal(logits(one, tokens), logits(several, tokens))
+    assert one.config.model_type == several.config.model_type
+    assert skips == one.config.model_type.startswith("moesaic_")
+    if not skips:
+        assert one.config.to_dict() == several.config.to_dict()
+        sizes = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
+        assert [getattr(one.config, name) for name in sizes] == [3, 8, 1]
+        assert one.config.shared_expert_intermediate_size == 8
+
+
+LACKING: dict[str, tuple[str, Callable[[], CutLayer]]] = {
+    "names no experts": ("mixtral", lambda: CutLayer(None, NEURONS[:1], 16)),
+    "no shared path": ("mixtral", lambda: CutLayer(shared_S=SHARED)),
+    "cannot run 4 of 3": ("mixtral", lambda: CutLayer(KEPT, top_k=4)),
+    "no router": ("deepseek_v3", lambda: CutLayer(top_k=1)),
+}
+
+
+@pytest.mark.parametrize("message", LACKING)
+def test_a_cut_of_what_a_layer_does_not_have_is_refused(message: str) -> None:
+    model_type, layer = LACKING[message]
+    model = tiny_moe(model_type)
+    dense = 0 if model_type == "deepseek_v3" else 1
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(MoesaicError, match=message):
+        converted(model, {dense: layer()})
+    assert equal(dict(model.state_dict()), dict(before))

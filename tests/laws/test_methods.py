@@ -235,6 +235,26 @@ def test_the_callers_model_is_changed_where_that_is_asked(key, place):
     assert result_of(key, inplace=True, **options).model is options["model"]
 
 
+NOTHING: dict[str, dict[str, Any]] = {
+    "prune.naee": {"keep": 8, "refit": False},
+    "slim.neurons": {"keep": 1.0, "refit": False},
+    "skip.top-k": {"top_k": 2},
+    "condense.cd-moe": {"count": 0},
+}
+"""Settings by which a method removes nothing."""
+
+
+@pytest.mark.parametrize("key", NOTHING)
+def test_what_removes_nothing_changes_no_bit(key, place):
+    """What carves is equal, and not to the bit: test_more.py, test_dsmoe.py, test_tomoe.py."""
+    made = result_of(key, str(start_of(key, place)), config_of(key, **NOTHING[key])).model
+    base = loaded(start_of(key, place))
+    assert type(made) is type(base)
+    assert equal(dict(made.state_dict()), dict(base.state_dict()))
+    tokens = many_tokens().rows(slice(2))
+    assert torch.equal(logits(made, tokens), logits(base, tokens))
+
+
 def hooked(model: Any) -> Any:
     """A model in training with a frozen part, each module's forward replaced as accelerate does."""
     model.train()
