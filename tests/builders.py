@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -49,6 +51,8 @@ from moesaic.surgery import apply_plan, base_shape
 
 TESTS = Path(__file__).parent
 VOCAB = 384
+OLD = Version(transformers.__version__) < Version("5.23")
+"""True of transformers that lacks some types, and some language models alone."""
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -16,10 +16,19 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-import transformers
-from builders import equal, finish, loaded, logits, nightly, pages, tiny_model, tiny_moe, weights
+from builders import (
+    OLD,
+    equal,
+    finish,
+    loaded,
+    logits,
+    nightly,
+    pages,
+    tiny_model,
+    tiny_moe,
+    weights,
+)
 from gguf import GGMLQuantizationType as Type
-from packaging.version import Version
 from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
@@ -71,9 +80,6 @@ NAMES = {
     r"block_sparse_moe\.experts\.w3": "ffn_up_exps",
     r"mlp\.(gate|up|down)_proj": r"ffn_\1",
 }
-
-
-OLD = Version(transformers.__version__) < Version("5.23")
 
 
 def stacked(model, folder):
