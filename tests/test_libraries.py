@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SERVER, called, tiny_moe
+from builders import OLD, SERVER, called, tiny_moe
 from packaging.requirements import Requirement
 from rich.segment import Segment
 
@@ -178,7 +178,8 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_no_more_is_imported_than_is_used(carved_folder):
     """Configs need no torch, loading a model no trainer; transformers then loads a result."""
-    done = run(USED + LOADED, carved_folder)
+    used = USED.replace('"sklearn", ', "") if OLD else USED  # which transformers 5.17 imports
+    done = run(used + LOADED, carved_folder)
     assert done.returncode == 0, done.stderr
 
 
