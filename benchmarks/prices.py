@@ -10,8 +10,8 @@ the tenths. A model that is in the file is not measured again.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from collections import defaultdict
 from contextlib import suppress
@@ -72,9 +72,12 @@ def summary(pairs_N2: np.ndarray) -> dict[str, object]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="+")
+    models = parser.parse_args().models
     record = json.loads(OUT.read_text()) if OUT.is_file() else {"rows": {}}
     record |= {"command": "python benchmarks/prices.py MODEL...", "made_by": environment("cpu")}
-    for model in sys.argv[1:]:
+    for model in models:
         if (name := Path(model).name) not in record["rows"]:
             with tempfile.TemporaryDirectory() as work:
                 record["rows"][name] = compared(model, Path(work))
