@@ -341,6 +341,21 @@ def test_a_file_without_text_is_refused_before_anything_is_computed(
     assert not (tmp_path / "out").exists()
 
 
+def test_damaged_checkpoint(command, llama_folder, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in llama_folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    shard = sorted(broken.glob("model-*.safetensors"))[3]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    for request in (["carve", broken, tmp_path / "out", *QUICK], ["eval", broken]):
+        code, _, err = command(*request)
+        assert code == 2
+        assert shard.name in err
+        assert "truncated" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_without_text_is_refused_in_words(command, refused, llama_folder, tmp_path):
     said = "is a folder in which no text can be read"
     code, _, err = command("carve", llama_folder, tmp_path / "out", "--calibration", tmp_path)

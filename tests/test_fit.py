@@ -165,9 +165,6 @@ class PlainFiles:
             for type, kls in ((WIDE, wide), (NARROW, narrow))
         }
 
-    def tensors(self, type: str) -> dict[str, Rounded]:
-        return {n: replace(t, type=type) for n, t in self.original.layout.tensors.items()}
-
     def size(self, built: Built, file: ExportArgs) -> int:
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
 

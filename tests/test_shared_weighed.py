@@ -27,8 +27,6 @@ from moesaic.surgery import apply_layer, layer_uses
 from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.method import factors
 
-pytestmark = pytest.mark.nightly  # by day, six other architectures are tried
-
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
 
 

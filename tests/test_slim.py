@@ -152,8 +152,15 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 
 
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
-def test_every_score_decides_for_a_dense_model(score, tokens):
-    """For mixtures: laws/test_mixtures.py."""
+def test_every_score_decides(score, tokens):
+    """For a mixture with a shared path, and a dense model."""
+    model = tiny_moe("qwen2_moe")
+    result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
+    for layer in result.plan.layers.values():
+        assert layer.neurons_EW.shape == (8, 8)
+        assert layer.shared_S.shape == (8,)
+    assert result.model.config.moe_intermediate_size == 8
+    assert result.model.config.shared_expert_intermediate_size == 8
     assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 

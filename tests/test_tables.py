@@ -27,8 +27,6 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
 
-pytestmark = pytest.mark.nightly  # by day, six other architectures are tried
-
 KEEP = 6
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
 

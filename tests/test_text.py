@@ -775,6 +775,14 @@ def numbers_of(stream: PackedText, tokenizer: Any, count: int) -> list[int]:
     return [int(part) for part in parts if part.strip().isdigit()]
 
 
+def test_every_row_comes_once_a_pass(tokenizer: Any, tmp_path: Path) -> None:
+    name = str(rows_file(tmp_path / "a.jsonl", numbered(100, 140)))
+    rows = open_rows(TextSource(name), "calibration")
+    first, second = ([text_of(r) for r in rows.shuffled(seed)] for seed in ("0", "1"))
+    assert sorted(first) == sorted(second) == [f"{i}" for i in range(100, 140)]
+    assert first != second
+
+
 @pytest.mark.parametrize("kind", ["file", "streamed"])
 def test_a_sorted_source_does_not_come_out_sorted(
     kind: str, folder: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

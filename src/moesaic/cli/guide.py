@@ -476,7 +476,8 @@ def _choose(
         try:
             if point.type:
                 place = asked("File", f"{out}-{point.type}.gguf")
-                place += "" if place.endswith(".gguf") else ".gguf"
+                if not place.endswith(".gguf"):
+                    place += ".gguf"
                 print_notice(f"$ {_export(model, place, point.type)}", "dim")
                 shared.app(["export", model, place, "--type", point.type], standalone_mode=False)
             else:

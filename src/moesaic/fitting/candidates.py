@@ -87,7 +87,8 @@ class Candidate:
     def plain(self) -> bool:
         """True of the original quantised to one type alone.
 
-        It is always measured: llama.cpp mixes types within a group, which estimates do not know.
+        It is always measured: llama.cpp gives some tensors wider types, and the estimate takes all
+        to be of the one.
         """
         return self.kind == QUANTISE and self.types is None
 

@@ -66,7 +66,7 @@ class FitConfig(Options):
         return any(getattr(self, name) is not None for name in BUDGETS)
 
     def allows(self, sizes: object) -> bool:
-        """Return True if a result keeps within every budget, by its fields of their names."""
+        """Return True if sizes, in fields that are named as the budgets are, keep within all."""
         limits = ((getattr(sizes, name), getattr(self, name)) for name in BUDGETS)
         return all(limit is None or size <= limit for size, limit in limits)
 

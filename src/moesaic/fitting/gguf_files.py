@@ -19,7 +19,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter, lacking
-from moesaic.exports.quantiser import ALIGNED, WHOLE, Rounded, types_of
+from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.exports.rounder import Layout, Rounder
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
@@ -59,7 +59,7 @@ class Files:
         if lacks or source.config.model_type.startswith(PREFIX):
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
-        self._plain: dict[str, Mapping[str, Rounded]] = {}
+        self._sizes: dict[str, int] = {}
 
     @cached_property
     def original(self) -> Rounding:
@@ -94,17 +94,18 @@ class Files:
         """Bytes of a result's file, without making it."""
         if file.memory is not None:
             return file.memory
-        more = self.layout(built).least([file.type]) - self.original.layout.least([file.type])
-        tensors = self.tensors(file.type).values()
-        return self.original.layout.header + sum(tensor.bytes for tensor in tensors) + more
+        type = file.type
+        more = self.layout(built).least([type]) - self.original.layout.least([type])
+        return self._original_size(type) + more
 
-    def tensors(self, type: str) -> Mapping[str, Rounded]:
-        """Return the tensors of the original's file in one type: llama.cpp gives some others."""
-        if type not in self._plain:
+    def _original_size(self, type: str) -> int:
+        """Bytes of the original's file in one type: llama.cpp gives some tensors others."""
+        if type not in self._sizes:
             file = self.folder / f"original-{type}.gguf"
-            self._plain[type] = self.original.uniform(file, type, values=False)
+            self.original.uniform(file, type, values=False)
+            self._sizes[type] = file.stat().st_size
             file.unlink()
-        return self._plain[type]
+        return self._sizes[type]
 
     def make(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,8 +20,7 @@ from moesaic import __version__
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import bits
-from moesaic.exports.rounder import OUTSIDE, Numbers, Types, choice, tensor_types
+from moesaic.exports.rounder import Numbers, Types, choice, tensor_types
 from moesaic.fitting.candidates import (
     NONE,
     QUANTISE,
@@ -322,36 +320,16 @@ class Search:
             alone = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
             weight = self.costs.weight((alone,))
             if weight is not None and config.allows(weight):
-                types_S = self._plain_kl(type)
+                alike = self.prices.types.get(tensor_types([type])[0], {})  # none where it is alone
+                types_S = sum((price.kl_S for price in alike.values()), NONE)
                 plain.append(Candidate(alone.called, (alone,), weight, types_S=types_S))
-        yield from sorted(plain, key=Candidate.estimate)[:1]
+        if plain:
+            yield min(plain, key=Candidate.estimate)
         layout = self.files.original.layout
         weight = self.costs.weight((file,))
         if file.memory is not None and weight and layout.least(config.types) <= config.memory:
             types, types_S = self._types(())
             yield Candidate(file.called, (file,), weight, types=types, types_S=types_S)
-
-    def _plain_kl(self, type: str) -> Numbers:
-        """Return the estimated KL by sample of the original's file in one type; 0 without prices.
-
-        A tensor has its share of its group's price; the nearest type in the table stands for its
-        own, which llama.cpp may have chosen wider.
-        """
-        assert self.files is not None
-        layout, tensors, prices = self.files.original.layout, self.files.tensors(type), self.prices
-        total = Counter[str]()
-        for name, group in layout.rounded.items():
-            total[group] += tensors[name].numel
-        kl_S = NONE
-        for name, group in layout.rounded.items() if self._tensor_types else ():
-            given, weighed = layout.tensors[name], group not in OUTSIDE
-            off = {
-                t: abs(bits(given.as_type(t, weighed).type) - bits(tensors[name].type))
-                for t in self._tensor_types
-            }
-            price = prices.types[min(off, key=off.__getitem__)][group]
-            kl_S = kl_S + tensors[name].numel / total[group] * price.kl_S
-        return kl_S
 
     def _types(self, steps: Steps) -> tuple[Types, Numbers]:
         """Types by groups for a result within the budget, and their KL by sample.

@@ -137,7 +137,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of its weights; see :mod:`moesaic.io.checkpoint`."""
+        """Fingerprint of its weights: names, shapes, types and a sample of each tensor's bytes."""
         return of_stored(self._stored)
 
     def tensor(self, name: str) -> Tensor:

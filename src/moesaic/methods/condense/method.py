@@ -1,8 +1,8 @@
 """CD-MoE's run: mixture layers become small dense layers, nothing is trained.
 
 Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer Pruning"
-(TMLR 2025). Each layer's experts (Alg. 1: :mod:`moesaic.methods.condense.search`), then the layers
-(Alg. 2: :mod:`moesaic.methods.condense.search`), until the request is met.
+(TMLR 2025). Each layer's experts (Alg. 1), then the layers (Alg. 2), until the request is met; both
+searches are in :mod:`moesaic.methods.condense.search`.
 """
 
 from __future__ import annotations
