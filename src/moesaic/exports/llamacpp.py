@@ -365,7 +365,8 @@ def _deepseek(config: Config) -> Iterator[str]:
 
 
 def _deepseek_v4(config: Config) -> Iterator[str]:
-    if (quantization_of(config) or {}).get("expert_dtype") != "fp4":
+    stated = (quantization_of(config) or {}).get("expert_dtype")
+    if "fp4" not in (stated, getattr(config, "expert_dtype", None)):  # in 5.17
         yield "plain experts of DeepSeek-V4: its converter takes them packed, as released"
 
 
