@@ -63,7 +63,7 @@ class Step:
     command: str
     """Words after ``moesaic``; ``OUT`` is the row's folder."""
     key: str = ""
-    """Under which its figures are kept; empty: it tells none."""
+    """Key of its figures; empty if it has none."""
     take: tuple[str, ...] = ()
     """Of its JSON the keys that are kept, ``a.b`` for one within another; empty: all."""
     kind: str = "run"
@@ -148,7 +148,7 @@ def _steps(steps: Sequence[Any], values: Mapping[str, str]) -> Iterator[Step]:
 
 
 def _filled(text: Any, values: Mapping[str, Any]) -> Any:
-    """A text with values for names; what is no text stays."""
+    """A text with values for names; anything else is unchanged."""
     while isinstance(text, str) and (filled := text.format(**values)) != text:  # they name others
         text = filled
     return text

@@ -42,7 +42,7 @@ from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.running import always_skipping
 from moesaic.observation.files import FILED
-from moesaic.observation.stats import Stats, tallied
+from moesaic.observation.stats import Stats, tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
@@ -552,14 +552,14 @@ def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    told |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    variables |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(i) for i in range(count)]
         running = [
             SERVER.Process(
                 target=called,
-                args=({**os.environ, **told, "RANK": str(i), "LOCAL_RANK": str(i)}, files[i]),
+                args=({**os.environ, **variables, "RANK": str(i), "LOCAL_RANK": str(i)}, files[i]),
                 kwargs={"work": work, "arguments": arguments},
             )
             for i in range(count)
@@ -635,4 +635,4 @@ def configured(cls: type[Any], **options: Any) -> Any:
 
 def statistics(site: Any, **options: Any) -> Stats:
     """All statistics of a mixture's layer that a file holds."""
-    return tallied(site, FILED, **options).stats()
+    return tally_of(site, FILED, **options).stats()

@@ -146,7 +146,7 @@ def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
 
 
 def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
-    """Devices' hooks would move what it is asked about; users' would be told of no token."""
+    """Devices' hooks would move what it is asked about; users' would be called with no token."""
     model = tiny_moe("ernie4_5_moe")
     arch = moe_arch(model.config)
     view = arch.mixture(arch.layers(model)[1])

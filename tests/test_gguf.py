@@ -37,7 +37,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
-from moesaic.exports.quantiser import OTHERS, Model, mixture, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
 from moesaic.exports.rounder import least
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
@@ -50,7 +50,7 @@ from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
 from moesaic.observation.estimates import estimated
 from moesaic.observation.stream import LayerStream
-from moesaic.sizes import Built
+from moesaic.sizes import Skeleton
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHITECTURES = {
@@ -248,7 +248,7 @@ def test_a_mixture_is_what_it_was_made_from(model_type, tmp_path, tokenizer, tok
 
 
 def test_from_a_file_to_a_result(tmp_path, tokenizer, command):
-    """By the command line; told beforehand, and the same as of what transformers loads."""
+    """By the command line; estimated beforehand, and the same as of what transformers loads."""
     file = written(model_of("qwen2_moe"), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
     plain = model_of("qwen2_moe")  # transformers saves what it read of a file under other names
     plain.load_state_dict(theirs(file, resolve(str(file)).config).state_dict())
@@ -623,17 +623,17 @@ def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
     config, rounding, tmp_path, tokenizer
 ):
     from moesaic.exports.quantiser import tensors_of
-    from moesaic.fitting.gguf_files import resized
+    from moesaic.fitting.gguf_files import resized_layout
 
     whole = rounding("mixtral")
     text = {"calibration": pages("calibration"), "samples": 4, "length": 16}
     result = getattr(moesaic, config.verb)(str(whole.native.folder), config, **text)
     result.save(tmp_path / "out")
     old, new = (resolve(str(folder)) for folder in (whole.native.folder, tmp_path / "out"))
-    told = resized(whole.layout, *(Built(of.config, None) for of in (old, new)))
+    small = resized_layout(whole.layout, *(Skeleton(of.config, None) for of in (old, new)))
     written(new.load("cpu", torch.float32), tokenizer, tmp_path / "small.gguf")
     held = tensors_of(tmp_path / "small.gguf")
-    assert {n: t.shape for n, t in told.tensors.items()} == {n: t.shape for n, t in held.items()}
+    assert {n: t.shape for n, t in small.tensors.items()} == {n: t.shape for n, t in held.items()}
 
 
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):
@@ -681,7 +681,7 @@ def test_files_are_mixtures_of_types(type, experts, weighed, downs, values):
     parts = "attn_v", "ffn_down_exps" if experts else "ffn_down"
     rows = dict.fromkeys(("output.weight", "token_embd.weight"), 256)
     rows |= {f"blk.{i}.{part}.weight": 256 for i in range(16) for part in parts}
-    types = mixture(rows, type, Model("llama", 16, experts, 8, 8), weighed)
+    types = mixture(rows, type, ModelFacts("llama", 16, experts, 8, 8), weighed)
     assert types["output.weight"] == "q6_k"
     assert types["token_embd.weight"] == type.removesuffix("_m")
     for part, wanted in zip(parts, (values, downs), strict=True):

@@ -58,7 +58,7 @@ from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
-from moesaic.sizes import Built
+from moesaic.sizes import Skeleton
 from moesaic.surgery import base_shape
 
 pytestmark = [
@@ -514,7 +514,7 @@ def test_no_file_takes_more_than_was_told(config, tmp_path):
     tags = ", ".join(f"tag-{number}" for number in range(100))
     (folder / "README.md").write_text(f"---\nlicense: mit\ntags: [{tags}]\n---\n")
     files = Files(source, "none", tmp_path)
-    built = Built(resolve(str(folder)).config, None)
+    built = Skeleton(resolve(str(folder)).config, None)
     args = ExportArgs(to="gguf", type="q8_0")
     groups = dict.fromkeys(files.original.layout.rounded.values(), "q4_0")
     sizes = files.size(built, args), files.layout(built).size(groups)

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: reduced along, kept, and true in the config (S14)."""
+"""MTP layers: reduced as the last layer is, kept, and true in the config (S14)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from builders import (
 import moesaic
 from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
-from moesaic.io.formats import BlockScaled
+from moesaic.io.formats import BlockFp8
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
@@ -187,7 +187,7 @@ def test_they_stay_in_what_is_trained(tokens, tmp_path):
     )
     result = moesaic.tune(str(base), config, tokenizer=tiny_tokenizer())
     out = result.save(tmp_path / "out")
-    assert "stay as they are" in result.record(str(base), str(out)).steps[-1].told
+    assert "are kept as they are" in result.record(str(base), str(out)).steps[-1].told
     before, after = weights(base), weights(out)
     assert before.keys() == after.keys()
     assert {n for n in before if torch.equal(before[n], after[n])} >= {
@@ -201,7 +201,7 @@ def test_few_bits_stay(tokens, tmp_path):
     wide |= {"num_nextn_predict_layers": 1}
     base = predicting(tiny_moe("deepseek_v3", **wide), tmp_path / "base")
     said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    quantise(base, BlockScaled(said), lambda n, _: ".mlp." in n and n.endswith("_proj.weight"))
+    quantise(base, BlockFp8(said), lambda n, _: ".mlp." in n and n.endswith("_proj.weight"))
     out = moesaic.prune(str(base), PruneConfig(keep=4), calibration=tokens).save(tmp_path / "out")
     down = weights(out)["model.layers.3.mlp.experts.3.down_proj.weight"]
     assert down.dtype == torch.float8_e4m3fn

@@ -63,7 +63,7 @@ NAMES = [n if n == "gpt-oss-20b" else nightly(n) for n in PUBLISHED]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> None:
-    """Half of the experts and of the neurons, with no logit changed; written as it was told."""
+    """Half of the experts and of the neurons, with no logit changed, in the estimated size."""
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)
     arch, wanted = base_arch(Source("base", base).config), logits(base)
@@ -85,9 +85,9 @@ def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> Non
             assert error > 1e-5, verb
         if not (rounded or "text_config" in PUBLISHED[name]):
             loaded(out)
-        told = estimate(Recipe(str(base), "out", (config,), evaluation=None))
+        sizes = estimate(Recipe(str(base), "out", (config,), evaluation=None))
         # which layers are condensed moves offsets in the header, which is padded to 64
-        assert abs(told.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense"), verb
+        assert abs(sizes.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense"), verb
         assert "config.json" in inside(out)
 
 

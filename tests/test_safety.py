@@ -272,7 +272,7 @@ def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("unfinished", [outputs.unfinished, outputs.searched])
+@pytest.mark.parametrize("unfinished", [outputs.run_folder, outputs.search_folder])
 def test_an_unfinished_run_goes_whole_and_is_swept_if_its_removal_was_killed(
     unfinished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,8 +443,8 @@ def test_every_auto_class_is_told_to_run_no_code() -> None:
                 continue
             of = ast.unparse(node.func.value)
             if node.func.attr == "from_pretrained" and of.lower().startswith("auto"):
-                told = {k.arg: ast.unparse(k.value) for k in node.keywords}
-                assert told.get("trust_remote_code") == "False", (file.name, node.lineno)
+                given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert given.get("trust_remote_code") == "False", (file.name, node.lineno)
 
 
 def test_a_config_has_nothing_fetched(refused: Any, theirs: Path) -> None:

@@ -20,7 +20,7 @@ from moesaic.hub import native_config
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.skip.method import mean_calls, quantile, ratios
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.forward import counted
+from moesaic.metrics.forward import count_routing
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import skip, survivors
 from moesaic.plan import Plan
@@ -35,7 +35,7 @@ def falling(tokens, top_k, seed=0):
 
 @torch.no_grad()
 def calls(model, tokens):
-    with counted(model) as routing:
+    with count_routing(model) as routing:
         model(tokens.input_ids)
     return {i: layer.calls for i, layer in routing.items()}
 
@@ -135,9 +135,9 @@ def test_a_number_of_calls_can_be_asked_for(tokens):
     model = tiny_moe("qwen3_moe", top_k=4)
     result = moesaic.skip(model, SkipConfig(calls=3), calibration=tokens)
     assert all(layer.rule == "tail" for layer in result.plan.layers.values())
-    for told in result.analyses.values():
-        assert told["calls_per_token"] == pytest.approx(3, abs=0.02)
-        assert told["skipped"] == pytest.approx(1 - told["calls_per_token"] / 4)
+    for analysis in result.analyses.values():
+        assert analysis["calls_per_token"] == pytest.approx(3, abs=0.02)
+        assert analysis["skipped"] == pytest.approx(1 - analysis["calls_per_token"] / 4)
     assert calls(result.model, tokens)[0] == pytest.approx(3, abs=0.02)
     assert mean_calls(falling(10, 4), 0.0, "tail") == 4
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
-from moesaic.arch.routing import replaced
+from moesaic.arch.routing import replace_removed
 from moesaic.data.text import Tokens
 from moesaic.exports.llamacpp import lacking
 from moesaic.methods.prune.config import PruneConfig
@@ -62,7 +62,7 @@ def test_experts_that_go_are_replaced_by_the_next_ones(model):
 def test_those_that_come_in_share_the_tokens():
     given_NK = torch.rand(4000, 8, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2]
     allowed_E = torch.tensor([True, False, True, True, True, False, True, True])
-    calls_E = replaced(given_NK, allowed_E.expand(4000, -1)).flatten().bincount(minlength=8)
+    calls_E = replace_removed(given_NK, allowed_E.expand(4000, -1)).flatten().bincount(minlength=8)
     assert not calls_E[~allowed_E].any()
     assert calls_E.max() < 2 * calls_E[allowed_E].min()
 

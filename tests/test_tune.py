@@ -280,9 +280,9 @@ def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
     answers = ("three", " Because of it, I should say.")
     for text, example in zip(answers, examples[:2], strict=True):
         answer = tokenizer(text)["input_ids"]
-        told = [label for label in example["labels"] if label != -100]
-        assert told == [*answer, tokenizer.eos_token_id]
-        assert example["input_ids"][-len(told) :] == told
+        learned = [label for label in example["labels"] if label != -100]
+        assert learned == [*answer, tokenizer.eos_token_id]
+        assert example["input_ids"][-len(learned) :] == learned
     assert examples[2]["labels"] == examples[2]["input_ids"]
     assert len(examples[2]["labels"]) == 512
     batch = collate(examples)

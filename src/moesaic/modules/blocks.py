@@ -75,7 +75,7 @@ class CondensedFFN(nn.Module):
         return (self.written(x), None) if self.more else self.written(x)
 
     def written(self, x: Tensor) -> Tensor:
-        """Return the output alone, never a pair."""
+        """Return only the output, never a pair."""
         gate, up, down = self.projections
         h = self.act_fn(gate(x)) * up(x)
         if self.gated:

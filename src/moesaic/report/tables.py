@@ -39,7 +39,7 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
 def score_table(record: Record) -> Table:
     """Return quality and size of all models that were scored; no rows if none was.
 
-    Rows that say nothing are left out: no routers, active ratios beside an original mixture.
+    Rows without information are left out: no routers, active ratios beside an original mixture.
     """
     scores = part(record.measured, "scores")
     columns = facts.names(scores)
@@ -192,7 +192,7 @@ def ratio_cell(record: Record, what: str) -> Cell:
 
 
 def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float = ROUNDS) -> str:
-    """Return "faster" or "slower" if each of :data:`ROUNDS` rounds says so, and by :data:`GAP`.
+    """Return "faster" or "slower" if every round agrees, by at least :data:`GAP`.
 
     Args:
         ratio: of the medians.
@@ -227,7 +227,7 @@ PLAIN: dict[str, Callable[[LayerRecord], float]] = {
 
 
 def layer_table(record: Record) -> Table:
-    """Return a row for each layer: its form, its widths, and every figure its method saw of it."""
+    """Return a table of layers: form, widths, and every figure of the method."""
     found = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
     names = dict.fromkeys(name for row in found for name in row)
     of_method = {name: [row.get(name) for row in found] for name in names}

@@ -234,7 +234,7 @@ BUILT_IN = (
     Criterion(
         "aimer",
         "AIMER",
-        "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
+        "without data: mean |w| over rms(w), pooled over gate, up and down; the highest are cut",
         'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
         score=lambda layer: -layer.stats["spread_E"],
         needs=("spread_E",),
