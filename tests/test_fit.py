@@ -276,7 +276,7 @@ def test_weights_and_bits_share_one_budget(
         looking.config = replace(config, memory=memory)
         steps = {key_of(c): price(estimates[c.keep]) for c in drop.family.configs}
         looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
-        looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
+        looking.trials = SimpleNamespace(measure=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
         chosen, _ = looking.run()
         assert chosen.form == "prune, mixed"
         assert steps_as_json(chosen.steps)[1]["export"]["among"] == (WIDE, NARROW)
@@ -316,7 +316,7 @@ def test_what_cannot_win_is_not_made(
 
     steps = {key_of(c): price(1.95 - c.keep / 8) for c in drop.family.configs}
     looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
-    looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
+    looking.trials = SimpleNamespace(measure=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
     chosen, _ = looking.run()
     assert not chosen.conversions
     assert made == [NARROW, "mixed"], "one type for all is always measured"
@@ -751,7 +751,7 @@ def test_the_simpler_candidate_is_chosen_unless_it_is_significantly_worse(
     def candidate(form: str, steps: int, kl_N: tuple[float, ...], native: bool) -> Candidate:
         score = {"loss": 0.0, "kl": sum(kl_N) / len(kl_N), "kl_N": kl_N}
         steps_of = (PruneConfig(keep=4),) * steps
-        return Candidate(form, steps_of, ResultSize(1, 1, 1, native, exact=True)).scored(score)
+        return Candidate(form, steps_of, ResultSize(1, 1, 1, native, exact=True)).with_score(score)
 
     one = candidate("one", 1, (1.1, *others), native=True)
     two = candidate("two", 2, (1.0, *(0.8 for _ in others)), native=True)
@@ -767,7 +767,9 @@ def test_what_is_plainer_keeps_the_loss(tmp_path: Path) -> None:
     def candidate(steps: int, kl: float, loss: float) -> Candidate:
         score = {"loss": loss, "kl": kl, "kl_N": (kl - 0.1, kl + 0.1)}
         steps_of = (PruneConfig(keep=4),) * steps
-        return Candidate("", steps_of, ResultSize(1, 1, 1, native=True, exact=True)).scored(score)
+        return Candidate("", steps_of, ResultSize(1, 1, 1, native=True, exact=True)).with_score(
+            score
+        )
 
     one, two = candidate(1, 0.2, 0.3), candidate(2, 0.2, 0.1)
     for limit, expected in ((None, one), (0.3, one), (0.2, two), (0.05, two)):

@@ -99,7 +99,7 @@ def test_the_goal_is_asked_for_only_where_it_is_not_known(monkeypatch, capsys, t
     assert guide._goal(machine, Goal(), tmp_path, True, False) == Goal(max_kl=guide.MAX_KL)
     (tmp_path / "goal.json").write_text(json.dumps({"memory": 8_000_000, "max_kl": None}))
     assert guide._goal(machine, *asks) == Goal(memory=8_000_000)
-    assert "Going on with: 8MB." in capsys.readouterr().err
+    assert "Continuing with: 8MB." in capsys.readouterr().err
     with pytest.raises(MoesaicError, match="within this budget as it is"):
         guide._goal(machine, Goal(memory=2000), tmp_path, False, True)
 
@@ -250,7 +250,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     os.write(terminal.file, b"\x03")
     interrupted = [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
     terminal = Terminal([*words[:1], *words[3:], "--resume"], folder)
-    assert "Going on with: 200KB" in terminal.until("Which one")
+    assert "Continuing with: 200KB" in terminal.until("Which one")
     os.write(terminal.file, b"\x04")
     interrupted += [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
     left = Path(shutil.copytree(folder, tmp_path_factory.mktemp("left") / "here"))
@@ -354,7 +354,7 @@ def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(moe_fold
 
 
 def test_points_are_saved_as_they_are_picked(saved, moe_folder):
-    """Going on with what was interrupted, for another goal, for which it asks."""
+    """Continuing with what was interrupted, for another goal, for which it asks."""
     (goal,) = saved.left.rglob(guide.GOAL)
     goal.unlink()
     terminal = Terminal([str(moe_folder), *TEXT, "--resume"], saved.left)

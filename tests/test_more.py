@@ -190,7 +190,7 @@ def test_sunflower(tokens, config):
     """Experts meet in the backbone only, and together they are all neurons."""
     site, method, stats = observed(tokens, config)
     sizes = [LayerSize(1000, 64 * 96, 64)] * 4
-    plan = method.carved(stats, site, method.choose(sizes)[2])
+    plan = method.carve_layer(stats, site, method.choose(sizes)[2])
     ends = np.cumsum([plan.backbone, *plan.petals])
     order = plan.order_M.tolist()
     core = set(order[: plan.backbone])
@@ -211,7 +211,7 @@ def test_variants_share_backbone_and_budget(tokens):
     plans = {}
     for variant in ("full", "backbone", "random", "static", "naive"):
         method = MoRE(MoREConfig(variant=variant))
-        plans[variant] = method.carved(stats, site, method.choose(sizes)[2])
+        plans[variant] = method.carve_layer(stats, site, method.choose(sizes)[2])
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"

@@ -38,7 +38,7 @@ from moesaic.types import JSON, Config, Model, Named
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]
-"""The steps of a recipe, the file that is made of its result as the last where one is."""
+"""Steps of a recipe; the last may be the GGUF file that is made of the result."""
 
 SPILL = 4 << 30
 """Largest number of bytes of hidden states in memory; the rest is on disk."""
@@ -178,7 +178,7 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
 
 
 class Skeleton:
-    """Model without values, and the sizes of its parts.
+    """Model without values, from which sizes are counted.
 
     Args:
         config: of the model.
@@ -201,16 +201,16 @@ class Skeleton:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the model's weights."""
         return sum(sizes_in(self.model))
 
     def held(self, device: str) -> int:
-        """Bytes of its weights in the type in which it is run."""
+        """Return the bytes of the weights in the type in which the model is run on a device."""
         return sum(sizes_in(self.model, working_type(self.config, self._dtype, device)))
 
     @property
     def native(self) -> bool:
-        """True if it is of its base's own architecture."""
+        """True if the model is of its base's own architecture."""
         return not self.config.model_type.startswith(PREFIX)
 
 
@@ -230,21 +230,21 @@ class ResultSize:
 
 @dataclass(frozen=True)
 class Step:
-    """Step of a recipe that was carried out on headers."""
+    """Step of a recipe, carried out on headers."""
 
     job: Job[Arch]
     outline: Outline
     result: Source
     exact: bool
-    """False if sizes after it depend on text."""
+    """False if sizes after this step depend on text."""
 
 
 class RecipeSizes:
-    """Recipes of one model, carried out on headers; steps that they begin with are shared.
+    """Sizes of the results of one model's recipes, which share the steps that they begin with.
 
     Args:
-        recipe: model, text, device and type; its steps are not looked at.
-        folder: an existing one, for headers.
+        recipe: model, text, device and type; its steps are not used.
+        folder: an existing folder, for headers.
         file_size: returns the bytes of a result's GGUF file, where recipes end in one.
     """
 
@@ -295,7 +295,7 @@ class RecipeSizes:
         return Skeleton(config, job.dtype, exact)
 
     def step(self, steps: tuple[MethodConfig, ...]) -> Step:
-        """Return the last of some steps, carried out on headers after the others.
+        """Carry out steps on headers, and return the last of them.
 
         Its result has small files, and headers of weights.
 

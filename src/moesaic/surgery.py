@@ -363,7 +363,7 @@ def rewrite(
                 writer.add(full, tensor)
                 continue
             origin = state.stored_prefix + layer.origin(name)
-            for written in checkpoint.written(full, tensor, origin):
+            for written in checkpoint.encode(full, tensor, origin):
                 writer.add(*written)
     writer.close()
 

@@ -503,7 +503,7 @@ class DenseFFN:
         """Return neurons ``start`` to ``stop`` as a block: views, and no output bias."""
         return self._part(lambda tensor, axis: tensor.narrow(axis, start, stop - start))
 
-    def chosen(self, neurons: Tensor) -> DenseFFN:
+    def select(self, neurons: Tensor) -> DenseFFN:
         """Return some neurons as a block of their own: copies, and no output bias."""
         return self._part(lambda tensor, axis: tensor.index_select(axis, neurons))
 

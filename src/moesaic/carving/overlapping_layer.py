@@ -58,7 +58,7 @@ class OverlappingFFN(CarvedFFN):
         return self.form == "moe" and not self._called()
 
     def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
-        return map(ffn.chosen, self.experts)
+        return map(ffn.select, self.experts)
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
         on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)

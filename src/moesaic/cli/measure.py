@@ -236,7 +236,7 @@ def _record_of(run: Path) -> Record:
 
 
 def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
-    """Draw one page about one or more results: what is lost, what is saved, layer by layer."""
+    """Draw one page about one or more results: quality, sizes and speed, layer by layer."""
     if out.suffix not in (".html", ".svg"):
         raise MoesaicError(f"{out}: the name of what is drawn ends in .html or .svg.")
     check_file(out, DRAWING, overwrite=True)

@@ -164,7 +164,7 @@ def tap(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) ->
                     if up in experts:
                         notify(up, x_NI, i)
                     if down in experts:
-                        notify(down, view.activated(i, x_NI), i)
+                        notify(down, view.activate(i, x_NI), i)
 
             if experts:
                 hooks.callback(view.experts.register_forward_pre_hook(routed).remove)

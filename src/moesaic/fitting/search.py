@@ -21,14 +21,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import Numbers, Types, choice, tensor_types
-from moesaic.fitting.candidates import (
-    NONE,
-    QUANTISE,
-    Candidate,
-    Levels,
-    pareto_front,
-    simplest,
-)
+from moesaic.fitting.candidates import NONE, QUANTISE, Candidate, Levels, pareto_front, simplest
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files

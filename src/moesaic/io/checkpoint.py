@@ -167,7 +167,7 @@ class Checkpoint:
         """Return a tensor as the files have it: the places of its parts, by their names there."""
         yield name, self._place(name)
 
-    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
+    def encode(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the stored tensors of a result's tensor, in this checkpoint's storage format.
 
         Args:

@@ -160,7 +160,7 @@ class Format(ABC):
         codes, scales, zeros = self._rounded(blocks, like)
         return self._stored(codes.reshape(values.shape), scales, zeros, like)
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+    def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         """Return the parts of ``values.index_select(axis, order)``; None if it cuts through blocks.
 
         Args:
@@ -391,8 +391,8 @@ class Mxfp4Experts(Mxfp4):
         scales = torch.empty(1, 1, 1, dtype=torch.uint8)
         return super().parts(values.transpose(1, 2), dict.fromkeys(self.ends, scales))
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        return super().chosen(parts, axis if axis < -2 else -3 - axis, order)
+    def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        return super().select(parts, axis if axis < -2 else -3 - axis, order)
 
     def _split(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         return parts[self.ends[0]].flatten(-2), parts[self.ends[1]], None
@@ -637,10 +637,10 @@ class CompressedTensors(Format):
             least = torch.minimum(lost, least)
         return best
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+    def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         if "_packed" in parts and axis == -1 and len(order) % self.each:
             return None
-        return super().chosen(parts, axis, order)
+        return super().select(parts, axis, order)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

@@ -224,7 +224,7 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
     if not isinstance(source, Packed) or source.format is None:
         return None
     axis = axis % source.dim() - source.dim()
-    parts = source.format.chosen(source.parts, axis, order)
+    parts = source.format.select(source.parts, axis, order)
     if parts is not None:
         return Packed(source.format, parts, source._row)
     return source.plain.index_select(axis, order)
@@ -331,7 +331,7 @@ class QuantisedCheckpoint(Checkpoint):
         if expert_number(origin) is not None and origin not in self._parts:
             self.moved[origin.rpartition(".")[0]] = name.rpartition(".")[0]
 
-    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
+    def encode(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight's stored tensors: unchanged if it was only moved, else quantised again.
 
         Weights that the format cannot hold, and new ones, are written in the checkpoint's

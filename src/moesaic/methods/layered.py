@@ -235,12 +235,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         calibration, refit = observation.calibration, self._option("refit")
         text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
-            **job.asked(config),
+            **job.request_of(config),
             "compare": list(job.args.compare),
             "stats": observation.file,
             "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
-        finished = job.finished(request)
+        finished = job.finished_layers(request)
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():

@@ -351,11 +351,11 @@ class Job(Generic[A_co]):
             inplace = self.args.inplace
         return self.original if inplace else copy.deepcopy(self.original)
 
-    def asked(self, config: MethodConfig) -> JSON:
+    def request_of(self, config: MethodConfig) -> JSON:
         """Return the request for a method, as a user wrote it: verb, method and options."""
         return {"verb": config.verb, "method": config.name, "config": asdict(config)}
 
-    def finished(self, request: Values) -> FinishedLayers:
+    def finished_layers(self, request: Values) -> FinishedLayers:
         """Return the store of layers of this request that were decided before.
 
         Args:

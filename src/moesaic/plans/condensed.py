@@ -191,7 +191,7 @@ class CondensedLayer(LayerPlan):
             y_TD = view.output(x_TD) if target_TD is None else target_TD
             if view.arch.beside is not None and view.shared is not None:
                 y_TD = y_TD + view.shared(x_TD)
-            kept_TD = module.written(x_TD)
+            kept_TD = module.output(x_TD)
             balance.add(features.pop(), kept_TD, y_TD)
         new_DM, figures = balance.solve()
         return replace(self, down_DM=new_DM), figures

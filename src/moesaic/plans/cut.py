@@ -156,7 +156,7 @@ class CutLayer(LayerPlan):
         return replace(self, kept_E=kept_E, down_E=down_E, neurons_EW=neurons_EW)
 
     def _sizes(self) -> JSON:
-        """Return the new sizes of what is cut."""
+        """Return the new sizes of the parts that are cut."""
         sizes = {
             "experts": None if self.kept_E is None else self.kept_E.numel(),
             "width": None if self.neurons_EW is None else self.width,

@@ -102,7 +102,7 @@ def _of_scores(record: Record) -> str:
 
 
 def _of_speed(record: Record) -> str:
-    """Return how speed was measured, on which machine, and what explains it."""
+    """Return sentences on how speed was measured, on which machine, and what explains it."""
     machine, turns = record.environment, "models timed in turn"
     if record.measured.get("speed_interleaved") is False:
         turns = "one model after the other, as there was room for one at a time"
@@ -291,7 +291,7 @@ def _size(record: Record) -> list[Change]:
 
 
 def _active(record: Record) -> list[Change]:
-    """Return the share of the parameters that a token runs, where it is another."""
+    """Return the change of the parameters that a token runs, if there is one."""
     scores = part(record.measured, "scores")
     result, original = (figure(scores, n, "active_parameters") for n in ("result", "original"))
     if not result or not original or abs(result / original - 1) < SAME:
@@ -306,7 +306,7 @@ def _active(record: Record) -> list[Change]:
 
 
 def _quality(record: Record) -> list[Change]:
-    """Return perplexity, and what is kept of the scores on tasks."""
+    """Return the changes of perplexity and of the mean score on tasks."""
     scores = part(record.measured, "scores")
     original, result = (figure(scores, name, "perplexity") for name in ("original", "result"))
     quality, what = [], "perplexity on this text"
@@ -360,7 +360,7 @@ def _speed(record: Record) -> list[Change]:
 
 
 def other_ways(record: Record) -> list[Sentence]:
-    """Return how the GGUF file beside the result, as it was read back, and every comparison do."""
+    """Return sentences on the GGUF file beside the result and on every comparison."""
     gguf = part(record.measured, "gguf")
     if not gguf:
         return _comparisons(record)

@@ -79,7 +79,7 @@ def _text(record: Record) -> tuple[str, ...]:
 
 
 def points(records: Sequence[Record]) -> dict[str, list[MeasuredModel]]:
-    """Return every model that was scored, by its original; and by the text if there are several.
+    """Return the models that were scored, by original, and by text if there are several.
 
     An original that several runs share is one point, also quantised.
     """

@@ -149,7 +149,7 @@ class SparseObjective(Objective):
         figures["sparsity"] = sparsity(G_LTN).sum()
         return language + self.state["lambda"] * figures["sparsity"], figures
 
-    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+    def after_step(self, figures: dict[str, float]) -> dict[str, float]:
         """Update lambda by a proportional-integral controller on the share of active blocks."""
         if self.config.variant == "top-k":
             return {}

@@ -70,7 +70,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         if case.site is None or case.stats is None:
             hidden_size, width = case.view.weights_of(0)[-1].shape
             return {split: (self._outlined(width, hidden_size, split), {})}
-        return {split: (self.carved(case.stats, case.site, split), self.analyse(case.stats))}
+        return {split: (self.carve_layer(case.stats, case.site, split), self.analyse(case.stats))}
 
     def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Split, float]]) -> JSON:
         if not self.config.share and not self.config.multiple:
@@ -173,7 +173,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         for name, tensor in zip(OWN, sums, strict=True):
             tally.keep(name, tensor)
 
-    def carved(
+    def carve_layer(
         self, stats: Mapping[str, Tensor], site: LayerTokens[DenseFFN], budget: Split
     ) -> LayerPlan:
         """Return a plan: backbone by importance, petals by co-activation, router; or a narrower

@@ -65,12 +65,12 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     @property
     def needs(self) -> set[str]:
-        chosen = self.config.chosen
+        chosen = self.config.criterion
         return {*chosen.needs, *(("calls_E", "batch_T", "bias_E") if chosen.observes else ())}
 
     @property
     def gram_bytes(self) -> int:
-        return self.config.gram_mb << 20 if self.config.chosen.gram else 0
+        return self.config.gram_mb << 20 if self.config.criterion.gram else 0
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[int]]:
         config, args = self.config, job.args
@@ -147,7 +147,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             by size the layer's plan and analysis; if the criterion reads tokens, with ``calls``,
             ``loss`` and ``relative_loss``.
         """
-        criterion, stats = self.config.chosen, layer.stats
+        criterion, stats = self.config.criterion, layer.stats
         if criterion.score is not None:
             score_E = criterion.score(layer)
             if len(score_E) != layer.routing.count:
@@ -197,7 +197,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         self, score_E: Tensor, stats: Mapping[str, Tensor], r: int, groups: int
     ) -> tuple[CutLayer, JSON]:
         kept_E = best_scores(score_E, r, groups)
-        if not self.config.chosen.observes:
+        if not self.config.criterion.observes:
             return _layer(kept_E), {"scores": score_E.tolist()}
         removed = score_E[~kept_E].sum().item()
         return _layer(kept_E), {
@@ -247,7 +247,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         before = span([layer.shape["before"] for layer in changed])
         comma = "," if config.beyond else ""
         title = f"pruned{credit_clause(config, 'by')}{comma} to {kept} of {before} experts"
-        chosen = config.chosen
+        chosen = config.criterion
         by = chosen.title + (" on calibration text" if chosen.observes else "")
         text = f"{kept} of {before} experts are kept in every layer that routes, chosen by {by}."
         if config.refit:

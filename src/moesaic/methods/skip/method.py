@@ -134,9 +134,9 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
         routing = routing_of(case.job, case.index, case.stats)
         weights_TK = routing.weights(case.stats["logits_TX"]).topk(top_k, dim=-1).values.double()
-        return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
+        return {beta: self.calibrate(weights_TK, beta) for beta in sizes}
 
-    def calibrated(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
+    def calibrate(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
         """Return a layer's plan with its beta, and how much it skips of the calibration tokens.
 
         Args:

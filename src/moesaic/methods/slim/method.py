@@ -132,7 +132,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     @property
     def needs(self) -> set[str]:
         """Statistics of neurons; also the tokens if several sizes are compared on them."""
-        config, score = self.config, self.config.chosen
+        config, score = self.config, self.config.rule
         read = {"reach", "size", *["energy"] * score.observes, *["gram", "down"] * score.gram}
         paths = (False, True) if config.shared is not None else (False,)
         needs = {NAMES[field][shared] for field in read for shared in paths}
@@ -323,7 +323,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             stats = {name: torch.zeros(shape) for name, shape in zeros.items()}
         arch, config = case.job.arch, case.job.shape.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
-        score = SCORES["random"] if case.stats is None else self.config.chosen
+        score = SCORES["random"] if case.stats is None else self.config.rule
         seed = self.config.seed * 10_007 + case.index
         score_EM, shared = score.score(neurons_of(stats, seed)), None
         if any(size.room for size in sizes):
@@ -371,7 +371,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if config.uneven:
             neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, config.multiple or 1)
         analysis: JSON = {}
-        if config.chosen.observes or case.stats is None:
+        if config.rule.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
             analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
         if size.dense:
@@ -424,9 +424,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def _loss_in_words(self) -> str:
         if self.config.measures:
             return "the change of the experts’ output, relative to the residual stream"
-        if not self.config.chosen.observes:
+        if not self.config.rule.observes:
             return ""
-        return f"the removed share of all neurons’ squared scores, by {self.config.chosen.title}"
+        return f"the removed share of all neurons’ squared scores, by {self.config.rule.title}"
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -467,7 +467,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         by = config.base_label
         differ = " in the mean" if config.uneven else ""
         title = f"slimmed to {neurons} of {before} neurons{each}{differ} by {by}{added}"
-        by += " on calibration text" if config.chosen.observes else ""
+        by += " on calibration text" if config.rule.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
         text = f"{neurons} of {before} neurons of {where} are kept{differ}, chosen by {by}."
         text += " Experts of a layer differ in width." if differ else ""
