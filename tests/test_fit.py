@@ -301,7 +301,7 @@ def test_weights_and_bits_share_one_budget(
 def test_what_cannot_win_is_not_made(
     tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Quantising alone has a small part of the KL of any step alone: only that is made, and what
+    """Quantising has a small part of the KL of any other step: only that is made, and what
     pays is shown."""
     drop = keeping(4, 6, 8)
     monkeypatch.setattr(search, "forms", lambda *_: [drop])

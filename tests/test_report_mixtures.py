@@ -458,7 +458,7 @@ def test_pages_of_large_runs_stay_small():
     record = make(petals=128, layers=range(24))
     one, many = report.html([record]), report.html([record] * 20)
     assert len(one.encode()) < 1_000_000
-    assert "Where tokens went" in one
+    assert "Where tokens were routed" in one
     assert len(many.encode()) < 1_000_000
     assert "Plots and tables of layers are on each run’s own page" in many
     assert len(Page(many).all("details")) == 20

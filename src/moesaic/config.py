@@ -474,7 +474,7 @@ class ExportArgs(Options):
     memory: int | None = option(
         None,
         "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types of least "
-        "KL together, by measuring each alone.",
+        "KL together, by measuring each by itself.",
         minimum=1,
         parse="bytes",
     )

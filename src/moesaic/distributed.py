@@ -93,7 +93,7 @@ def peer_failure(error: BaseException) -> tuple[str, bool] | None:
             return reason, True
     return (
         f"Another of the {world} processes ended before its work was done: what it printed last "
-        "says why; nothing, if it was killed, as for want of memory.",
+        "prints why; nothing, if it was killed, as for want of memory.",
         False,
     )
 

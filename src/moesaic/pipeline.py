@@ -207,8 +207,8 @@ def run_recipe(
         log: a log to continue; by default a new one.
 
     Returns:
-        the record of the run, as in ``result.json``; None in all processes but the first, which
-        alone writes.
+        the record of the run, as in ``result.json``; None in all processes but the first, the
+        only one that writes.
 
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.

@@ -123,7 +123,7 @@ class Result(MadeModel):
 
         Args:
             plan: what was decided.
-            dtype: of a model from disk; None for what was asked for, or its own.
+            dtype: of a model from disk; None for the requested one, or its own.
         """
         model = self.job.original
         if self.job.on_disk:
@@ -191,7 +191,7 @@ class Result(MadeModel):
         """Write all files of a result: checkpoint, tokenizer, card, and in ``moesaic/`` plan,
         recipe, record and page; whole or not at all.
 
-        Card and page show :attr:`scores` if they were asked for.
+        Card and page show :attr:`scores` if they were computed.
 
         Args:
             out: the folder to make.
@@ -327,7 +327,7 @@ class Result(MadeModel):
         """Return the record of the result: steps, layers and measurements.
 
         Args:
-            model: the name that was asked for; of the first step's model.
+            model: the requested name; of the first step's model.
             out: the result's folder.
             earlier: the record of the steps before this one.
             measured: what was measured of the result beside its original.

@@ -610,8 +610,8 @@ def _per_group(arch: MoEArch, block: nn.Module) -> int:
     if arch.groups is None:
         return 1
     try:
-        alone = _routing_twin(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
-        alone.weights(torch.ones(2, 2, dtype=torch.float32))
+        trial = _routing_twin(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
+        trial.weights(torch.ones(2, 2, dtype=torch.float32))
     except (RuntimeError, IndexError):
         return 2
     return 1

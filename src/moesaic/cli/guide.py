@@ -68,7 +68,7 @@ def fit(
     if record.steps:
         shared.print_made(out)
     else:
-        outcome = f"No step is worth it at that size. The file alone is in {out}."
+        outcome = f"No step is worth it at that size. Only the file is in {out}."
         outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
         print_notice(outcome)
     upload = shared.push_result(str(out), push or "") if record.steps else {}
@@ -254,7 +254,7 @@ def guide(
         return
     for better in (p for p in points if p.type and p.memory <= chosen.memory and p.kl < chosen.kl):
         command = _export(model, f"{name}-{better.type}.gguf", better.type)
-        print_words(f"{better.type} alone is no larger, at less KL: {command}")
+        print_words(f"The original in {better.type} is no larger, at less KL: {command}")
         break
     record = save(search, points, chosen, again)
     frontier, rounding = ([p.as_json() for p in points if bool(p.type) is b] for b in (False, True))
@@ -326,7 +326,7 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
     if not ask:
         return Goal(max_kl=MAX_KL)
     print_words(
-        "It can be made smaller. KL says how differently the result predicts: 0.05 is hardly "
+        "It can be made smaller. KL measures how differently the result predicts: 0.05 is hardly "
         "noticed, 0.5 is clearly worse."
     )
     while True:
@@ -380,7 +380,7 @@ def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
         points.append(Point(one.form, one.size.memory, score, one))
         remove(folder)
     if have_room((source,), place[0], torch.float32):
-        types = search.track(QUANTISED, "Quantising alone", len(QUANTISED))
+        types = search.track(QUANTISED, "Quantising the original", len(QUANTISED))
         for type, ours, theirs in rounded_scores(source, reference, tokens, types, place[0]):
             score = figures(ours, theirs)
             points.append(Point(f"quantised to {type}", int(ours.total_bytes), score, type=type))
@@ -422,7 +422,7 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
         size = f"{int(BELOW * least.memory / 1000)}KB"
         words = ["moesaic", "fit", search.recipe.model, "OUT", "--memory", size, *types]
         print_words(
-            f"{least.type} alone beats the others. For smaller files, fewer weights in fewer bits:"
+            f"The original in {least.type} beats the others. For smaller files, fewer weights in fewer bits:"
             f"\n{shlex.join(words)}"
         )
 

@@ -288,7 +288,7 @@ def commands() -> None:
     runs = given.Argument(
         "runs", "Result folders.", "RUN...", nargs=-1, type=given.PATH, required=True
     )
-    help = "The .html page to make, or the frontier alone as .svg. Default: report.html."
+    help = "The .html page to make, or only the frontier as .svg. Default: report.html."
     page = given.Option("--out", help, metavar="FILE", type=given.PATH, default="report.html")
     example = "moesaic report out-0.8 out-0.7 --out compare.html"
     register("report", report, example, [runs, page, given.AS_JSON])

@@ -279,7 +279,7 @@ def _conversation(
 
     text = in_template(turns)
     odd = [turn.get("content") for turn in turns if not isinstance(turn.get("content"), str)]
-    # a template for text alone may refuse other content, or write it as Python's repr
+    # a template for only text may refuse other content, or write it as Python's repr
     if odd and (text is None or any(str(content) in text for content in odd)):
         plain = [{**turn, "content": _words(turn.get("content"))} for turn in turns]
         other = in_template(plain)

@@ -57,7 +57,7 @@ MIXES = {
         ),
     ),
 }
-"""Mixes by name; docs/text.md says what their text is and how it is licensed."""
+"""Mixes by name; docs/text.md describes their text and its licences."""
 
 
 @dataclass(frozen=True)

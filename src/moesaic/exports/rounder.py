@@ -502,7 +502,7 @@ class Rounder:
         ]
 
     def _called(self, group: str, type: str) -> tuple[str, ...]:
-        """Return a group, and the types that its tensors get where one is asked for."""
+        """Return a group, and the types that its tensors get for a requested type."""
         of_group = [n for n, other in self.layout.rounded.items() if other == group]
         weighed = group not in OUTSIDE
         return group, *(self.layout.tensors[n].as_type(type, weighed).type for n in of_group)
@@ -536,7 +536,7 @@ class Rounder:
             budget: bytes of the file.
 
         Raises:
-            MoesaicError: it is out of reach, which is said before anything is looked at.
+            MoesaicError: it is out of reach; raised before anything is read.
         """
         self.layout.check(among, budget)
         types = tensor_types(among)

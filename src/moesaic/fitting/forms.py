@@ -1,4 +1,4 @@
-"""Forms of recipes whose results differ in size alone: the families of all methods, and pairs."""
+"""Forms of recipes whose results differ only in size: the families of all methods, and pairs."""
 
 from __future__ import annotations
 

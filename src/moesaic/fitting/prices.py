@@ -140,7 +140,7 @@ class Prices:
             job: the model, and the tokens to estimate on.
             plans: by config the layers that it makes.
             types: of tensors.
-            rounder: of the model; None where no types are asked for.
+            rounder: of the model; None without types.
             track: shows progress.
             folder: keeps what is found of each layer until all is; another call with the same
                 request continues from there.

@@ -118,7 +118,7 @@ class Trials:
 
         Returns:
             ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its figures on the text that
-            results are measured on; nothing where no file was asked for.
+            results are measured on; empty if no file was requested.
         """
         if chosen.file is None or self.files is None:
             return {}

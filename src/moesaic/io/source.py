@@ -227,7 +227,7 @@ class Source:
         Raises:
             MoesaicError: there is none, or the folder is no model.
         """
-        _ = self.config  # which says what is wrong with the folder itself
+        _ = self.config  # which names what is wrong with the folder itself
         if not any(file for names in TOKENIZER_FILES for file in self.folder.glob(names)):
             raise MoesaicError(
                 f"{self.name} has no tokenizer files: save them there too "

@@ -61,7 +61,7 @@ def reading(
     Args:
         what: the file or field that is read, for the message.
         remedy: a sentence that ends the message.
-        failure: says what is wrong with the file, before the reason.
+        failure: sentence on what is wrong with the file, before the reason.
         errors: that its readers may raise.
 
     Raises:

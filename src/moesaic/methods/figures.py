@@ -199,7 +199,7 @@ def refit_figures(layers: Iterable[LayerRecord]) -> list[Figure]:
 
 
 def training_figures(training: Values) -> list[Figure]:
-    """Draw every value that training logged, by step; one that never changes goes into the caption.
+    """Draw every value that training logged, by step; one that never changes is in the caption.
 
     Args:
         training: ``what`` was trained, the values (``losses``) logged at each step, their

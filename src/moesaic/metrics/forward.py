@@ -205,7 +205,7 @@ class InMemory:
     def run(
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
-        """Run the model batch by batch, as the logits are asked for."""
+        """Run the model batch by batch, as the logits are iterated."""
         routing: dict[int, Routing] = {}
         return Pass(self._logits(batches, track, label, routing), routing)
 

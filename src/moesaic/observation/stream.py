@@ -361,7 +361,7 @@ class LayerStream(Generic[V_co]):
             def replay(_: int, states: Tensor, options: JSON) -> Tensor:
                 return last.to(states.device)
 
-            def embedded(ids: Tensor) -> Tensor:  # only its shape is looked at
+            def embedded(ids: Tensor) -> Tensor:  # only its shape is used
                 return last.new_zeros(*ids.shape, embedding.embedding_dim, device=self._device)
 
             unread = embedding.weight.is_meta

@@ -22,20 +22,20 @@ MANY = 6
 """Forms of layers beyond this number are only in the table of layers."""
 
 
-def contents(record: Record, alone: bool = True) -> list[Section]:
+def contents(record: Record, single: bool = True) -> list[Section]:
     """Return the sections about a run, in reading order, without what was not measured.
 
     Args:
         record: of the run.
-        alone: False beside other runs, whose page leaves out what only one run's own page has.
+        single: False beside other runs, whose page leaves out what only one run's own page has.
     """
     paragraphs = [*steps(record), weights(record)] if record.steps else []
     made: list[Block] = [Sentence(paragraph) for paragraph in paragraphs]
     sections = [
         *verdict(record),
         *_measured(record),
-        *(_layers(record) if alone else ()),
-        *(_plots(record) if alone else ()),
+        *(_layers(record) if single else ()),
+        *(_plots(record) if single else ()),
         Section("The same prompt, continued", _continued(record), TERMINAL),
         Section("How it was made", made, CARD),
         Section("Options and machine", [*_options(record)]),
@@ -142,7 +142,7 @@ def _layers(record: Record) -> list[Section]:
 
 
 def _plots(record: Record) -> list[Section]:
-    """Return the plots of the steps, of where tokens went, and of a search, by their headings."""
+    """Return the plots of the steps, of where tokens were routed, and of a search, by their headings."""
     figures: list[Figure] = [figure for step in record.steps for figure in step.figures]
     figures += filter(None, (facts.routes(record), candidates_plot(record)))
     titles = dict.fromkeys(figure.section for figure in figures)

@@ -119,7 +119,7 @@ def size(record: Record, name: str, where: str) -> float | None:
 
 
 def sizes(record: Record) -> tuple[float, float, str] | None:
-    """Return the bytes of original and result, and where: on disk if files were looked at."""
+    """Return the bytes of original and result, and where: on disk if files were measured."""
     for where in ("on disk", "in memory"):
         before, after = (size(record, name, where) for name in ("original", "result"))
         if before and after:
@@ -157,7 +157,7 @@ def routes(record: Record) -> Heat | None:
     renumbered = any(0 < layer.experts < layer.experts_before for layer in record.layers)
     return Heat(
         section="Layer by layer",
-        title="Where tokens went.",
+        title="Where tokens were routed.",
         caption=f"Percent of a layer’s calls on the evaluation text by {unit}"
         f"{', numbered as in the result' if renumbered else ''}. Bars: Jensen–Shannon divergence "
         "from uniform routing, base 2; 0 is even.",

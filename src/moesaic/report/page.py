@@ -62,7 +62,7 @@ def html(records: Sequence[Record]) -> str:
                 "number": n,
                 "title": facts.title(record),
                 "outcome": outcome(record),
-                "sections": contents(record, alone=not several),
+                "sections": contents(record, single=not several),
             }
             for n, record in enumerate(records, 1)
         ],

@@ -261,7 +261,7 @@ def training_text(
     if not isinstance(text, str):
         return _whole(IndexedRows(text, RowRange(INLINE)), tokenizer, length, answers)
     if len(sources) > 1 and steps is None:
-        raise MoesaicError(f"{text!r} is a mix, which has no end: say how many steps.")
+        raise MoesaicError(f"{text!r} is a mix, which has no end: give a number of steps.")
     rows = None if stream or len(sources) > 1 else open_rows(sources[0], "calibration")
     if rows is None or (steps is not None and not rows.at_hand):
         return PackedText(text, tokenizer, length, seed, answers=answers)

@@ -365,7 +365,7 @@ def padded(
     }
 
 
-# --- what was asked for --------------------------------------------------------------------------
+# --- the request ---------------------------------------------------------------------------------
 
 
 def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
