@@ -422,8 +422,8 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
         size = f"{int(BELOW * least.memory / 1000)}KB"
         words = ["moesaic", "fit", search.recipe.model, "OUT", "--memory", size, *types]
         print_words(
-            f"The original in {least.type} beats the others. For smaller files, fewer weights in fewer bits:"
-            f"\n{shlex.join(words)}"
+            f"The original in {least.type} beats the others. For smaller files, fewer weights in "
+            f"fewer bits:\n{shlex.join(words)}"
         )
 
 

@@ -142,7 +142,7 @@ def _layers(record: Record) -> list[Section]:
 
 
 def _plots(record: Record) -> list[Section]:
-    """Return the plots of the steps, of where tokens were routed, and of a search, by their headings."""
+    """Return the plots of the steps, of routed tokens, and of a search, by their headings."""
     figures: list[Figure] = [figure for step in record.steps for figure in step.figures]
     figures += filter(None, (facts.routes(record), candidates_plot(record)))
     titles = dict.fromkeys(figure.section for figure in figures)
@@ -444,7 +444,7 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
         than = word if word == UNCLEAR else f"{word} than the other"
         sentences.append(
             f"{what.capitalize()}: {numbers.times(ratio['ratio'])} ({numbers.times(low)} to "
-            f"{numbers.times(high)}), {than}. Active parameters alone "
+            f"{numbers.times(high)}), {than}. Active parameters "
             f"would allow {numbers.times(ratio['ideal'])}; {numbers.percent(ratio['share'])} of "
             "that is reached."
         )
