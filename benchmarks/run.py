@@ -192,7 +192,7 @@ def carried_out(
         words = [word.replace("OUT", str(out)) for word in shlex.split(step.command)]
         words = [name for word in words for name in _matching(word)]
         finished = out.exists() and str(out) in words and not step.key
-        if finished and "--resume" not in words:  # of a run that was stopped behind this step
+        if finished and "--resume" not in words:  # of a run that was stopped after this step
             continue
         if step.kind == "call" or (here and step.kind == "run"):
             started = time.process_time()

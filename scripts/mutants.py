@@ -104,7 +104,7 @@ def digest(*parts: str) -> str:
 
 
 def undecorated(source: str) -> str:
-    """Source without decorators of functions, which mutmut would leave alone; lines stay."""
+    """Source without decorators of functions, which mutmut would not change; lines are kept."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -224,7 +224,7 @@ state, the norms of both, and the last one; within the layer, or by their whole 
 
 
 def predicting(model: Any, folder: Path, count: int = 1, start: str = BEHIND) -> Path:
-    """Save a model with layers that predict further tokens behind it, as its publishers would.
+    """Save a model with MTP layers after it, as its publishers would.
 
     They are like the last layer, their values at random.
     """
@@ -545,7 +545,7 @@ SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train.loop", "transf
 
 
 def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
-    """Call a function in several CPU processes to its end, with what a launcher tells them.
+    """Call a function in several CPU processes to its end, with what a launcher gives them.
 
     They are forks of one process that has imported what takes long.
     """

@@ -155,7 +155,7 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
     for name, part in config.items():
         if isinstance(part, dict) and name in ("vision_config", "audio_config"):
             small = {k: PARTS[k] for k, size in part.items() if type(size) is int and k in PARTS}
-            # a class may have names of its own for these, and large sizes behind them
+            # a class may have names of its own for these, and large sizes after them
             part |= {k.removeprefix("vt_"): size for k, size in small.items()} | small
             part |= {"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in part else {}
     heads = text.get("num_attention_heads")
@@ -222,7 +222,7 @@ def _shrink_rotary(text: dict[str, Any], rope: dict[str, Any]) -> None:
 
 
 def rebuilt(published: dict[str, Any], folder: Path) -> Any:
-    """A small random model of a published config, which can lose half of itself and stay the same.
+    """A small random model of a published config, half of which is never used.
 
     Every second expert is never chosen, and every second neuron has nothing in its column of the
     down projection.

@@ -37,10 +37,10 @@ class HalvesConfig(MethodConfig):
     paper = "Doe, Half a Network Is Enough"
     implementation = "toys.halves.method:Halves"
 
-    share: float = option(0.5, "The share of the neurons that stays.", minimum=0)
+    share: float = option(0.5, "The share of the neurons to keep.", minimum=0)
 ''',
     "toys/halves/method.py": '''
-"""Halves: the neurons stay whose mean over the tokens is the largest."""
+"""Halves: the neurons are kept whose mean over the tokens is the largest."""
 
 import torch
 

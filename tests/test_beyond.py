@@ -191,7 +191,7 @@ def test_everything_kept_is_left_alone(tokens):
 
 
 @pytest.mark.parametrize("routing", ["linear", "cosine"])
-def test_refit_loses_less(tokens, routing):
+def test_refit_lowers_the_error(tokens, routing):
     site = dense_site(tokens)
     plan = petals_plan(routing=routing)
     assert missing(plan.refit(site)[0], site) < missing(plan, site)

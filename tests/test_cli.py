@@ -364,7 +364,7 @@ def test_a_folder_without_text_is_refused_in_words(command, refused, llama_folde
     refused(f"{said}: 'utf-8'", "eval", llama_folder, "--data", tmp_path)
 
 
-def test_a_slash_behind_the_name_of_a_model_that_ships_is_none(command):
+def test_a_slash_after_the_name_of_a_model_that_ships_is_ignored(command):
     for words in (["inspect", "tiny-moe/"], ["generate", "tiny-moe/", "The", "--new-tokens", 1]):
         assert command(*words)[0] == 0
 

@@ -245,7 +245,7 @@ def test_layer_search_is_the_search_by_full_forwards(model_type: str, padded: To
 def test_a_race_takes_less_text_and_chooses_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of eight layers that matter unequally; a search that was stopped goes on as it would."""
+    """Of eight layers that matter unequally; a search that was stopped continues as it would."""
     model = tiny_moe("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[], decoder_sparse_step=1)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -255,7 +255,7 @@ def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "there", [(), ("preprocessor_config.json",), ("processor_config.json", "chat_template.jinja")]
 )
-def test_what_prepares_images_goes_along_as_far_as_it_is_there(
+def test_processors_of_images_are_copied_if_they_are_there(
     there: tuple[str, ...], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"

@@ -240,7 +240,7 @@ def test_the_other_device_refuses_tensors_of_this_one() -> None:
 
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything goes to mapped files of the CPU."""
+    """Everything is written to mapped files of the CPU."""
     first = SpilledList.__init__
 
     def made(self: SpilledList, limit: int) -> None:

@@ -194,7 +194,7 @@ def test_python_in_documents_names_what_exists() -> None:
 
 
 def test_readme_and_pages_stay_short_enough_to_be_read() -> None:
-    """What a page gains, another loses; what --help prints need not be on any."""
+    """What is added to a page is cut from another; what --help prints need not be on any."""
     pages = {page: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
     readme = (ROOT / "README.md").read_text("utf-8")
     words = {page.name: len(text.split()) for page, text in pages.items()}

@@ -155,14 +155,14 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
 
 @pytest.mark.parametrize("verb", ["prune", "slim"])
 def test_layers_that_will_differ_are_told_to_differ(verb: str) -> None:
-    """Without statistics all lose alike; the result is none of the base's architecture."""
+    """Without statistics all have one loss; the result is none of the base's architecture."""
     recipe = recipe_of("tiny-moe", "out", (verb, {"keep": 0.75, "allocate": "layers"}))
     with on_headers(recipe) as (step,):
         assert step.result.config.model_type == "moesaic_mixtral"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
-def test_freed_memory_goes_back() -> None:
+def test_freed_memory_is_returned() -> None:
     blocks = [bytearray(b"1" * 100_000) for _ in range(1000)]
     last = blocks.pop()  # on top of the heap, which does not shrink below it
     blocks.clear()

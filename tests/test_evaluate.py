@@ -61,7 +61,7 @@ def other_folder(tmp_path_factory, tokenizer):
 
 
 def by_hand(model, tokenizer, prompt, choice):
-    """The log-likelihood of a choice behind a prompt, token by token."""
+    """The log-likelihood of a choice after a prompt, token by token."""
     ids = tokenizer(f"{prompt} {choice}")["input_ids"]
     start = len(tokenizer(prompt)["input_ids"])
     with torch.no_grad():
@@ -455,7 +455,7 @@ def test_every_task_of_the_papers_lists_is_lm_evals():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_recipe_measures_tasks_and_tells_them(
+def test_a_recipe_measures_tasks_and_reports_them(
     llama_folder, questions, tmp_path, stream, monkeypatch
 ):
     brief = partial(generations, new_tokens=8)

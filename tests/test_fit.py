@@ -229,7 +229,7 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
     assert size.memory == 9 < alone.memory
 
 
-def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
+def test_bits_are_allocated_by_their_kl(plain: PlainFiles) -> None:
     """Within the budget, and the same once read back."""
     kls = {t: {g: price.kl for g, price in of.items()} for t, of in plain.prices().items()}
     layout, types, groups = plain.original.layout, (WIDE, NARROW), ("attn 0", "gate-up 0")
@@ -544,7 +544,7 @@ def test_the_best_is_chosen_and_written(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_search_goes_on_with_its_own_weights_and_text_alone(tmp_path: Path) -> None:
+def test_a_search_continues_only_with_its_own_weights_and_text(tmp_path: Path) -> None:
     """A model of the same shape, tokenizer and text gets none of another one's figures."""
     text = tmp_path / "text.txt"
     recipe = recipe_of(tmp_path / "out")

@@ -109,7 +109,7 @@ def test_embeddings_are_leading_eigenvectors(
 
 
 FILLED = [
-    # who loses least goes to a cluster that has too few
+    # the point of least cost moves to a cluster that has too few
     ([[0, 1], [0, 2], [0, 3], [0, 9]], [1, 1], [4, 4], [1, 0, 0, 0]),
     ([[0, 1], [0, 2], [0, 3], [0, 9]], [2, 2], [4, 4], [1, 1, 0, 0]),
     ([[5, 6], [0, 2], [0, 3], [0, 9]], [1, 1], [4, 4], [1, 0, 0, 0]),

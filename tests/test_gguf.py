@@ -163,7 +163,7 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
 
 
 KEPT = ("output.weight",)
-"""Matrices that stay in float32, so that a file has several types."""
+"""Matrices that are kept in float32, so that a file has several types."""
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
@@ -536,7 +536,7 @@ def rounding(tmp_path, tokenizer, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2"])
-def test_layers_get_the_types_that_lose_least_within_a_budget(model_type, rounding, tmp_path):
+def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, rounding, tmp_path):
     """What adds next to nothing is the first to become narrow."""
 
     def idle(model):

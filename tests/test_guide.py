@@ -54,22 +54,22 @@ def candidate(memory: int, kl: float, active: int = 100, loss: float = 0.0) -> C
     return Candidate(f"of {memory}", (SlimConfig(),), size, {"kl": kl, "loss": loss})
 
 
-def test_of_all_candidates_those_stay_that_none_beats():
+def test_candidates_that_none_beats_are_kept():
     every = [candidate(100, 0.1), candidate(99, 0.3), candidate(90, 0.2), candidate(80, 0.25)]
     every += [candidate(50, 0.9), candidate(50, 0.8), candidate(120, 0.1)]
     assert [(c.size.memory, c.kl) for c in pareto_front(every, "memory")] == [
         (100, 0.1), (90, 0.2), (80, 0.25), (50, 0.8),
     ]  # fmt: skip
-    alike = [candidate(100, 0.1), candidate(98, 0.2)]  # as small, and loses more
+    alike = [candidate(100, 0.1), candidate(98, 0.2)]  # as small, of more KL
     assert pareto_front(alike, "memory") == alike[:1]
 
 
-def test_of_what_is_as_small_the_plainer_stays_within_the_error():
+def test_of_alike_sizes_the_simpler_candidate_is_kept_within_the_error():
     plain = replace(candidate(100, 0.21), kl_N=(0.20, 0.22))
     size = replace(plain.size, native=False)
-    for kl_N, stays in (((0.10, 0.30), plain), ((0.19, 0.21), None)):
+    for kl_N, kept in (((0.10, 0.30), plain), ((0.19, 0.21), None)):
         odd = replace(candidate(100, 0.20), size=size, kl_N=kl_N)
-        assert pareto_front([plain, odd], "memory") == [stays or odd]
+        assert pareto_front([plain, odd], "memory") == [kept or odd]
 
 
 def point(memory: int, kl: float, native: bool = False, type: str = "") -> Point:
@@ -277,7 +277,7 @@ def test_where_quantising_alone_wins_both_are_suggested(kl, suggested, monkeypat
     assert ("moesaic fit 'a model' OUT --memory 6KB --type q8_0" in " ".join(said)) is suggested
 
 
-def test_a_search_that_is_interrupted_says_how_to_go_on(saved):
+def test_a_search_that_is_interrupted_prints_how_to_continue(saved):
     """Also when it has ended, and nothing was picked yet."""
     for said, code, made in saved.interrupted:
         assert "nothing was saved" in " ".join(said.split())

@@ -347,7 +347,7 @@ def test_a_nemotron_whose_layers_differ_has_the_same_logits(tmp_path):
 
 
 def test_a_released_deepseek_v4_is_pruned_as_packed_as_it_was(tmp_path):
-    """Experts stay in FP4; what is in FP8 becomes q8_0 there, as of the original."""
+    """Experts are kept in FP4; what is in FP8 becomes q8_0 there, as of the original."""
     folder = deepseek_v4(tmp_path / "base")
     tiny_tokenizer().save_pretrained(folder)
     config = PruneConfig(keep=6, score="aimer", refit=False)
@@ -444,7 +444,7 @@ def test_a_text_makes_k_quants_better(tmp_path):
     assert losses[""] < losses["none"]
 
 
-def test_types_of_layers_lose_less_than_one_type_of_as_many_bytes(tmp_path):
+def test_types_by_layer_have_less_kl_than_one_type_of_as_many_bytes(tmp_path):
     """tiny-moe, at what q4_k_m takes, by llama.cpp's own logits."""
     source = resolve("tiny-moe")
     ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :2048].view(4, 512)

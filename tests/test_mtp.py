@@ -179,7 +179,7 @@ def test_they_survive_every_verb(model_type, asked, tokens, tmp_path):
     assert (again / "config.json").read_text() == (out / "config.json").read_text()
 
 
-def test_they_stay_in_what_is_trained(tokens, tmp_path):
+def test_mtp_layers_are_kept_in_what_is_trained(tokens, tmp_path):
     """As they were, whatever the model has learnt."""
     base = published("glm4_moe", tmp_path / "base")
     config = TuneConfig(
@@ -196,7 +196,7 @@ def test_they_stay_in_what_is_trained(tokens, tmp_path):
     assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
 
 
-def test_few_bits_stay(tokens, tmp_path):
+def test_few_bits_are_kept(tokens, tmp_path):
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
     wide |= {"num_nextn_predict_layers": 1}
     base = predicting(tiny_moe("deepseek_v3", **wide), tmp_path / "base")

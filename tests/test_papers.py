@@ -128,7 +128,7 @@ def test_rank_correlation(scripts: Any) -> None:
         assert found == f"{sign}1.00&nbsp;of&nbsp;2"
 
 
-def test_two_of_every_four_weights_stay(scripts: Any) -> None:
+def test_two_of_every_four_weights_are_kept(scripts: Any) -> None:
     """Those of largest |W| times the input's norm."""
     two_of_four = scripts("baselines").two_of_four
     weight_OI, norm_I = torch.randn(6, 12), torch.rand(12)
@@ -138,8 +138,8 @@ def test_two_of_every_four_weights_stay(scripts: Any) -> None:
     for row, kept in zip(
         score_OI.unflatten(1, (-1, 4)), kept_OI.unflatten(1, (-1, 4)), strict=True
     ):
-        for four, stays in zip(row, kept, strict=True):
-            assert four[stays].min() >= four[~stays].max()
+        for four, keeps in zip(row, kept, strict=True):
+            assert four[keeps].min() >= four[~keeps].max()
 
 
 def test_similarity_of_representations(scripts: Any) -> None:

@@ -202,7 +202,7 @@ def test_a_share_is_so_many_experts(tokens):
         PruneConfig(keep=0)
 
 
-def test_groups_lose_equally_many():
+def test_equally_many_are_removed_from_each_group():
     losses = quadratic(3, 8)
     sets_CE = torch.cat(list(every_set(8, 4, groups=2)))
     assert len(sets_CE) == subsets(8, 4, 2) == 36
@@ -467,7 +467,7 @@ DEFINITIONS: dict[str, Callable[[int, list[Calls], list[float]], float]] = {
     "reap": lambda e, done, _: mean([g * f for g, f in outputs_of(e, done)]),
     "aimer": lambda e, _, spread: -spread[e],
 }
-"""Scores: the expert with the highest stays."""
+"""Scores: the expert with the highest is kept."""
 OTHERS = ("reconstruction", "pairwise", "random")
 
 
@@ -492,7 +492,7 @@ def test_scores_are_their_definitions(name: str, moe_type: str, rows: int) -> No
 
 
 @pytest.mark.parametrize("name", [*DEFINITIONS])
-def test_those_of_the_highest_scores_stay(name: str) -> None:
+def test_experts_of_the_highest_scores_are_kept(name: str) -> None:
     _, done, (model, spread) = routed_calls("qwen2_moe", 6)
     wanted = [DEFINITIONS[name](e, done, spread) for e in range(EXPERTS)]
     config = PruneConfig(keep=5, score=name)

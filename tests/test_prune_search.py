@@ -1,4 +1,4 @@
-"""The search for experts that stay: the same choices as by scoring every set, for far less."""
+"""The search for experts to keep: the same choices as by scoring every set, for far less."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
 def test_slimming_keeps_columns_with_those_whose_scale_they_share(
     form, columns, model_type, width, tmp_path
 ):
-    """More values stay as they were than if neurons stayed in rising order."""
+    """More values are kept than if neurons were kept in rising order."""
     assert form.columns == columns
     folder = tmp_path / "base"
     tiny_moe(model_type, **{width: 128}).save_pretrained(folder)
@@ -679,7 +679,7 @@ def mixed(folder, form, entries):
 def test_an_expert_in_no_format_stays_so_under_another_number(
     form, entries, wanted, refit, tmp_path
 ):
-    """Its values are not rounded, the list names it by its new number; others stay in the format,
+    """Its values are not rounded, the list names it by its new number; others keep the format,
     also where they get the number of one that was in none."""
     base = mixed(tmp_path / "base", form, entries)
     down = Source("base", base).load().model.layers[2].mlp.experts.down_proj.detach().float()

@@ -94,7 +94,7 @@ def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name", ["gpt-oss-20b", *map(nightly, ("Granite-4.0-H-Tiny", "ERNIE-4.5-21B-A3B"))]
 )
-def test_what_stays_is_spelled_as_it_was(name: str, tmp_path: Path) -> None:
+def test_keys_that_are_kept_are_spelled_as_they_were(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)
     out = verb_of("prune", str(base), PruneConfig(keep=4, score="frequency"), text=TEXT)

@@ -201,7 +201,7 @@ def test_condensed_layers():
     assert "1,000     800" in text
 
 
-def test_a_layer_of_an_unknown_kind_is_told_as_it_tells_itself():
+def test_a_layer_of_an_unknown_kind_is_shown_in_its_own_words():
     record = pruned()
     record.layers[1] = LayerRecord(1, "folded", "folded twice", "averaged", shape={"folds": 2})
     page, card, _ = whole(record)

@@ -319,7 +319,7 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
         PackedText("prose", begun, p)
 
 
-def test_bos_is_not_scored_and_the_token_behind_it_is(begun: Any) -> None:
+def test_bos_is_not_scored_and_the_token_after_it_is(begun: Any) -> None:
     model = tiny_model("llama")
     tokens = evaluation_tokens("prose", begun, 16, 160)
     with torch.no_grad():
@@ -369,7 +369,7 @@ def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer: Any, begun: Any) 
     assert not ((ids[:, 0] == BOS) & (ids[:, 1] == BOS)).any()
 
 
-def test_domains_are_those_of_the_text_behind_bos(tokenizer: Any, begun: Any) -> None:
+def test_domains_are_those_of_the_text_after_bos(tokenizer: Any, begun: Any) -> None:
     rows = [
         {"text": text, "domain": domain}
         for domain in ("prose", "code")

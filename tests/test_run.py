@@ -253,7 +253,7 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
     assert found.active_ratio == pytest.approx((attention + wanted) / (attention + 4 * 3 * 32 * 64))
 
 
-def test_a_run_that_failed_goes_on_with_its_own_request_and_files_alone(
+def test_a_failed_run_continues_only_with_its_own_request_and_files(
     llama_folder, tmp_path, monkeypatch
 ):
     plain = MoRE.decide

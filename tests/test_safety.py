@@ -162,8 +162,8 @@ def test_a_model_of_somebody_elses_is_not_replaced(
         check_out(tmp_path / "study", overwrite=True)
 
 
-def test_a_folder_that_became_foreign_meanwhile_stays(tmp_path: Path) -> None:
-    """A run takes hours: what its OUT holds is looked at again before it goes."""
+def test_a_folder_that_became_foreign_meanwhile_is_kept(tmp_path: Path) -> None:
+    """A run takes hours: what its OUT holds is checked again before it is removed."""
     out = tmp_path / "out"
     with whole_folder(out):
         pass
@@ -255,7 +255,7 @@ def test_a_lock_of_a_killed_run_holds_nobody(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.thesis.writing", "out"]
 
 
-def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path: Path) -> None:
+def test_what_killed_runs_left_is_removed_but_never_the_only_result(tmp_path: Path) -> None:
     """Where names cannot be exchanged, a run may be killed when neither folder has the name."""
     out, old = tmp_path / "out", tmp_path / f".out.{'0' * 16}.replaced"
     with scratch_folder(out) as left:
@@ -273,7 +273,7 @@ def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path:
 
 
 @pytest.mark.parametrize("unfinished", [outputs.run_folder, outputs.search_folder])
-def test_an_unfinished_run_goes_whole_and_is_swept_if_its_removal_was_killed(
+def test_an_unfinished_run_is_removed_whole_and_swept_if_that_was_killed(
     unfinished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layers without the request would be taken for those of another."""

@@ -39,7 +39,7 @@ def model() -> Any:
     return model
 
 
-def test_rows_of_shared_experts_stay(model):
+def test_rows_of_shared_experts_are_kept(model):
     before = copy.deepcopy(model.model.layers[1].mlp.state_dict())
     apply_layer(model.model.layers, 1, moe_arch(model.config), CutLayer(torch.tensor([1, 4, 6])))
     after = model.model.layers[1].mlp.state_dict()

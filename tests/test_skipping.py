@@ -70,7 +70,7 @@ def test_at_two_experts_both_rules_are_one(seed, q, tokens):
 @given(st.integers(0, 1000), st.floats(0, 1.2), st.integers(2, 6))
 def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
     """App. A.2 by a plain loop."""
-    for weights_K, stays_K in zip(
+    for weights_K, kept_K in zip(
         falling(8, top_k, seed),
         survivors(falling(8, top_k, seed), beta, "tail"),
         strict=True,
@@ -80,8 +80,8 @@ def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
             if i == top_k or weights_K[i:].sum() < beta * total - 1e-12:
                 break
         near = abs(float(weights_K[i:].sum() - beta * total)) < 1e-9
-        assert near or int(stays_K.sum()) == i
-        assert stays_K.int().diff().le(0).all()
+        assert near or int(kept_K.sum()) == i
+        assert kept_K.int().diff().le(0).all()
 
 
 def test_weights_of_few_bits_are_shared_out_exactly_and_rounded_once():

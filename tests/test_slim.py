@@ -107,7 +107,7 @@ def neurons(energy, reach, size=None, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize("block", [1, 7, 40])
 def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
-    """Against the matrices worked out anew, of those that stay, before every turn."""
+    """Against the matrices worked out anew, of those kept, before every turn."""
     draw = torch.Generator().manual_seed(0)
     h_TM = torch.randn(90, 40, generator=draw).double()
     down_DM = torch.randn(12, 40, generator=draw).double()
@@ -115,16 +115,16 @@ def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
     costs = removal_costs(h_TM.T @ h_TM, down_DM, ridge=0.1)
     gram_MM = h_TM.T @ h_TM
     gram_MM += 0.1 * gram_MM.diagonal().mean() * torch.eye(40)
-    target_MD, stay = gram_MM @ down_DM.T, list(range(40))
+    target_MD, kept = gram_MM @ down_DM.T, list(range(40))
     highest = 0.0
     for _ in range(40):
-        inverse = torch.linalg.inv(gram_MM[stay][:, stay])
+        inverse = torch.linalg.inv(gram_MM[kept][:, kept])
         # with those removed, the rest is (G_SS)^-1 (G D^T)_S
-        rest_DS = (inverse @ target_MD[stay]).T
+        rest_DS = (inverse @ target_MD[kept]).T
         trial = rest_DS.square().sum(0) / inverse.diagonal()
         place = int(trial.argmin())
         highest = max(highest, trial[place].item())
-        assert costs[stay.pop(place)].item() == pytest.approx(highest, rel=1e-6)
+        assert costs[kept.pop(place)].item() == pytest.approx(highest, rel=1e-6)
 
 
 def test_surgeon_takes_what_a_refit_makes_up_for_best():
@@ -176,7 +176,7 @@ def test_every_score_decides(score, tokens):
     ],
 )
 def test_loss_is_that_of_the_layer_as_it_will_be(model_type, options, tokens):
-    """The error of the converted block's own output, of the residual stream behind the layer."""
+    """The error of the converted block's own output, of the residual stream after the layer."""
     model = any_model(model_type)
     result = slimmed(model, tokens, keep=0.25, **options)
     i, layer = next(iter(result.plan.layers.items()))
@@ -189,9 +189,9 @@ def test_loss_is_that_of_the_layer_as_it_will_be(model_type, options, tokens):
     for x_TD in site.inputs():
         before_TD, after_TD = (output(view, x_TD) for view in (site.view, converted_view))
         wrong += (after_TD - before_TD).double().square().sum()
-    behind = model(input_ids=tokens.input_ids, output_hidden_states=True).hidden_states
-    assert i + 2 < len(behind)  # the last is behind the final norm
-    whole = behind[i + 1].double().square().sum()
+    states = model(input_ids=tokens.input_ids, output_hidden_states=True).hidden_states
+    assert i + 2 < len(states)  # the last is after the final norm
+    whole = states[i + 1].double().square().sum()
     assert found == pytest.approx((wrong / whole).sqrt().item(), rel=1e-3)
 
 
@@ -238,7 +238,7 @@ def shape_of(layer):
     ("model_type", "experts"),
     [("mixtral", False), ("mixtral", True), ("llama", False)],
 )
-def test_widths_spread_by_what_layers_lose(model_type, experts, tokens):
+def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
     """The budget is met, the result is moesaic_<base>, and no uniform width has less error."""
     model = any_model(model_type)
     with torch.no_grad():  # a layer that does little, and one that does much
@@ -275,7 +275,7 @@ OUTCOMES = {
 @pytest.mark.parametrize(
     ("outcome", "experts"), [*((name, False) for name in OUTCOMES), ("more", True)]
 )
-def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outcome, monkeypatch):
+def test_widths_by_layer_are_kept_only_if_equal_ones_are_worse(experts, outcome, monkeypatch):
     """On windows that decided nothing; what is kept is what the result says that it is."""
     draw = torch.Generator().manual_seed(1)
     tokens = Tokens(torch.randint(1, 384, (6, 96), generator=draw))  # each layer's refit gains
@@ -439,7 +439,7 @@ def test_neurons_that_no_token_reached_go_by_their_reach(options, tokens):
     assert min(kept) >= 8
 
 
-def test_of_equal_blocks_those_of_more_reach_stay():
+def test_of_equal_blocks_those_of_more_reach_are_kept():
     score, reach = torch.zeros(2, 4), torch.tensor([[1.0, 1, 1, 1], [2, 2, 2, 9]])
     assert highest_in_layer(score, 6, reach, step=2).tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
 

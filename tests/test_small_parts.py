@@ -45,7 +45,7 @@ def shown(view: object) -> str:
     return console.file.getvalue()
 
 
-def test_candidates_come_in_the_order_of_what_they_lose():
+def test_candidates_come_in_the_order_of_their_loss():
     def candidate(form: str, kl: float) -> dict[str, Any]:
         sizes = {"memory": 2**20, "active_parameters": 1000}
         return {"form": form, "kl": kl, "loss": 0.1, "estimated_kl": 0.2, **sizes}
@@ -111,7 +111,7 @@ def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
     assert [names.names_model(word) for word in [*yes, *no]] == [True] * 6 + [False] * 7
 
 
-def test_a_folder_is_foretold_by_what_it_holds(moe_folder, tmp_path):
+def test_a_folders_format_is_read_from_what_it_holds(moe_folder, tmp_path):
     assert headers_of_model(str(moe_folder), tmp_path).folder == moe_folder
     described, made = tmp_path / "described", tmp_path / "made"
     described.mkdir()

@@ -168,7 +168,7 @@ def test_only_wanted_layers_are_run(tokens):
         layer.register_forward_hook(lambda *_, i=i: ran.append(i))
     sites = [site.index for site in dense_stream(model, tokens, [0, 2], tokens_per_batch=999)]
     assert sites == [0, 2]
-    assert 3 not in ran[len(arch.layers(model)) :], "the layer behind the last wanted one ran"
+    assert 3 not in ran[len(arch.layers(model)) :], "the layer after the last wanted one ran"
 
 
 def test_activations_are_the_down_projections_input(tokens):

@@ -77,7 +77,7 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
 
 
 def test_neighbours_have_the_losses_of_their_sets(model):
-    """The search looks only at the tokens that an expert moves, and this router tells which."""
+    """The search looks only at the tokens that an expert moves, and this router has which."""
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, TEXT, [*tables(model)], view=arch.mixture)
     for site in stream:
@@ -85,7 +85,7 @@ def test_neighbours_have_the_losses_of_their_sets(model):
 
 
 def padded_and_short() -> tuple[Tokens, Tokens]:
-    """The same real tokens: windows with padding behind them, and windows cut there."""
+    """The same real tokens: windows with padding after them, and windows cut there."""
     mask = torch.ones_like(TEXT.input_ids, dtype=torch.bool)
     mask[:, 24:] = False
     return Tokens(TEXT.input_ids, mask), Tokens(TEXT.input_ids[:, :24])

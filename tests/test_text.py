@@ -491,7 +491,7 @@ def test_without_a_network_what_is_in_the_cache_is_read(folder: Any) -> None:
     assert read("owner/set", "evaluation") == {f"{i}" for i in range(30, 40)}
 
 
-def test_the_page_tells_of_every_named_mix() -> None:
+def test_the_page_lists_every_named_mix() -> None:
     lines = (RECIPES.parent / "docs" / "text.md").read_text("utf-8").splitlines()
     for name, mix in MIXES.items():
         (row,) = [line for line in lines if line.startswith(f"| `{name}` |")]

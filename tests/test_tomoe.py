@@ -195,7 +195,7 @@ def test_the_converted_model_is_its_masks(model_type: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "olmo2", "phi"])
-def test_queries_and_keys_are_masked_behind_their_norm(model_type: str) -> None:
+def test_queries_and_keys_are_masked_after_their_norm(model_type: str) -> None:
     """S17: the norm's mean counted zeros; kept dimensions came out 1.45 times too large.
 
     Of the first layer, whose input no mask has touched, every query and key is the dense model's.
@@ -365,7 +365,7 @@ def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
 
 
 def test_recomputing_changes_nothing_but_memory() -> None:
-    """Dropout stays off as well, and the same masks are tossed again."""
+    """Dropout is kept off as well, and the same masks are tossed again."""
     plain, again = (
         moesaic.carve(
             tiny_model("phi", resid_pdrop=0.5),

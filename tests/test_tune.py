@@ -123,7 +123,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> 
 
 
 def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path: Path) -> None:
-    """With its weights outside, which stand behind the shared path's, while those are as many."""
+    """With its weights outside, which are after the shared path's, while those are as many."""
     condensed = condensed_model("deepseek_v2", tokens)
     (i,) = condensed.summary["layers"]
     g = factors(moe_arch(condensed.model.config), condensed.model.config, condensed.plan)

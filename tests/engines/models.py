@@ -190,7 +190,7 @@ def base(called: str, folder: Path) -> Path:
     with torch.no_grad():
         for bias, values in model.named_buffers():
             if bias.endswith("e_score_correction_bias"):
-                values.abs_()  # a score below zero loses to the zero of other groups in mlx-lm
+                values.abs_()  # a score below zero is below the zero of other groups in mlx-lm
     if FORMATS.get(called) == "bfloat16":
         model.bfloat16()
     model.save_pretrained(folder)

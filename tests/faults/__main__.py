@@ -112,7 +112,7 @@ def disk_full(command, number: int, place: Path, whole, seconds: float) -> Outco
     elif (cwd / command.out).exists():
         wrong = "OUT was made nonetheless"
     elif any(".writing" in str(p) for p in cwd.rglob("*")):
-        wrong = "something half-written stays"
+        wrong = "something half-written is left"
     wrong = wrong or finished(command, cwd, whole, output)
     shutil.rmtree(cwd)
     return name, wrong

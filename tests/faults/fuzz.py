@@ -213,7 +213,7 @@ RECIPE: dict[str, Any] = {
 
 
 def recipe_file(random: Random, where: Path) -> None:
-    """A recipe; its paths stay relative, so that nothing large is read."""
+    """A recipe; its paths are kept relative, so that nothing large is read."""
     content = mutated(random, json.loads(json.dumps({**RECIPE, "steps": [random.choice(STEPS)]})))
     text = json.dumps(content) if random.random() < 0.5 else None
     try:

@@ -136,7 +136,7 @@ def test_names_on_disk_and_in_memory_cover_each_other(any_type, tmp_path):
 
 @torch.no_grad()
 def test_reading_from_disk_is_loading(any_type, tokens, tmp_path):
-    """bfloat16, where some tensors stay wide."""
+    """bfloat16, where some tensors are kept wide."""
     any_model(any_type).save_pretrained(tmp_path / "base", max_shard_size="50KB")
     source = Source("base", tmp_path / "base")
     model = source.load(dtype=torch.bfloat16)

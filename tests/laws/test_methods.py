@@ -145,7 +145,7 @@ PAPERS = {
 
 @pytest.mark.parametrize("key", PAPERS)
 def test_the_recipe_paper_is_its_papers_own_setting(key):
-    """It goes beyond nothing; whatever else is beyond the paper says so, unasked or in a bundle."""
+    """It has no additions; whatever else is beyond the paper says so, unasked or in a bundle."""
     verb, _, name = key.partition(".")
     asked = {"method": name, "recipe": "paper"}
     paper = step_config(verb, asked)

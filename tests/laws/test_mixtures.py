@@ -40,11 +40,11 @@ from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 SOME = (
-    "afmoe",  # a norm behind the block, a choice bias of its own
+    "afmoe",  # a norm after the block, a choice bias of its own
     "axk1",  # a norm that ends the block
     "deepseek_v4",  # layers whose experts a table gives to each token
     "deepseek_v3",  # router groups, a choice bias, a shared path that is counted
-    "ernie4_5_moe",  # a router that stays in float32 beside weights of fewer bits
+    "ernie4_5_moe",  # a router that is kept in float32 beside weights of fewer bits
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
     "hy_v4",  # a clamped gate, several residual streams, layers that hand on
@@ -127,7 +127,7 @@ class Tried:
         return found
 
     def handing(self, i: int) -> Any:
-        """Inside, a block is handed what goes with those inputs beside them."""
+        """Inside, a block is handed what belongs to those inputs beside them."""
         block = self.arch.ffn_of(self.arch.layers(self.model)[i])
         return self.arch.handing(block, {"input_ids": TEXT.input_ids}, torch.flatten)
 
@@ -328,7 +328,7 @@ def test_a_refit_never_raises_the_error_of_pruning(options, seen):
 
 def check_refit(seen, plain, refit, options):
     seen.check(plain.plan.layers, plain.model)
-    last = seen.layers[0] if options else seen.layers[-1]  # behind it tokens are others
+    last = seen.layers[0] if options else seen.layers[-1]  # after it tokens are others
     for i in seen.layers:
         if i <= last:
             before, after = (seen.error(i, result.model) for result in (plain, refit))
