@@ -23,7 +23,7 @@ class Shape:
     width: int
     """Neurons of an expert; of a dense model of its narrowest FFN."""
     multiple: int
-    """Widths that kernels like are a multiple of it, at least."""
+    """Least number of which widths are a multiple, for fast kernels."""
     experts: int = 0
     """Experts in each layer that routes; 0 for a dense model."""
     fewest: int = 0
@@ -69,7 +69,7 @@ class Family(Generic[C]):
     priced: int = 8
     """Number of configs whose KL is estimated; that of those between is interpolated."""
     fills: bool = False
-    """True if it may follow another method; of several such families the last one does."""
+    """True if the method may follow another one; of several such families only the last does."""
     reads_less: bool = False
     """True if all weights are kept and a token uses fewer of them."""
 

@@ -162,7 +162,7 @@ class LayerRecord:
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has: kept experts, beta."""
     analysis: Values = field(default_factory=dict)
-    """Figures that the method saw of the layer: losses, calls, coverage."""
+    """Figures that the method recorded of the layer: losses, calls, coverage."""
 
     @property
     def changed(self) -> bool:

@@ -298,7 +298,7 @@ class ChangedWriter:
 
     writer: Writer
     change: Callable[[str, Value], tuple[str, Value] | None]
-    """Returns name and value to be written; None for a tensor that is left out."""
+    """Function that returns the name and value to write; None for a tensor that is left out."""
 
     def add(self, name: str, value: Value) -> None:
         changed = self.change(name, value)

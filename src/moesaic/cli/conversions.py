@@ -22,7 +22,7 @@ from moesaic.types import JSON, at_home
 TEXT = given.TEXT
 RUN = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
 MEASURED = ("data", "max_tokens", "compare", "baselines")
-"""The fields of Evaluation that verbs have as options; ``-o`` takes the others."""
+"""Fields of Evaluation that verbs have as options; ``-o`` takes the others."""
 
 
 class VerbCommand(Command):

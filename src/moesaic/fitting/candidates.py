@@ -17,20 +17,20 @@ from moesaic.sizes import ResultSize, Steps, conversions, steps_as_json
 from moesaic.types import JSON
 
 BY_WINDOW = "kl_N"
-"""The key of ``kl`` by window."""
+"""Key of ``kl`` by window in a score."""
 ALIKE = 1.03
-"""Sizes of which one is less than so many times the other are alike: of two such candidates the one
-of less KL counts, or the plainer one."""
-PLAINER = 1.05
-"""A plainer candidate is preferred up to so many times the KL of the best."""
+"""Ratio below which two sizes count as equal: of two such candidates the simpler one is kept,
+unless it is significantly worse."""
+SIMPLER = 1.05
+"""Ratio to the KL of the best candidate up to which a simpler one is preferred."""
 FAR = 1.2
-"""Candidates estimated at more than this many times the KL of the best, by more than the error of
-estimates, are not measured."""
+"""Ratio to the estimated KL of the best candidate above which others are not measured, if they are
+significantly worse."""
 QUANTISE = "quantise"
 KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
-"""A word for what a step of each verb does."""
+"""Words for the kinds of changes, by verb."""
 NONE = np.zeros(1)
-"""The KL of no change."""
+"""KL of no change, by sample."""
 Levels = dict[str, float]
 
 
@@ -123,7 +123,7 @@ class Candidate:
 def simplest(candidates: Iterable[Candidate]) -> Candidate | None:
     """Return the simplest candidate that is not significantly worse than the best.
 
-    It has at most :data:`PLAINER` times the best one's KL, as few windows cannot show small
+    It has at most :data:`SIMPLER` times the best one's KL, as few windows cannot show small
     differences. Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a
     lower KL. Two are compared by :func:`moesaic.plans.recovery.significantly_worse`, paired by
     window; with a single window the best one is returned. None if the list is empty.
@@ -137,7 +137,7 @@ def simplest(candidates: Iterable[Candidate]) -> Candidate | None:
     best = min(ordered, key=lambda c: c.kl, default=None)
     if best is None or len(best.kl_N) < 2:
         return best
-    best_N, near = torch.tensor(best.kl_N), [c for c in ordered if c.kl <= PLAINER * best.kl]
+    best_N, near = torch.tensor(best.kl_N), [c for c in ordered if c.kl <= SIMPLER * best.kl]
     return next(c for c in near if not significantly_worse(torch.tensor(c.kl_N), best_N))
 
 

@@ -72,4 +72,4 @@ class FitConfig(Options):
 
 
 BUDGETS = tuple(field.name for field in fields(FitConfig))[:3]
-"""The fields that limit a result's size."""
+"""Fields that limit a result's size."""

@@ -27,7 +27,7 @@ from moesaic.sizes import Skeleton
 from moesaic.types import JSON, Track, silent
 
 Sizes = tuple[int, int, int]
-"""Experts of a layer, their width, and that of what all tokens run."""
+"""Experts of a layer, their width, and that of the shared path."""
 
 
 class Files:

@@ -38,12 +38,12 @@ from moesaic.surgery import routing_in
 from moesaic.types import Track, silent
 
 SHARES = tuple(n / 40 for n in range(12, 38))
-"""Shares of the original's bytes among which the smallest is sought where only a loss is given."""
+"""Shares of the original's bytes that are tried if only a loss is given."""
 ACTIVE = "active_parameters"
 BEST, FILES, FOUND, PRICES = "best.yaml", "files", "found", "prices"
 ROUNDS = 2
-"""Candidates that are measured, at most, because others were found to have more KL than estimated
-or less."""
+"""Most candidates that are measured after the first ones, since these change the estimates of
+others."""
 
 
 class Search:

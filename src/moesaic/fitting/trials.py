@@ -34,9 +34,9 @@ from moesaic.types import JSON, Track, give_back
 
 STATS, LAYERS = "observed.stats", "layers"
 DECIDING = 4096
-"""Tokens on which alternatives decide, before any is made with care."""
+"""Tokens on which alternatives are decided, before any is made with a refit."""
 ROOM = 8
-"""Originals that the disk has room for, at least, while first steps are kept."""
+"""Free disk space, in originals, below which the results of first steps are removed."""
 
 
 @dataclass

@@ -150,9 +150,9 @@ SPEEDS: tuple[tuple[str, str, str, Format], ...] = (
 )
 """Rows: a label, the key of the value, and the word for its spread and its ratio."""
 ROUNDS = 5
-"""Fewer rounds than these call nothing faster or slower."""
+"""Fewest rounds after which speeds are called faster or slower."""
 GAP = 0.02
-"""Nor do medians that differ by less: five rounds agree by chance one time in 16."""
+"""Least difference of medians that is called so: five rounds agree by chance one time in 16."""
 UNCLEAR = "no clear difference"
 TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
 
@@ -215,7 +215,7 @@ def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float 
 # --- layers --------------------------------------------------------------------------------------
 
 FINDINGS = 8
-"""Figures of a method's own that a table has columns for."""
+"""Figures of single methods that the table of layers has columns for."""
 PLAIN: dict[str, Callable[[LayerRecord], float]] = {
     "neurons before": lambda layer: layer.width_before,
     "neurons": lambda layer: layer.width,
