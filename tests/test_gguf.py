@@ -618,22 +618,30 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
         assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
 
 
-@pytest.mark.parametrize("config", [PruneConfig(keep=2), SlimConfig(keep=0.5, multiple=32)])
-def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
-    config, rounding, tmp_path, tokenizer
-):
-    from moesaic.exports.quantiser import tensors_of
-    from moesaic.fitting.gguf_files import resized_layout
+SMALLER = {"prune": PruneConfig(keep=0.5, score="random", refit=False)}
+SMALLER |= {"slim": SlimConfig(keep=0.5, score="magnitude", refit=False)}
 
-    whole = rounding("mixtral")
-    text = {"calibration": pages("calibration"), "samples": 4, "length": 16}
-    result = getattr(moesaic, config.verb)(str(whole.native.folder), config, **text)
-    result.save(tmp_path / "out")
-    old, new = (resolve(str(folder)) for folder in (whole.native.folder, tmp_path / "out"))
-    small = resized_layout(whole.layout, *(Skeleton(of.config, None) for of in (old, new)))
-    written(new.load("cpu", torch.float32), tokenizer, tmp_path / "small.gguf")
-    held = tensors_of(tmp_path / "small.gguf")
-    assert {n: t.shape for n, t in small.tensors.items()} == {n: t.shape for n, t in held.items()}
+
+@pytest.mark.parametrize(
+    ("model_type", "verb"),
+    [*itertools.product(("mixtral", "gpt_oss", "deepseek_v3"), SMALLER), ("starcoder2", "slim")],
+)
+def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_path, tokenizer):
+    """Biases and what only chooses experts are among them."""
+    needs_llamacpp()
+    from moesaic.exports.quantiser import tensors_of
+    from moesaic.fitting.gguf_files import Files
+
+    small_model(model_type).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    getattr(moesaic, verb)(str(tmp_path / "base"), SMALLER[verb]).save(tmp_path / "out")
+    files = Files(resolve(str(tmp_path / "base")), "none", tmp_path)
+    result = Skeleton(resolve(str(tmp_path / "out")).config, None)
+    args = ExportArgs(to="gguf", type="q8_0")
+    made = files.make(tmp_path / "out", tmp_path / "made.gguf", args)
+    sized, held = files.layout(result).tensors, tensors_of(tmp_path / "made.gguf")
+    assert {n: t.shape for n, t in sized.items()} == {n: t.shape for n, t in held.items()}
+    assert files.size(result, args) - 32 <= made["bytes"] <= files.size(result, args)
 
 
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):

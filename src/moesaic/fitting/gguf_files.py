@@ -161,7 +161,7 @@ def resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layo
     arch, tensors = base_arch(original.config), dict(layout.tensors)
     old, new = ([_sizes(arch, layer) for layer in arch.layers(b.model)] for b in (original, result))
     for name, tensor in tensors.items():
-        if match := re.match(r"blk\.(\d+)\.ffn_(.+)\.", name):
+        if match := re.match(r"blk\.(\d+)\.((?:ffn_|exp_probs_b).+)", name):
             i = int(match[1])
             shape = _shape(match[2], tensor.shape, old[i], new[i])
             tensors[name] = replace(tensor, shape=shape)
@@ -176,24 +176,23 @@ def _sizes(arch: Arch, layer: nn.Module) -> Sizes:
     return 0, 0, arch.width_of(layer)
 
 
-def _shape(part: str, shape: tuple[int, ...], old: Sizes, new: Sizes) -> tuple[int, ...]:
-    """Return the shape of a part of an FFN, the length of its rows first, where sizes change.
+def _shape(name: str, shape: tuple[int, ...], old: Sizes, new: Sizes) -> tuple[int, ...]:
+    """Return the shape of a tensor of an FFN, the length of its rows first, where sizes change.
 
-    >>> _shape("down_exps", (96, 256, 8), (8, 96, 0), (6, 64, 0))
+    >>> _shape("ffn_down_exps.weight", (96, 256, 8), (8, 96, 0), (6, 64, 0))
     (64, 256, 6)
-    >>> _shape("gate_inp", (256, 8), (8, 96, 0), (6, 96, 0))
+    >>> _shape("ffn_gate_exps.bias", (96, 8), (8, 96, 0), (6, 64, 0))
+    (64, 6)
+    >>> _shape("ffn_gate_inp.weight", (256, 8), (8, 96, 0), (6, 96, 0))
     (256, 6)
-    >>> _shape("up", (8, 9), (0, 0, 9), (0, 0, 3))
+    >>> _shape("ffn_up.weight", (8, 9), (0, 0, 9), (0, 0, 3))
     (8, 3)
     """
-    sizes = list(shape)
-    routed = part.endswith("_exps")
-    if part in ("gate_inp", "exp_probs_b"):
+    sizes, (part, kind) = list(shape), name.rsplit(".", 1)
+    routed, down, bias = part.endswith("_exps"), part.startswith("ffn_down"), kind == "bias"
+    if routed or part in ("ffn_gate_inp", "exp_probs_b"):
         sizes[-1] = new[0]
-    elif len(shape) > 1 and part != "gate_inp_shexp":
-        axis = 0 if part.startswith("down") else 1
-        width = 1 if routed else 2
+    if re.match(r"ffn_(gate|up|down)(_up)?(_exps|_shexp)?$", part) and not (down and bias):
+        axis, width = 0 if down or bias else 1, 1 if routed else 2
         sizes[axis] = shape[axis] * new[width] // old[width]
-        if routed:
-            sizes[2] = new[0]
     return tuple(sizes)
