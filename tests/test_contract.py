@@ -279,11 +279,11 @@ def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
     assert total == pytest.approx(4 * mean)
 
 
-def test_a_result_that_is_the_language_model_alone_says_so(
+def test_a_result_that_is_only_the_language_model_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     beside("llava", "llama")
-    assert "the language model alone" in caplog.text
+    assert "only the language model" in caplog.text
 
 
 @pytest.mark.slow
