@@ -167,6 +167,7 @@ carve MODEL OUT --recipe worst | known: best
 carve MODEL OUT --recipe paper | is for more, tomoe, dsmoe: say method=more
 carve MODEL OUT --method dsmoe --compare static | --compare 'static' is none of
 carve MODEL OUT --samples 0 | --samples 0 must be at least 1
+carve MODEL OUT --samples 99999999999999999999 | must be at most 1e+15
 carve MODEL OUT --seed 100000000000000000000000 | must be at most 4294967295
 carve MODEL OUT --max-tokens -1 | --max-tokens -1 must be at least 0
 carve MODEL OUT --dtype int3 | --dtype 'int3'

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import launch, loaded, logits, pages, tiny_moe, tiny_tokenizer
+from builders import launch, loaded, logits, pages, tiny_model, tiny_moe, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
 from moesaic import api
-from moesaic.config import RunArgs
+from moesaic.config import RunArgs, parse_bytes
 from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.methods import VERBS, methods_of
@@ -123,6 +123,16 @@ def test_types_are_checked(tmp_path):
     ).stdout
     lines = [line for line in found.splitlines() if "error" in line and "calls.py" in line]
     assert [line.split(":")[1] for line in lines] == ["3", "4"], found
+
+
+def test_what_is_no_language_model_is_refused(tokens):
+    with pytest.raises(moesaic.MoesaicError, match="LlamaModel has no language-modelling head"):
+        moesaic.slim(tiny_model("llama").model, keep=0.5, calibration=tokens)
+    for name in ("", " "):
+        with pytest.raises(moesaic.MoesaicError, match="name is empty"):
+            moesaic.slim(name, keep=0.5)
+    with pytest.raises(moesaic.MoesaicError, match="is not a number of bytes"):
+        parse_bytes("9" * 400)
 
 
 def test_progress_is_shown_unless_not_wanted(capsys, name):

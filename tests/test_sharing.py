@@ -437,7 +437,10 @@ def test_only_the_files_of_the_index_are_fetched(
         (["adapter_config.json", "adapter_model.safetensors"], "holds an adapter"),
         (["config.json", "adapter_config.json", "model.safetensors"], "holds an adapter"),
         (["README.md", "it-q4_k_m.gguf"], "holds GGUF files: give one of them, such as it-q4"),
-        (["params.json", "consolidated.safetensors"], r"No model\.safetensors or"),
+        (["params.json", "consolidated.safetensors"], r"holds consolidated\.safetensors, but no"),
+        (["config.json", "model-00001-of-00002.safetensors"], r"but no model\.safetensors or"),
+        (["config.json", "tf_model.h5"], r"holds tf_model\.h5, but no"),
+        (["config.json", "merges.txt"], r"No model\.safetensors or"),
         (["model.safetensors"], r"has no config\.json"),
     ],
 )

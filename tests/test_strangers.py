@@ -249,6 +249,8 @@ CONFIGS = {
     "layers of a part": {"vision_config": {"num_hidden_layers": 10**9}},
     "layers beyond any": {"num_hidden_layers": 10**9, "model_type": "qwen2"},
     "a head beyond memory": {"head_dim": 10**10},
+    "more experts for a token than there are": {"num_experts_per_tok": 99},
+    "no experts for a token": {"num_experts_per_tok": 0},
     "quantised as words": {"quantization_config": "fp8"},
     "quantised in a list": {"quantization_config": [1]},
     "blocks of words": {"quantization_config": {"quant_method": "fp8", "weight_block_size": "xy"}},
@@ -270,8 +272,35 @@ def test_a_config_of_other_types_is_refused(
     command: Command, theirs: Path, tmp_path: Path, little_memory: None, changes: Any
 ) -> None:
     edited(theirs / "config.json", **changes)
-    code, _, err = command("prune", theirs, tmp_path / "out", *QUICK)
-    assert (code, is_message(err)) == (2, True), err
+    for line in (("prune", theirs, tmp_path / "out", *QUICK), ("eval", theirs, "--max-tokens", 64)):
+        code, _, err = command(*line)
+        assert (code, is_message(err)) == (2, True), err
+
+
+def test_an_empty_format_is_none(theirs: Path) -> None:
+    edited(theirs / "config.json", quantization_config={})
+    model = resolve(str(theirs)).load()
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "7"])
+def test_generation_settings_that_are_no_mapping_are_refused(theirs: Path, content: str) -> None:
+    (theirs / "generation_config.json").write_text(content)
+    with pytest.raises(MoesaicError, match="generation_config.json .*holds no JSON object"):
+        resolve(str(theirs)).load()
+
+
+@pytest.mark.parametrize(
+    "name", ["consolidated.safetensors", "model.fp16.safetensors", "a.gguf", "model.onnx", "a.h5"]
+)
+def test_a_dry_run_refuses_the_weights_that_a_run_does(
+    refused: Callable[..., str], theirs: Path, tmp_path: Path, name: str
+) -> None:
+    for file in theirs.glob("model*"):
+        file.unlink()
+    (theirs / name).write_bytes(bytes(100))
+    line = ("prune", theirs, tmp_path / "out", *QUICK)
+    assert refused("holds", *line, "--dry-run") == refused("holds", *line)
 
 
 @pytest.mark.parametrize(

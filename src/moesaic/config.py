@@ -139,6 +139,10 @@ def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
     return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
 
 
+GREATEST = 10**15
+"""Greatest whole number of an option: far more than any count, and far less than 64 bits hold."""
+
+
 def _check_options(config: DataclassInstance) -> None:
     """Refuse values of another type, none of an option's choices, or out of its range.
 
@@ -157,7 +161,7 @@ def _check_options(config: DataclassInstance) -> None:
             raise MoesaicError(f"{entry.name} must be {_kind_in_words(hint)}; got {quote(value)}.")
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),
-            (operator.le, "at most", info.maximum),
+            (operator.le, "at most", info.maximum or (GREATEST if type(value) is int else None)),
             (operator.gt, "above", info.above),
             (operator.lt, "below", info.below),
         ):
@@ -710,7 +714,7 @@ def parse_bytes(text: str) -> int:
     """
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in units:
         raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
     return int(float(match[1]) * units[match[2]])

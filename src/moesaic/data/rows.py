@@ -321,16 +321,17 @@ def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None
         pairs = enumerate(zip(before, text, strict=False))
         end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
         return PromptAnswer(text[:end], text[end:])
-    columns = row if isinstance(row, Mapping) else {}
+    if not isinstance(row, Mapping):
+        raise RowError(f"A row is neither text nor has columns: {quote(row, 120)}")
     for needs, (may, read) in SCHEMAS.items():
-        if {*needs} <= columns.keys() <= {*needs, *may, *ASIDE, *PLAIN}:
-            return _pair(columns, needs, read)
-    if any(isinstance(columns.get(name), str) for name in PLAIN):
+        if {*needs} <= row.keys() <= {*needs, *may, *ASIDE, *PLAIN}:
+            return _pair(row, needs, read)
+    if any(isinstance(row.get(name), str) for name in PLAIN):
         return None
     for name in (*PLAIN, *TURNS):
-        if name in columns:
+        if name in row:
             raise RowError(f"A row has no text in its column {name}: {quote(dict(row), 120)}")
-    named = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+    named = ", ".join(map(str, row))
     formats = "; ".join((*PLAIN, *TURNS, *map(" + ".join, SCHEMAS)))
     raise MoesaicError(
         f"Rows with the columns {named} are not known; known: {formats}. "

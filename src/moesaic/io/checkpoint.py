@@ -47,6 +47,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".bin.index.json")
+FOREIGN = (".onnx", ".h5", ".msgpack", ".npz")
+"""Ends of names of weights for other libraries, which are not read."""
 VARIANT = re.compile(r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json")
 PIECES = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Names of sharded files by rank; transformers would read these and ignore all others."""
@@ -233,7 +235,13 @@ def first_file(names: Iterable[str], config: Values, where: object) -> str:
         )
     if files := sorted(name for name in here if name.endswith(".gguf")):
         raise MoesaicError(f"{where} holds GGUF files: give one of them, such as {files[0]}.")
-    raise MoesaicError(f"No {named or f'{SINGLE_NAME} or {INDEX_NAME}'} in {where}.")
+    missing = named or f"{SINGLE_NAME} or {INDEX_NAME}"
+    if others := sorted(name for name in here if name.endswith((*WEIGHTS, *FOREIGN))):
+        raise MoesaicError(
+            f"{where} holds {others[0]}, but no {missing}, where weights are looked for: add that "
+            "file, or save the model again (save_pretrained of transformers)."
+        )
+    raise MoesaicError(f"No {missing} in {where}.")
 
 
 def shards(folder: Path, names: Iterable[str] | None = None, where: object = None) -> list[str]:

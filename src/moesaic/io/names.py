@@ -59,6 +59,8 @@ def check_name(name: str) -> None:
     Raises:
         MoesaicError: there is no such folder or file, and it is no hub id either.
     """
+    if not name.strip():
+        raise MoesaicError(f"A model's name is empty. Give one: {MODELS}.")
     path = Path(name).expanduser()
     if path.is_dir() and without_slash(name) in NAMES:
         _say_shadowed(name.rstrip("/"), path.resolve())

@@ -38,9 +38,12 @@ from transformers.utils.logging import (
 
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import (
+    FOREIGN,
     INDEX_NAME,
+    PICKLED,
     SINGLE_NAME,
     TYPES,
+    WEIGHTS,
     Checkpoint,
     ShardWriter,
     check_finite,
@@ -133,6 +136,8 @@ class Source:
             if layers <= 0:
                 raise ValueError(f"num_hidden_layers is {layers}")
             check_counts(config.to_dict())
+        if getattr(config, "quantization_config", None) == {}:  # transformers refuses an empty one
+            del config.quantization_config
         text = language_model(config)
         if text is config:
             self._check_names(config)
@@ -261,6 +266,8 @@ class Source:
                 no place in the model.
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
+        if (settings := self.folder / GENERATION_CONFIG_NAME).is_file():
+            mapping_of(settings)  # transformers fails on anything else
         with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
         count = model.config.get_text_config().num_hidden_layers
@@ -479,6 +486,11 @@ def source_or_model(
         return resolve(str(model), revision, token)
     if isinstance(model, MadeModel):
         return model.model
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
+        raise MoesaicError(
+            f"A {type(model).__name__} has no language-modelling head: load the model with "
+            "AutoModelForCausalLM."
+        )
     if isinstance(model, PreTrainedModel | Source):
         return model
     raise MoesaicError(
@@ -526,8 +538,8 @@ def headers_of_model(
     check_name(name)
     path = Path(name).expanduser()
     if path.is_dir():
-        config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
-        if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
+        config, weights = path / "config.json", (*WEIGHTS, *PICKLED, *FOREIGN, ".gguf")
+        if config.is_file() and not any(file.name.endswith(weights) for file in path.iterdir()):
             return _of_config(name, path, folder)
         return Source(name, path, headers_only=True)
     if without_slash(name) in NAMES or path.suffix == ".gguf":

@@ -45,6 +45,11 @@ _COUNTS = (
     (re.compile(r"experts|expert_(used_)?count$"), EXPERTS),
 )
 
+_USED = re.compile(
+    r"(num_)?experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts"
+)
+_ROUTED = re.compile(r"(moe_)?num_(local_|routed_)?experts|n_routed_experts")
+"""Names, in configs, of the experts that a token runs and of those that it may choose from."""
 
 TRUNCATED = "is missing, truncated or corrupt"
 
@@ -164,7 +169,8 @@ def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
 
 
 def check_counts(plain: object) -> None:
-    """Refuse numbers of layers and of experts that no model has, at any depth of a config.
+    """Refuse numbers of layers and of experts that no model has, at any depth of a config, and more
+    or fewer experts for a token than there are.
 
     Args:
         plain: a config as plain JSON, or a part of one.
@@ -180,6 +186,11 @@ def check_counts(plain: object) -> None:
         for names, most in _COUNTS:
             if type(value) in (int, float) and value > most and names.search(str(key)):
                 raise ValueError(f"{key} is {value:,}, of {most:,} at most")
+    counts = {k: v for k, v in plain.items() if type(v) is int} if isinstance(plain, dict) else {}
+    routed = max((n for key, n in counts.items() if _ROUTED.fullmatch(str(key))), default=0)
+    for key, count in counts.items():
+        if routed > 1 and _USED.fullmatch(str(key)) and not 1 <= count <= routed:
+            raise ValueError(f"{key} is {count}, from 1 to {routed} works")
     for part in _parts(plain):
         check_counts(part)
 
