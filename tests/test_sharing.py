@@ -440,7 +440,7 @@ def test_only_the_files_of_the_index_are_fetched(
         (["params.json", "consolidated.safetensors"], r"holds consolidated\.safetensors, but no"),
         (["config.json", "model-00001-of-00002.safetensors"], r"but no model\.safetensors or"),
         (["config.json", "tf_model.h5"], r"holds tf_model\.h5, but no"),
-        (["config.json", "merges.txt"], r"No model\.safetensors or"),
+        (["config.json"], r"No model\.safetensors or"),
         (["model.safetensors"], r"has no config\.json"),
     ],
 )
