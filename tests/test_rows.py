@@ -71,7 +71,7 @@ def lacking() -> Iterator[tuple[Any, Any]]:
     spoilt += [[talk[0], {**talk[1], "content": value}] for value in (None, 3, {"a": "b"}, HALF)]
     spoilt += [[talk[0], {"role": None, "content": "Yes?"}]]
     yield from (({"messages": talk}, {"messages": value}) for value in spoilt)
-    yield from (({"text": "Words. " * 200}, value) for value in (None, 7, 0.5, True, ["Hi."]))
+    yield from (({"text": "Words. " * 200}, value) for value in [None])
 
 
 def test_a_row_without_text_is_left_out_and_counted(

@@ -178,8 +178,10 @@ def _pair(
 
 TURNS = ("messages", "conversations")
 """Columns that hold a conversation, whatever other columns there are."""
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 """Usual names of roles, by those in some data sets."""
+SYSTEM = ("system", "developer")
+"""Roles that some templates do not have."""
 SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a turn that may stand without ``content``."""
 
@@ -288,8 +290,8 @@ def _conversation(
         elif other is not None and any(text.count(str(c)) > other.count(str(c)) for c in odd):
             text = other
     if text is None:  # some have no system role: put its content before the first other turn
-        system = [_words(turn.get("content")) for turn in turns if turn["role"] == "system"]
-        first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
+        system = [_words(turn.get("content")) for turn in turns if turn["role"] in SYSTEM]
+        first, *others = [turn for turn in turns if turn["role"] not in SYSTEM] or turns
         content = "\n\n".join([*system, _words(first.get("content"))])
         text = in_template([{**first, "content": content}, *others])
     if text is None:
@@ -321,17 +323,18 @@ def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None
         pairs = enumerate(zip(before, text, strict=False))
         end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
         return PromptAnswer(text[:end], text[end:])
-    if not isinstance(row, Mapping):
-        raise RowError(f"A row is neither text nor has columns: {quote(row, 120)}")
+    if row is None:
+        raise RowError("A row is null: it has no text.")
+    columns = row if isinstance(row, Mapping) else {}
     for needs, (may, read) in SCHEMAS.items():
-        if {*needs} <= row.keys() <= {*needs, *may, *ASIDE, *PLAIN}:
-            return _pair(row, needs, read)
-    if any(isinstance(row.get(name), str) for name in PLAIN):
+        if {*needs} <= columns.keys() <= {*needs, *may, *ASIDE, *PLAIN}:
+            return _pair(columns, needs, read)
+    if any(isinstance(columns.get(name), str) for name in PLAIN):
         return None
     for name in (*PLAIN, *TURNS):
-        if name in row:
+        if name in columns:
             raise RowError(f"A row has no text in its column {name}: {quote(dict(row), 120)}")
-    named = ", ".join(map(str, row))
+    named = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     formats = "; ".join((*PLAIN, *TURNS, *map(" + ".join, SCHEMAS)))
     raise MoesaicError(
         f"Rows with the columns {named} are not known; known: {formats}. "
