@@ -448,8 +448,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
 
     transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE,
     and writes the new names only. Here both are written, and unchanged values keep the source's
-    names. The config of a multimodal model's language model is a part of the file, unless the
-    result has a class of our own: then it is the whole file.
+    names. The config of a multimodal model's language model is a part of the file, also where the
+    source has its keys beside those of other parts, unless the result has a class of our own: then
+    it is the whole file.
 
     Args:
         config: of the result.
@@ -467,7 +468,12 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         before = _every_key(language)
         if language is not whole:
             outer = source_config if config.model_type == language.model_type else None
-            source_config = dict(source_config[PART])
+            if PART in source_config:
+                source_config = dict(source_config[PART])
+            else:  # Qwen2.5-VL's keys stand beside those of its other parts
+                own = {*before, "rope_scaling", "rope_theta"} - {*_every_key(whole)}
+                source_config = {k: v for k, v in source_config.items() if k in own}
+                outer = outer and {k: v for k, v in outer.items() if k not in own}
         source_config.pop("transformers_version", None)
         for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
             source_config.pop(key, None)  # of how it is computed where it is loaded

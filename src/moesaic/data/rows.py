@@ -178,8 +178,16 @@ def _pair(
 
 TURNS = ("messages", "conversations")
 """Columns that hold a conversation, whatever other columns there are."""
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 """Usual names of roles, by those in some data sets."""
+SYSTEM = ("system", "developer")
+"""Roles that some templates do not have."""
 SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a turn that may stand without ``content``."""
 
@@ -288,8 +296,8 @@ def _conversation(
         elif other is not None and any(text.count(str(c)) > other.count(str(c)) for c in odd):
             text = other
     if text is None:  # some have no system role: put its content before the first other turn
-        system = [_words(turn.get("content")) for turn in turns if turn["role"] == "system"]
-        first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
+        system = [_words(turn.get("content")) for turn in turns if turn["role"] in SYSTEM]
+        first, *others = [turn for turn in turns if turn["role"] not in SYSTEM] or turns
         content = "\n\n".join([*system, _words(first.get("content"))])
         text = in_template([{**first, "content": content}, *others])
     if text is None:
