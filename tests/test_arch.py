@@ -19,6 +19,7 @@ from moesaic.plans.cut import CutLayer
     [
         (dense_arch, {"model_type": "gpt2"}, "'gpt2' is not supported. Every decoder.*GPT2MLP"),
         (dense_arch, {"model_type": "mixtral"}, "already a mixture of experts"),
+        (dense_arch, {"model_type": "mpt"}, "MptMLP of this mpt computes with residual too"),
         (moe_arch, {"model_type": "llama"}, "no routed experts"),
         (moe_arch, {"model_type": "switch_transformers"}, "no causal language model"),
         (
