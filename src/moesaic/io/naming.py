@@ -27,7 +27,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from moesaic.errors import MoesaicError, spoken
 from moesaic.io.checkpoint import Checkpoint
@@ -82,10 +85,12 @@ def register_conversions(model_type: str, name: str = "") -> None:
 
 
 def _own_conversions(model_type: str) -> list[Step] | None:
-    """Return transformers' conversions by a type's name, else by its base model's class."""
+    """Return transformers' conversions by a type's name, else by its base model's or its causal
+    language model's class."""
     steps: list[Step] | None = get_checkpoint_conversion_mapping(model_type)
-    if steps is None and model_type in MODEL_MAPPING_NAMES:
-        steps = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
+    for classes in (MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if steps is None and model_type in classes:
+            steps = get_checkpoint_conversion_mapping(classes[model_type])
     return steps
 
 
