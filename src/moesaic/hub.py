@@ -176,6 +176,8 @@ def _define_model(
             ],
             "_can_set_attn_implementation": model._can_set_attn_implementation,
             "_can_set_experts_implementation": model._can_set_experts_implementation,
+            # or buffers that another module's code fills, as in Falcon-H1, stay as memory was
+            "is_custom_code": classmethod(lambda _: False),
             **methods,
             **OURS,
         },

@@ -202,6 +202,11 @@ class Naming:
             return read(parts[0][0])
         parts = sorted(parts, key=lambda p: dot_natural_key(p[0]))
         converter = copy.deepcopy(self._converters[parts[0][1]])
+        if len(converter.target_patterns) > 1:
+            raise MoesaicError(
+                f"{parts[0][0]} in {self.checkpoint.folder} is one tensor for several of the model "
+                f"({', '.join(converter.target_patterns)}), which is not read layer by layer."
+            )
         steps = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
         if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             matrices: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
