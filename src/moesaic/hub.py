@@ -13,6 +13,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -164,12 +165,17 @@ def _define_model(
             install(self, dataclasses.replace(arch, layers_path=path), config)
         self.post_init()
 
+    def initialize_weights(self: Model) -> None:
+        with per_layer_config.as_base(self.config):  # Gemma 4's asks for one value a layer type
+            model.initialize_weights(self)
+
     return type(
         f"Moesaic{model.__name__}",
         (model,),
         {
             "config_class": config,
             "__init__": __init__,
+            "initialize_weights": initialize_weights,
             "_keep_in_fp32_modules_strict": [
                 *(model._keep_in_fp32_modules_strict or ()),
                 *(() if base in architectures()["moe"] else ("router",)),
@@ -304,12 +310,14 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         return
     every = base.plain_widths | dense
     widths = {*every.values()}
+    if not isinstance(arch, MoEArch):  # layers may have multiples of one width, as in Gemma 4 E2B
+        shares = {Fraction(width, base.widths[i]) for i, width in every.items()}
+        if len(shares) == 1:
+            yield arch.with_width(int(shares.pop() * min(base.widths[i] for i in every)))
+        return
     if len(widths) != 1:
         return
     (width,) = widths
-    if not isinstance(arch, MoEArch):
-        yield arch.with_width(width)
-        return
     mix = arch.dense_at(config, every.keys())
     if mix is not None:
         yield from ({**mix, name: width} for name in arch.dense_sizes(config))
