@@ -32,7 +32,7 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.gguf import packaged_file
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
-from moesaic.metrics.forward import Pass, Whole
+from moesaic.metrics.forward import InMemory, Pass
 from moesaic.metrics.gguf_engine import Engine
 from moesaic.metrics.score import Quality, Score, model_size, qualities, scores
 from moesaic.metrics.speed import Timed, against, environment, interleaved, one_round
@@ -110,7 +110,7 @@ def of_prompts(model: Any, tokens: Tokens) -> float:
 def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
     """Perplexity of every row that has none, and its divergence from the dense model."""
     source = resolve(MODEL)
-    dense = Whole(source.load("cpu", torch.float32).eval())
+    dense = InMemory(source.load("cpu", torch.float32).eval())
     texts = {"shipped": "", **({Path(data).stem: data} if data else {})}
     windows = {n: evaluation_tokens(t, source.tokenizer, WINDOW, tokens) for n, t in texts.items()}
     record["tokens"] = tokens
@@ -126,13 +126,13 @@ def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
                 other: Any = (
                     InLlamaCpp(work / f"{name}.gguf")
                     if name in FILES
-                    else Whole(int8(source.load("cpu", torch.float32).eval()))
+                    else InMemory(int8(source.load("cpu", torch.float32).eval()))
                 )
                 score = qualities([other, dense], where)[0]
                 row[text] = {"perplexity": score.perplexity, "active_ratio": 1.0}
             else:
                 folder = MODEL if name == DENSE else str(work / name)
-                model = Whole(resolve(folder).load("cpu", torch.float32).eval())
+                model = InMemory(resolve(folder).load("cpu", torch.float32).eval())
                 score = scores([model, dense], where)[0]
                 row[text] = {"perplexity": score.perplexity, "active_ratio": score.active_ratio}
                 row[text]["of_prompts"] = of_prompts(model.shape, where)

@@ -49,8 +49,8 @@ from transformers import AutoModelForCausalLM
 for folder in sys.stdin:
     try:
         read = AutoModelForCausalLM.from_pretrained
-        _, told = read(folder.strip(), output_loading_info=True, trust_remote_code=False)
-        wrong = ", ".join(f"{len(keys)} {what}" for what, keys in told.items() if keys)
+        _, report = read(folder.strip(), output_loading_info=True, trust_remote_code=False)
+        wrong = ", ".join(f"{len(keys)} {what}" for what, keys in report.items() if keys)
     except Exception as error:
         wrong = str(error).replace(folder.strip(), "OUT").partition(". ")[0][:200]
     print(json.dumps(wrong or True), flush=True)"""
@@ -68,7 +68,7 @@ class Job:
     tokens: str
     """A file of ``input_ids``, windows (N, L), and ``logits`` (L, V) of the first."""
     keep: float
-    """The share of the experts' parameters that stays."""
+    """The share of the experts' parameters that is kept."""
     out: str
 
     @property
@@ -213,7 +213,7 @@ def naee(job: Job) -> None:
 
 
 def cd_moe(job: Job) -> None:
-    """Cao et al.; told without a try."""
+    """Cao et al.; named and not tried."""
     raise NotImplementedError(
         "scripts for 27 layers of 64 experts of DeepSeek-MoE-16B, in a fork of transformers"
     )
@@ -226,7 +226,7 @@ PEERS: dict[str, Callable[[Job], str | None]] = {
 
 
 def work(job: Job) -> None:
-    """In the peer's process: prints as its last line what there is to tell."""
+    """In the peer's process: prints its figures as the last line."""
     sys.path[:1] = [job.checkout, f"{job.checkout}/src"]
     try:
         outcome = {"note": PEERS[job.peer](job)}

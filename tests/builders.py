@@ -42,7 +42,7 @@ from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.running import always_skipping
 from moesaic.observation.files import FILED
-from moesaic.observation.stats import Stats, tallied
+from moesaic.observation.stats import Stats, tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
@@ -224,7 +224,7 @@ state, the norms of both, and the last one; within the layer, or by their whole 
 
 
 def predicting(model: Any, folder: Path, count: int = 1, start: str = BEHIND) -> Path:
-    """Save a model with layers that predict further tokens behind it, as its publishers would.
+    """Save a model with MTP layers after it, as its publishers would.
 
     They are like the last layer, their values at random.
     """
@@ -545,21 +545,21 @@ SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train.loop", "transf
 
 
 def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
-    """Call a function in several CPU processes to its end, with what a launcher tells them.
+    """Call a function in several CPU processes to its end, with what a launcher gives them.
 
     They are forks of one process that has imported what takes long.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    told |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    variables |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(i) for i in range(count)]
         running = [
             SERVER.Process(
                 target=called,
-                args=({**os.environ, **told, "RANK": str(i), "LOCAL_RANK": str(i)}, files[i]),
+                args=({**os.environ, **variables, "RANK": str(i), "LOCAL_RANK": str(i)}, files[i]),
                 kwargs={"work": work, "arguments": arguments},
             )
             for i in range(count)
@@ -635,4 +635,4 @@ def configured(cls: type[Any], **options: Any) -> Any:
 
 def statistics(site: Any, **options: Any) -> Stats:
     """All statistics of a mixture's layer that a file holds."""
-    return tallied(site, FILED, **options).stats()
+    return tally_of(site, FILED, **options).stats()

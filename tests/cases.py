@@ -19,7 +19,7 @@ from moesaic.api import verb
 from moesaic.config import MethodConfig, about, choices
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.names import PLAN, placed
+from moesaic.io.names import PLAN, our_path
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.plan import Plan
 
@@ -110,7 +110,7 @@ def model_of(start: Path, live: bool) -> dict[str, Any]:
     """A model as a verb takes it: by name, or loaded together with the plan that made it."""
     if not live:
         return {"model": str(start)}
-    plan = Plan.load(start) if placed(start, PLAN).exists() else None
+    plan = Plan.load(start) if our_path(start, PLAN).exists() else None
     return {"model": loaded(start), "plan": plan}
 
 

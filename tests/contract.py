@@ -229,7 +229,7 @@ def as_published(folder: Path) -> None:
 
 
 def beside(model_type: str, language: str) -> None:
-    """A model with parts beside its language model: these keep their bytes, and it stays whole.
+    """A model with parts beside its language model: these keep their bytes, and it is kept whole.
 
     Results of no architecture's own class are the language model alone.
     """

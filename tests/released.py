@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moesaic.io.checkpoint import ShardWriter
-from moesaic.io.formats import BlockScaled, Compressed, Microscaled, stored_name
+from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4Experts, stored_name
 
 FP8_FP4 = {
     "quant_method": "fp8",
@@ -69,7 +69,7 @@ def deepseek_v4(folder: Path) -> Path:
         compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     )
     model.to(torch.bfloat16).save_pretrained(folder)
-    form, tensors = BlockScaled({**FP8_FP4, "expert_dtype": "fp4"}), dict[str, Tensor]()
+    form, tensors = BlockFp8({**FP8_FP4, "expert_dtype": "fp4"}), dict[str, Tensor]()
     scale = torch.zeros(1, 1, dtype=torch.float8_e8m0fnu)
     for stored, tensor in load_file(folder / "model.safetensors").items():
         name = _released(stored)
@@ -155,7 +155,7 @@ def shrunk(published: dict[str, Any]) -> dict[str, Any]:
     for name, part in config.items():
         if isinstance(part, dict) and name in ("vision_config", "audio_config"):
             small = {k: PARTS[k] for k, size in part.items() if type(size) is int and k in PARTS}
-            # a class may have names of its own for these, and large sizes behind them
+            # a class may have names of its own for these, and large sizes after them
             part |= {k.removeprefix("vt_"): size for k, size in small.items()} | small
             part |= {"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in part else {}
     heads = text.get("num_attention_heads")
@@ -222,7 +222,7 @@ def _shrink_rotary(text: dict[str, Any], rope: dict[str, Any]) -> None:
 
 
 def rebuilt(published: dict[str, Any], folder: Path) -> Any:
-    """A small random model of a published config, which can lose half of itself and stay the same.
+    """A small random model of a published config, half of which is never used.
 
     Every second expert is never chosen, and every second neuron has nothing in its column of the
     down projection.
@@ -314,11 +314,11 @@ def _in_format(name: str, tensor: Tensor, said: dict[str, Any] | None) -> dict[s
     form: Any = None
     matrix = tensor.dim() == 2 and name.endswith(".weight") and not _PLAIN.search(name)
     if method == "fp8" and matrix and not any(n % 16 for n in tensor.shape):
-        form = BlockScaled(said or {})
+        form = BlockFp8(said or {})
     elif method == "mxfp4" and name.endswith(("experts.down_proj", "experts.gate_up_proj")):
-        form = Microscaled(said or {})
+        form = Mxfp4Experts(said or {})
     elif method == "compressed-tensors" and ".experts." in name:
-        form = Compressed(said or {})
+        form = CompressedTensors(said or {})
     elif method == "modelopt" and matrix:
         codes = torch.randint(256, (len(tensor), tensor.shape[1] // 2)).to(torch.uint8)
         scale = torch.ones(len(tensor), tensor.shape[1] // 16).to(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 """Adding things from another package, as ARCHITECTURE.md says, and using them by command.
 
-A toy package on the path adds a carving method in 2 files, with a statistic of its own and told
+A toy package on the path adds a carving method in 2 files, with a statistic of its own and named
 beforehand, a criterion in 1, a layer kind in 2, an architecture in 1 and a verb in 2. Nothing of
 Moesaic is changed for it.
 """
@@ -37,10 +37,10 @@ class HalvesConfig(MethodConfig):
     paper = "Doe, Half a Network Is Enough"
     implementation = "toys.halves.method:Halves"
 
-    share: float = option(0.5, "The share of the neurons that stays.", minimum=0)
+    share: float = option(0.5, "The share of the neurons to keep.", minimum=0)
 ''',
     "toys/halves/method.py": '''
-"""Halves: the neurons stay whose mean over the tokens is the largest."""
+"""Halves: the neurons are kept whose mean over the tokens is the largest."""
 
 import torch
 
@@ -70,8 +70,8 @@ class Halves(LayerMethod):
         stats = case.stats or {"loud_M": torch.zeros(case.view.width), "calls_E": 1}
         mean_M = stats["loud_M"] / stats["calls_E"]
         order_M = mean_M.argsort(descending=True, stable=True)
-        told = {"least": mean_M.min().item()}
-        return {n: (CarvedLayer(order_M[:n].sort().values, n), told) for n in sizes}
+        analysis = {"least": mean_M.min().item()}
+        return {n: (CarvedLayer(order_M[:n].sort().values, n), analysis) for n in sizes}
 
     def title_and_text(self, layers, decision, active):
         return Summary(f"cut by {self.config.label}", "Every layer keeps its loudest neurons.")
@@ -383,9 +383,9 @@ def test_a_new_layer_kind_is_what_it_says(done):
 def test_what_it_makes_is_told_beforehand(done):
     """Nothing of it is a method's own: the outline is its ``decide`` on shapes alone."""
     folder, said, _ = done
-    told = json.loads(said[6])["estimate"]
+    sizes = json.loads(said[6])["estimate"]
     record = json.loads((folder / "halves" / "moesaic/result.json").read_text())
-    assert told["output_parameters"] == record["scores"]["result"]["total_parameters"]
+    assert sizes["output_parameters"] == record["scores"]["result"]["total_parameters"]
     assert not (folder / "none").exists()
     assert all(layer["analysis"]["least"] > 0 for layer in record["layers"])
 

@@ -31,7 +31,7 @@ from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.recovery import Ridge
-from moesaic.surgery import applied
+from moesaic.surgery import converted_copy
 from moesaic.types import cache_of
 
 
@@ -57,7 +57,7 @@ def missing(plan, site):
     x_TD = torch.cat(list(site.inputs()))
     y_TD = site.ffn(x_TD)
     arch = dense_arch(tiny_model("llama").config)
-    with applied(site.layer, arch, plan) as layer:
+    with converted_copy(site.layer, arch, plan) as layer:
         return (arch.ffn_of(layer)(x_TD) - y_TD).double().square().sum().item()
 
 
@@ -169,7 +169,7 @@ def test_execution_is_what_was_fitted(tokens, routing, top_k, way, monkeypatch):
     x_TD = next(site.inputs())
     _, h_TM = next(plan.running(site))
     expected = h_TM @ plan.down_DM.T + site.view.down_bias_D
-    with applied(site.layer, arch, plan) as layer:
+    with converted_copy(site.layer, arch, plan) as layer:
         module = arch.ffn_of(layer)
         for count in (1, 17):
             for made in (module, masked(module)):
@@ -191,7 +191,7 @@ def test_everything_kept_is_left_alone(tokens):
 
 
 @pytest.mark.parametrize("routing", ["linear", "cosine"])
-def test_refit_loses_less(tokens, routing):
+def test_refit_lowers_the_error(tokens, routing):
     site = dense_site(tokens)
     plan = petals_plan(routing=routing)
     assert missing(plan.refit(site)[0], site) < missing(plan, site)

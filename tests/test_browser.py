@@ -99,12 +99,12 @@ def test_axe_finds_nothing_and_nothing_is_wider_than_the_page(visit, name, schem
     page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     found = axe.Axe().run(page).response["violations"]
-    told = [
+    problems = [
         f"{v['impact']} {v['id']}: {node['html'][:160]} {node['failureSummary'][:300]}"
         for v in found
         for node in v["nodes"][:3]
     ]
-    assert not told, "\n".join(told)
+    assert not problems, "\n".join(problems)
 
 
 def test_without_a_script_everything_is_there(visit):

@@ -17,7 +17,7 @@ from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
-from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.forward import InMemory, Layerwise
 from moesaic.modules.running import RunningTokens
 from moesaic.types import cache_of
 
@@ -90,7 +90,7 @@ def test_layer_by_layer_is_the_whole(model: Any, tmp_path: Any) -> None:
     batch = Tokens(IDS, mask)
     save_live(copy.deepcopy(model), None, tmp_path)
     streamed = [out for out, _ in Layerwise(resolve(str(tmp_path))).run([batch]).logits]
-    (whole,) = [out for out, _ in Whole(model).run([batch]).logits]
+    (whole,) = [out for out, _ in InMemory(model).run([batch]).logits]
     assert torch.equal(streamed[0][mask], whole[mask])
 
 

@@ -199,7 +199,7 @@ def test_what_ends_while_it_is_copied(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("changed", [True, False])
 def test_values_that_are_not_finite_are_not_written(tmp_path, value, changed):
-    """Whether they are copied from a file or were made; also behind the first piece."""
+    """Whether they are copied from a file or were made; also after the first piece."""
     bad = torch.ones(1200, 1000, dtype=torch.bfloat16)
     bad[1199, 998] = value
     save_file({"good": torch.ones(3), "bad": bad}, tmp_path / "model.safetensors")

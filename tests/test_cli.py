@@ -253,7 +253,7 @@ eval MODEL --data a.jsonl,prose | a mix is written as a.jsonl=1,prose=1
 eval MODEL --data prose=nan,code=1 | weight of prose must be above 0
 eval MODEL --data '{"name": "prose", "weight": Infinity}' | weight of prose must be above 0
 generate tiny-moe hi --chat | --chat: this model has no chat template
-export MIXTURE OUT --target x | a mixture stays what it is
+export MIXTURE OUT --target x | a mixture is kept one
 prune MIXTURE OUT --keep 1 | needs at least 2
 prune MIXTURE FILE/out --keep 6 --no-eval | is a file.
 observe MIXTURE FILE/stats | is a file.
@@ -364,7 +364,7 @@ def test_a_folder_without_text_is_refused_in_words(command, refused, llama_folde
     refused(f"{said}: 'utf-8'", "eval", llama_folder, "--data", tmp_path)
 
 
-def test_a_slash_behind_the_name_of_a_model_that_ships_is_none(command):
+def test_a_slash_after_the_name_of_a_model_that_ships_is_ignored(command):
     for words in (["inspect", "tiny-moe/"], ["generate", "tiny-moe/", "The", "--new-tokens", 1]):
         assert command(*words)[0] == 0
 
@@ -600,22 +600,22 @@ def test_a_verb_shows_what_rounding_alone_costs(done, moe_folder, tmp_path):
 
 
 def test_nothing_is_drawn_where_there_is_nothing_to_do(monkeypatch):
-    told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(progress, "err_console", told)
+    terminal = Console(record=True, width=100, file=io.StringIO())
+    monkeypatch.setattr(progress, "err_console", terminal)
     assert list(progress.bars([], "Refining", 0)) == []
-    assert told.export_text() == ""
+    assert terminal.export_text() == ""
 
 
 def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
-    told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(progress, "err_console", told)
+    terminal = Console(record=True, width=100, file=io.StringIO())
+    monkeypatch.setattr(progress, "err_console", terminal)
     steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
     monkeypatch.setenv("RANK", "1")
     assert list(progress.bars(steps, "Training", 8)) == steps
-    assert told.export_text() == "", "the first of several processes draws for all"
+    assert terminal.export_text() == "", "the first of several processes draws for all"
     monkeypatch.setenv("RANK", "0")
     assert list(progress.bars(steps, "Training", 8)) == steps
-    drawn = told.export_text()
+    drawn = terminal.export_text()
     assert "Training" in drawn
     assert "loss                    █▇▆▅▄▃▂▁ 1" in drawn
     assert "union                   ▁▁▁▁▁▁▁▁ 0" in drawn

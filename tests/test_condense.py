@@ -34,7 +34,7 @@ from moesaic.methods.condense.search import (
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
-from moesaic.surgery import applied
+from moesaic.surgery import converted_copy
 from moesaic.types import cache_of
 
 
@@ -174,7 +174,7 @@ def test_cached_search_is_the_search_by_full_forwards(
                     width = view.shared_width + len(some) * view.width
                     shared = view.shared_width > 0
                     plan = CondensedLayer(some, g_E[some], width, shared, 1.0, gated)
-                    with applied(layer, arch, plan) as trial:
+                    with converted_copy(layer, arch, plan) as trial:
                         losses[e] = divergence(reference, forward(trial)).mean().item()
             best = min(losses, key=lambda e: (losses[e], e))
             expected.append(losses[best])
@@ -245,7 +245,7 @@ def test_layer_search_is_the_search_by_full_forwards(model_type: str, padded: To
 def test_a_race_takes_less_text_and_chooses_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of eight layers that matter unequally; a search that was stopped goes on as it would."""
+    """Of eight layers that matter unequally; a search that was stopped continues as it would."""
     model = tiny_moe("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[], decoder_sparse_step=1)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

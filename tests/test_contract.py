@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
-from moesaic.arch import tried
+from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.rounder import tapped
+from moesaic.exports.rounder import tap
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
 from moesaic.io.models import predicts_tokens
@@ -32,8 +32,8 @@ from moesaic.methods.condense.method import obstacle
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.forward import counted
-from moesaic.observation.stats import Tally, square_sums, tallied
+from moesaic.metrics.forward import count_routing
+from moesaic.observation.stats import Tally, square_sums, tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
@@ -64,7 +64,7 @@ old = pytest.mark.skipif(OLD, reason="this transformers has no such language mod
 
 
 def said_of(model_type):
-    found = tried()
+    found = support_table()
     if model_type in found["unsupported"]:
         return "unsupported"
     return "moe" if model_type in found["moe"] else "dense"
@@ -196,12 +196,12 @@ def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
         tally.add("calls_E", torch.tensor(len(h_NM)), expert, view.count)
         tally.add("square_EM", square_sums(h_NM.float()), expert, view.count)
 
-    with counted(model) as routed, tapped(layer, arch, [down], note):
+    with count_routing(model) as routed, tap(layer, arch, [down], note):
         assert torch.equal(logits(model), before)
     wanted = Tally()
     for site in LayerStream(model, arch, TEXT, [i], view=arch.mixture):
         assert tally.added["calls_E"].tolist() == routed[i].counts
-        assert torch.equal(tally.added["calls_E"], tallied(site, {"calls_E"}).added["calls_E"])
+        assert torch.equal(tally.added["calls_E"], tally_of(site, {"calls_E"}).added["calls_E"])
         for x_TD in site.inputs():
             w_TE = site.view.combine_weights(x_TD)
             for e in (w_TE != 0).any(0).nonzero().flatten().tolist():
@@ -269,7 +269,7 @@ def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "there", [(), ("preprocessor_config.json",), ("processor_config.json", "chat_template.jinja")]
 )
-def test_what_prepares_images_goes_along_as_far_as_it_is_there(
+def test_processors_of_images_are_copied_if_they_are_there(
     there: tuple[str, ...], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -293,11 +293,11 @@ def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
     assert total == pytest.approx(4 * mean)
 
 
-def test_a_result_that_is_the_language_model_alone_says_so(
+def test_a_result_that_is_only_the_language_model_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     beside("llava", "llama")
-    assert "the language model alone" in caplog.text
+    assert "only the language model" in caplog.text
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_every_architecture_is_as_said(model_type):
 
 
 def test_the_list_is_complete():
-    found = tried()
+    found = support_table()
     listed = [*found["moe"], *found["dense"], *({*found["unsupported"]} & {*TYPES})]
     if transformers.__version__ != found["transformers"]:  # an older one lacks some
         listed = [model_type for model_type in listed if model_type in TYPES]
@@ -318,7 +318,7 @@ def test_the_list_is_complete():
     assert not {*found["beside"]} & {*TYPES}
 
 
-@pytest.mark.parametrize("reason", ["", "A norm is behind every expert."])
+@pytest.mark.parametrize("reason", ["", "A norm follows every expert."])
 def test_a_multimodal_type_is_listed_whatever_came_of_it(reason: str) -> None:
     sys.path.insert(0, str(SCRIPTS))
     import architectures
@@ -333,7 +333,7 @@ def test_the_page_is_made_from_the_list():
     sys.path.insert(0, str(SCRIPTS))
     import architectures
 
-    found = tried()
+    found = support_table()
     assert architectures.PAGE.read_text() == architectures.page(found)
     numbers = f"{len(found['dense'])} dense ones and {len(found['moe'])} mixtures of experts"
     assert numbers in (architectures.ROOT / "README.md").read_text("utf-8")

@@ -26,7 +26,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.evaluate import ROOM, measured_text
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.forward import InMemory
 from moesaic.metrics.measurement import Measurement, bench
 from moesaic.metrics.speed import free_bytes
 from moesaic.modules.running import SpilledList
@@ -240,7 +240,7 @@ def test_the_other_device_refuses_tensors_of_this_one() -> None:
 
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything goes to mapped files of the CPU."""
+    """Everything is written to mapped files of the CPU."""
     first = SpilledList.__init__
 
     def made(self: SpilledList, limit: int) -> None:
@@ -436,7 +436,7 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     room: int, llama_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = resolve(str(llama_folder))
-    weights = sum(p.nbytes for p in Whole.of(original).shape.parameters())
+    weights = sum(p.nbytes for p in InMemory.of(original).shape.parameters())
     free = int((room + 0.5) * ROOM * weights)
     text = moesaic.Calibration(pages("calibration"), samples=8, length=32)
     result = moesaic.carve(str(llama_folder), calibration=text)

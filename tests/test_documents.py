@@ -194,7 +194,7 @@ def test_python_in_documents_names_what_exists() -> None:
 
 
 def test_readme_and_pages_stay_short_enough_to_be_read() -> None:
-    """What a page gains, another loses; what --help prints need not be on any."""
+    """What is added to a page is cut from another; what --help prints need not be on any."""
     pages = {page: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
     readme = (ROOT / "README.md").read_text("utf-8")
     words = {page.name: len(text.split()) for page, text in pages.items()}
@@ -378,10 +378,10 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run,) = scripts("run")
-    told = {"vary": {"row": {"first layers": "0"}}, "name": "{row}"}
-    told |= {"steps": [{"as": "shape", "run": "inspect tiny-moe --json", "take": ["model_type"]}]}
+    plan = {"vary": {"row": {"first layers": "0"}}, "name": "{row}"}
+    plan |= {"steps": [{"as": "shape", "run": "inspect tiny-moe --json", "take": ["model_type"]}]}
     file = tmp_path / "one.yaml"
-    file.write_text(yaml.safe_dump(told), "utf-8")
+    file.write_text(yaml.safe_dump(plan), "utf-8")
     run.main([str(file), "--out", str(tmp_path / "one.json")])
     record = json.loads((tmp_path / "one.json").read_text("utf-8"))
     row = record["results"]["first layers"]
@@ -419,9 +419,9 @@ def test_a_peer_that_cannot_be_run_says_why(
     try:
         for peer, why in (("camera", "ValueError: first"), ("cd-moe", "NotImplementedError: scr")):
             peers.work(peers.Job(peer, str(tmp_path), "", "", 0.5, ""))
-            told = json.loads(capsys.readouterr().out.splitlines()[-1])
-            assert told["cannot"].startswith(why)
-            assert "\n" not in told["cannot"]
+            answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+            assert answer["cannot"].startswith(why)
+            assert "\n" not in answer["cannot"]
     finally:
         sys.path[:] = before
 

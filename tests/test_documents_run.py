@@ -70,7 +70,7 @@ def cheap(given: list[str]) -> list[str]:
 
 
 def smaller(recipe: str, overrides: list[str]) -> list[str]:
-    """Overrides that make a recipe cheap; its steps stay."""
+    """Overrides that make a recipe cheap; its steps are kept."""
     asked = load_recipe(ROOT / recipe)
     verb = asked.steps[0].verb
     given = [f"model={MODELS.get(verb, 'tiny-moe')}", "dtype=float32", "device=cpu"]

@@ -426,12 +426,12 @@ def test_the_losses_by_hand() -> None:
 def test_the_controller_by_hand() -> None:
     """Proportional and integral: lambda + gain (sum of what is too many) + 10 gain (the last)."""
     objective = SparseObjective([], configured(DSMoEConfig, sparsity=2.0, gain=0.1), target=0.5)
-    assert objective.stepped({"active_blocks": 0.9}) == {"lambda": 2.0}
+    assert objective.after_step({"active_blocks": 0.9}) == {"lambda": 2.0}
     assert objective.state == pytest.approx({"lambda": 2 + 0.04 + 0.4, "sum": 0.04})
-    assert objective.stepped({"active_blocks": 0.4}) == {"lambda": pytest.approx(2.44)}
+    assert objective.after_step({"active_blocks": 0.4}) == {"lambda": pytest.approx(2.44)}
     assert objective.state == pytest.approx({"lambda": 2 + 0.03 - 0.1, "sum": 0.03})
     free = SparseObjective([], configured(DSMoEConfig, sparsity=2.0), target=None)
-    free.stepped({"active_blocks": 0.9})
+    free.after_step({"active_blocks": 0.9})
     assert free.state["lambda"] == 2.0
 
 

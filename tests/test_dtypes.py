@@ -113,11 +113,11 @@ def test_it_is_measured_in_float32_and_said_once(
     assert kept["evaluation"]["computed_in"] == "float32"
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "in windows of 32, computed in float32." in card
-    told = {"max_tokens": 256, "length": 32, "data": pages("evaluation")}
+    options = {"max_tokens": 256, "length": 32, "data": pages("evaluation")}
     for name, model in (("original", folder), ("result", tmp_path / "out")):
-        score = moesaic.evaluate(str(model), dtype=torch.float32, **told)
+        score = moesaic.evaluate(str(model), dtype=torch.float32, **options)
         assert kept["scores"][name]["perplexity"] == score.perplexity
-        narrow = moesaic.evaluate(str(model), dtype=torch.bfloat16, **told)
+        narrow = moesaic.evaluate(str(model), dtype=torch.bfloat16, **options)
         assert narrow.perplexity != score.perplexity
 
 
@@ -141,8 +141,8 @@ def test_training_is_that_of_float32(without_products: None) -> None:
     narrow = tiny_moe("mixtral").to(torch.bfloat16)
     wide = copy.deepcopy(narrow).float()
     config = TuneConfig(what="routers", teacher="given", steps=2, lr=1e-2)
-    told = {"text": rows, "teacher": tiny_moe("mixtral")}
-    results = [moesaic.tune(model, config, **told) for model in (narrow, wide)]
+    options = {"text": rows, "teacher": tiny_moe("mixtral")}
+    results = [moesaic.tune(model, config, **options) for model in (narrow, wide)]
     ours, want = (result.summary["training"]["losses"] for result in results)
     assert [step["loss"] for step in ours] == [step["loss"] for step in want]
     got, exact = (result.model.state_dict() for result in results)
@@ -154,9 +154,9 @@ def test_what_stands_in_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> No
     asked = Recipe(
         model="tiny-moe", out="out", steps=(SlimConfig(keep=0.5),), evaluation=Evaluation()
     )
-    told = []
+    sizes = []
     for there in (True, False):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", partial(bool, there))
-        told.append(estimate(asked))
-    assert told[0].output_bytes == told[1].output_bytes
-    assert told[0].peak_memory_bytes < told[1].peak_memory_bytes
+        sizes.append(estimate(asked))
+    assert sizes[0].output_bytes == sizes[1].output_bytes
+    assert sizes[0].peak_memory_bytes < sizes[1].peak_memory_bytes

@@ -26,7 +26,7 @@ from moesaic.io.source import resolve
 from moesaic.metrics.score import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
-from moesaic.sizes import Built, Estimate, estimate, on_headers, weight_bytes
+from moesaic.sizes import Estimate, Skeleton, estimate, on_headers, weight_bytes
 from moesaic.types import give_back
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
@@ -57,15 +57,15 @@ def test_what_comes_out_is_what_was_told(
     name = str(request.getfixturevalue(model)) if model.endswith("_folder") else model
     out = tmp_path / "out"
     recipe = recipe_of(name, str(out), *steps)
-    told = estimate(recipe)
+    sizes = estimate(recipe)
     record = run_recipe(recipe)
     size = model_size(loaded(out))
-    assert told.output_bytes == weight_bytes(out)
-    assert told.output_parameters == size.total_parameters
-    assert told.active_parameters == size.active_parameters
-    assert told.active_ratio == size.active_ratio
+    assert sizes.output_bytes == weight_bytes(out)
+    assert sizes.output_parameters == size.total_parameters
+    assert sizes.active_parameters == size.active_parameters
+    assert sizes.active_ratio == size.active_ratio
     assert record is not None
-    assert (told.model_type, told.native) == (record.model_type, record.native)
+    assert (sizes.model_type, sizes.native) == (record.model_type, record.native)
 
 
 def test_later_steps_know_what_earlier_ones_made() -> None:
@@ -77,24 +77,24 @@ def test_later_steps_know_what_earlier_ones_made() -> None:
 
 
 def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint whose data are damaged is told about as any other."""
+    """A checkpoint whose data are damaged is estimated as any other."""
     folder = tmp_path / "model"
     tiny_moe("mixtral").save_pretrained(folder)
 
-    def told() -> Estimate:
+    def estimated() -> Estimate:
         recipe = recipe_of(str(folder), "out", ("slim", {"keep": 0.5}))
         return replace(estimate(recipe), peak_memory_bytes=0)
 
-    wanted = told()
+    wanted = estimated()
     file = folder / "model.safetensors"
     size = file.stat().st_size
     with file.open("r+b") as damaged:
         damaged.seek(size // 2)
         damaged.write(b"\xff" * (size - size // 2))
     monkeypatch.setattr(torch.nn.Module, "__call__", None)
-    assert told() == wanted
+    assert estimated() == wanted
     file.unlink()  # and one that has a config alone
-    alone = told()
+    alone = estimated()
     assert alone.output_parameters == wanted.output_parameters
     assert alone.active_parameters == wanted.active_parameters
 
@@ -135,7 +135,7 @@ def held(monkeypatch: pytest.MonkeyPatch, model: str, *steps: Any, **options: An
 def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    moe = Built(resolve("tiny-moe").config, None)
+    moe = Skeleton(resolve("tiny-moe").config, None)
     dtype = working_type(moe.config) or torch.bfloat16
     layer = max(sum(sizes_in(layer, dtype)) for layer in moe.model.model.layers)
     states = 2 * 2 * 32 * 256 * dtype.itemsize  # before and after a layer, of two windows
@@ -155,14 +155,14 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
 
 @pytest.mark.parametrize("verb", ["prune", "slim"])
 def test_layers_that_will_differ_are_told_to_differ(verb: str) -> None:
-    """Without statistics all lose alike; the result is none of the base's architecture."""
+    """Without statistics all have one loss; the result is none of the base's architecture."""
     recipe = recipe_of("tiny-moe", "out", (verb, {"keep": 0.75, "allocate": "layers"}))
     with on_headers(recipe) as (step,):
         assert step.result.config.model_type == "moesaic_mixtral"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
-def test_freed_memory_goes_back() -> None:
+def test_freed_memory_is_returned() -> None:
     blocks = [bytearray(b"1" * 100_000) for _ in range(1000)]
     last = blocks.pop()  # on top of the heap, which does not shrink below it
     blocks.clear()
@@ -197,8 +197,8 @@ def test_dry_run_says_it_and_does_nothing(tmp_path: Path) -> None:
     given = ["prune", "tiny-moe", str(out), "--keep", "6", "--dry-run", "--json"]
     run = CliRunner().invoke(app, given, catch_exceptions=False)
     assert run.exit_code == 0, run.stderr
-    told = json.loads(run.stdout)["estimate"]
+    sizes = json.loads(run.stdout)["estimate"]
     for key in ("peak_memory_bytes", "output_bytes", "output_parameters"):
-        assert told[key] > 0
-    assert told["native"]
+        assert sizes[key] > 0
+    assert sizes["native"]
     assert list(tmp_path.iterdir()) == []

@@ -20,10 +20,10 @@ from moesaic.data.text import Tokens
 from moesaic.exports.rounder import importance, means
 from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities, predicting
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import qualities
-from moesaic.observation.branches import branches, divergences, measured
-from moesaic.observation.branches import changed as changed_by
+from moesaic.observation.branches import branches, divergences, window_sums
+from moesaic.observation.branches import layer_replacement as changed_by
 from moesaic.observation.estimates import PricedLayer, estimated, estimates, priced_layers
 from moesaic.observation.stats import Tally
 from moesaic.observation.stream import BEFORE, LayerStream
@@ -58,12 +58,12 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
         changed = copy.deepcopy(model)
         for i, plan in sorted(change.items(), reverse=True):
             apply_layer(arch.layers(changed), i, arch, plan)
-        wanted = qualities([Whole(changed), Whole(model)], padded)[0].kl
+        wanted = qualities([InMemory(changed), InMemory(model)], padded)[0].kl
         assert kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
     assert len({round(kl, 6) for kl in found}) == len(found)
 
 
-def test_divergences_tell_windows_apart(padded: Tokens) -> None:
+def test_divergences_are_by_window(padded: Tokens) -> None:
     """Each window's is that of the window alone, weighed by its tokens."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
     arch, changes = base_arch(model.config), [{0: narrower("mixtral", 8)}]
@@ -98,12 +98,12 @@ def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
 
     rows.clear()
     (original,) = branches(stream, [{}])
-    sums_CN, tokens_N = measured(stream, [{0: one}, {}], original=original)
+    sums_CN, tokens_N = window_sums(stream, [{0: one}, {}], original=original)
     assert torch.equal(sums_CN / tokens_N.mean(), kl_CN[:2])
     assert rows == [1] * 3 * len(tokens.input_ids)
 
 
-def test_what_is_alike_goes_together(tokens: Tokens) -> None:
+def test_changes_of_one_kind_run_together(tokens: Tokens) -> None:
     """The layers before a change, and those that changes share, run once for all."""
     model = tiny_moe("mixtral", num_hidden_layers=3)
     arch, calls = base_arch(model.config), [0, 0, 0]
@@ -138,7 +138,7 @@ def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "deepseek_v3"])
 def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens) -> None:
     """Of each layer alone and of all together, interactions included. Of mixtures whose routers
-    are random the last layer alone: behind any other, experts change by chance."""
+    are random only the last layer: after any other, experts change by chance."""
     model = any_model(model_type, num_hidden_layers=3)
     arch = base_arch(model.config)
     stream = LayerStream(model, arch, padded, view=arch.view)

@@ -25,7 +25,7 @@ from moesaic.losses import divergence
 from moesaic.metrics import evaluate as evaluating
 from moesaic.metrics import measurement as measuring
 from moesaic.metrics import tasks as tasking
-from moesaic.metrics.forward import BATCH, Layerwise, Whole
+from moesaic.metrics.forward import BATCH, InMemory, Layerwise
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
 from moesaic.metrics.score import _part, score, scores
 from moesaic.pipeline import run_recipe
@@ -61,7 +61,7 @@ def other_folder(tmp_path_factory, tokenizer):
 
 
 def by_hand(model, tokenizer, prompt, choice):
-    """The log-likelihood of a choice behind a prompt, token by token."""
+    """The log-likelihood of a choice after a prompt, token by token."""
     ids = tokenizer(f"{prompt} {choice}")["input_ids"]
     start = len(tokenizer(prompt)["input_ids"])
     with torch.no_grad():
@@ -94,10 +94,10 @@ def test_a_question_may_hold_what_elsewhere_ends_a_line(tmp_path):
 def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n" + line, "utf-8")
-    with pytest.raises(MoesaicError, match="line 2") as told:
+    with pytest.raises(MoesaicError, match="line 2") as refusal:
         read_questions(file)
-    assert message in str(told.value)
-    assert '"choices"' in str(told.value), "it says what would work"
+    assert message in str(refusal.value)
+    assert '"choices"' in str(refusal.value), "it says what would work"
 
 
 def test_questions_may_begin_with_a_byte_order_mark(tmp_path, questions):
@@ -114,7 +114,10 @@ def test_logits_of_one_batch_are_gone_before_those_of_the_next(whole, tmp_path):
     """Of a vocabulary of 262,144 those of a batch take a gigabyte. Of two models both are there."""
     model, made, alive = tiny_moe("mixtral"), [], []
     model.save_pretrained(tmp_path)
-    runs = [Whole(model), Whole(model) if whole else Layerwise(resolve(str(tmp_path)), keep=True)]
+    runs = [
+        InMemory(model),
+        InMemory(model) if whole else Layerwise(resolve(str(tmp_path)), keep=True),
+    ]
 
     def before(_, __):
         alive.append(sum(logits() is not None for logits in made))
@@ -156,7 +159,7 @@ def test_a_token_counts_to_the_part_that_it_is_of_itself():
 
 
 def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded):
-    runs = [Whole(resolve(str(f)).load()) for f in (other_folder, llama_folder)]
+    runs = [InMemory(resolve(str(f)).load()) for f in (other_folder, llama_folder)]
     found, original = scores(runs, padded)
     agreed = count = 0
     divergences = []
@@ -256,7 +259,7 @@ def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):
 @pytest.mark.parametrize("kind", ["llama_folder", "moe_folder", "carved_folder"])
 def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, padded):
     source = resolve(str(request.getfixturevalue(kind)))
-    whole, layerwise = Whole(source.load()), Layerwise(source)
+    whole, layerwise = InMemory(source.load()), Layerwise(source)
     for tokens in (padded, evaluation_tokens("code=1,prose=1", tokenizer, 48, 2048 + 512)):
         assert score(layerwise, tokens) == score(whole, tokens)
     assert all(p.is_meta for p in layerwise.shape.parameters()), "weights were kept"
@@ -265,9 +268,9 @@ def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, pad
 def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, tokenizer):
     tokens = evaluation_tokens("", tokenizer, 48, 2048 + 512)
     sources = [resolve(str(f)) for f in (carved_folder, llama_folder)]
-    whole = scores([Whole(s.load()) for s in sources], tokens)
+    whole = scores([InMemory(s.load()) for s in sources], tokens)
     assert scores([Layerwise(s) for s in sources], tokens) == whole
-    assert scores([Whole(sources[0].load()), Layerwise(sources[1])], tokens) == whole
+    assert scores([InMemory(sources[0].load()), Layerwise(sources[1])], tokens) == whole
     assert whole[0].kl > 0
 
 
@@ -287,7 +290,7 @@ def test_an_embedding_that_is_the_head_counts_once_either_way(family, tokens, to
 def test_what_is_kept_passes_the_layers_once(llama_folder, carved_folder, padded, monkeypatch):
     """Comparison after comparison beside one original."""
     original = Layerwise(resolve(str(llama_folder)), keep=True)
-    ours = Whole(resolve(str(carved_folder)).load())
+    ours = InMemory(resolve(str(carved_folder)).load())
     first = scores([ours, original], padded)
     with monkeypatch.context() as patch:
         patch.setattr("moesaic.metrics.forward.LayerStream.from_disk", None)
@@ -452,7 +455,7 @@ def test_every_task_of_the_papers_lists_is_lm_evals():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_recipe_measures_tasks_and_tells_them(
+def test_a_recipe_measures_tasks_and_reports_them(
     llama_folder, questions, tmp_path, stream, monkeypatch
 ):
     brief = partial(generations, new_tokens=8)
@@ -493,10 +496,10 @@ def test_a_recipe_measures_tasks_and_tells_them(
     assert cells[3].text == numbers.percent(ours / theirs if theirs else None, 1)
     card = (out / "README.md").read_text("utf-8")
     page = (out / "moesaic/report.html").read_text("utf-8")
-    for told in (card, page):
-        assert "few, acc norm" in told
-        assert "KL from the original" in told
-        assert ("end in a loop" in told) is not stream
+    for shown in (card, page):
+        assert "few, acc norm" in shown
+        assert "KL from the original" in shown
+        assert ("end in a loop" in shown) is not stream
     kept = json.loads((out / "moesaic/result.json").read_text("utf-8"))
     assert kept["scores"]["result"]["tasks"]["few"]["n"] == 5
     assert kept["evaluation"].get("layer_by_layer", False) is stream
@@ -509,13 +512,13 @@ def test_a_padded_vocabulary_is_compared_without_its_padding():
     size = model.config.vocab_size
     padded.resize_token_embeddings(size + 5, mean_resizing=False)
     for pair in ((padded, model), (model, padded)):
-        ours, theirs = scores([*map(Whole, pair)], tokens)
+        ours, theirs = scores([*map(InMemory, pair)], tokens)
         assert ours.kl == pytest.approx(0, abs=1e-6)
         assert ours.top1_agreement == 1
         assert ours.perplexity == pytest.approx(theirs.perplexity)
     padded.resize_token_embeddings(2 * size, mean_resizing=False)
     with pytest.raises(MoesaicError, match=f"predicts {size:,} tokens, the model {2 * size:,}"):
-        scores([Whole(padded), Whole(model)], tokens)
+        scores([InMemory(padded), InMemory(model)], tokens)
 
 
 def test_anybodys_checkpoint_is_judged(done, refused, llama_folder, tmp_path):

@@ -391,7 +391,7 @@ def main():
 """
 
 
-def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
+def test_gguf_is_made_by_the_converter(tmp_path, monkeypatch):
     model = tmp_path / "model"
     tiny_moe("mixtral").save_pretrained(model)
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
@@ -495,10 +495,10 @@ def test_a_converter_in_a_package_is_taken_where_there_is_no_other(tmp_path, mon
 def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     predicting, tmp_path, monkeypatch
 ):
-    """Which Qwen's mixtures must have there, unless it is told that there are none."""
-    told = []
+    """Which Qwen's mixtures must have there, unless it is given that there are none."""
+    requests = []
     monkeypatch.setattr(
-        llamacpp, "run_script", lambda _, request: told.append(json.loads(request)) or "stopped"
+        llamacpp, "run_script", lambda _, request: requests.append(json.loads(request)) or "stopped"
     )
     folder = tmp_path / "base"
     tiny_moe("qwen3_moe").save_pretrained(folder)
@@ -507,7 +507,7 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
             tensors["mtp.fc.weight"] = torch.ones(32, 64)
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
         llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
-    assert told == [
+    assert requests == [
         [
             *map(str, (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")),
             "f32",

@@ -29,15 +29,15 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.exports.quantiser import Rounded
+from moesaic.exports.quantiser import FileTensor
 from moesaic.exports.rounder import Layout, choice
 from moesaic.families import Family, Shape
 from moesaic.fitting import prices as prices_module
 from moesaic.fitting import run, search, trials
-from moesaic.fitting.candidates import Candidate, plainest
+from moesaic.fitting.candidates import Candidate, simplest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, ending, forms
-from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, asked, key_of
+from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, key_of, priced_configs
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.trials import Trials
@@ -49,9 +49,9 @@ from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import contents
-from moesaic.sizes import Built, Costs, Weight, steps_as_json
+from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, steps_as_json
 
-ORIGINAL = Built(resolve("tiny-moe").config, None)
+ORIGINAL = Skeleton(resolve("tiny-moe").config, None)
 
 
 def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
@@ -103,15 +103,15 @@ def test_every_form_can_be_carried_out_and_grows(
     assert len({form.name for form in known}) == len(known)
     for form in known:
         low, high = 0, form.count // 2
-        small = looking.costs.weight(form.steps(low))
+        small = looking.sizes.of(form.steps(low))
         assert small is not None, form.name
         assert small.memory < looking.original.bytes
         assert small.native or not native, form.name
         if form.single:
-            large = looking.costs.weight(form.steps(high))
+            large = looking.sizes.of(form.steps(high))
             assert large is not None
             assert (small.memory < large.memory) == (low < high)
-            assert looking.costs.weight(form.steps(low, careful=True)) == small
+            assert looking.sizes.of(form.steps(low, careful=True)) == small
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -122,13 +122,13 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
     known = {form.name: form for form in forms(looking.source, config)}
     form = known["experts a token"]
     assert form.count == 3
-    sizes = [looking.costs.weight(form.steps(place)) for place in (0, 2)]
+    sizes = [looking.sizes.of(form.steps(place)) for place in (0, 2)]
     assert all(size.memory == looking.original.bytes for size in sizes if size)
     active = [size.active_parameters for size in sizes if size]
     assert active == sorted(set(active))
     assert all(size.native for size in sizes if size) or not native
     pair = known[f"experts a token 2, slim{'' if native else ' uneven, spread'}"]
-    both = looking.costs.weight(pair.steps(pair.count // 2))
+    both = looking.sizes.of(pair.steps(pair.count // 2))
     assert both is not None
     assert both.memory < looking.original.bytes
     assert "experts a token" not in {
@@ -147,13 +147,13 @@ class PlainFiles:
     llama.cpp's own file of one type is a tenth larger."""
 
     def __init__(self, source: Source, *_: Any) -> None:
-        self.whole, self.folder = Built(source.config, None), Path()
+        self.whole, self.folder = Skeleton(source.config, None), Path()
         self.original = SimpleNamespace(layout=self.layout(self.whole), rounder=None)
 
-    def layout(self, built: Built) -> Layout:
+    def layout(self, built: Skeleton) -> Layout:
         size = built.size.total_parameters // 256
         shapes = {"blk.0.attn_q.weight": (256, 256), "blk.0.ffn_up.weight": (256, size - 256)}
-        tensors = {name: Rounded("q8_0", shape) for name, shape in shapes.items()}
+        tensors = {name: FileTensor("q8_0", shape) for name, shape in shapes.items()}
         return Layout(tensors, header=0, layers=1)
 
     def prices(self) -> dict[str, dict[str, Price]]:
@@ -165,10 +165,10 @@ class PlainFiles:
             for type, kls in ((WIDE, wide), (NARROW, narrow))
         }
 
-    def size(self, built: Built, file: ExportArgs) -> int:
+    def size(self, built: Skeleton, file: ExportArgs) -> int:
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
 
-    def rounder(self, result: Path | None, built: Built) -> Any:
+    def rounder(self, result: Path | None, built: Skeleton) -> Any:
         source = resolve(str(result) if result else "tiny-moe")
         layout = self.layout(built)
         return SimpleNamespace(source=source, layout=layout, change=lambda _: None, weights={})
@@ -183,13 +183,13 @@ class PlainFiles:
     ) -> dict[str, Any]:
         source = resolve(str(result) if result else "tiny-moe")
         out.write_text(f"{source.folder}\n")
-        size = self.size(Built(source.config, None), file)
+        size = self.size(Skeleton(source.config, None), file)
         with out.open("r+b") as stream:
             stream.truncate(size)
         return {"bytes": size, "types": types or {file.type: 1}}
 
     @contextmanager
-    def opened(self, file: Path) -> Iterator[Source]:
+    def open(self, file: Path) -> Iterator[Source]:
         yield Source(str(file), Path(file.read_bytes().partition(b"\n")[0].decode()))
 
 
@@ -222,14 +222,14 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
     tmp_path: Path, plain: PlainFiles
 ) -> None:
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
-    costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain.size)
-    weight, alone = costs.weight((last,)), costs.weight((ExportArgs(to="gguf", type="q8_0"),))
-    assert weight is not None
+    sizes = RecipeSizes(recipe_of(tmp_path / "out"), tmp_path, plain.size)
+    size, alone = sizes.of((last,)), sizes.of((ExportArgs(to="gguf", type="q8_0"),))
+    assert size is not None
     assert alone is not None
-    assert weight.memory == 9 < alone.memory
+    assert size.memory == 9 < alone.memory
 
 
-def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
+def test_bits_are_allocated_by_their_kl(plain: PlainFiles) -> None:
     """Within the budget, and the same once read back."""
     kls = {t: {g: price.kl for g, price in of.items()} for t, of in plain.prices().items()}
     layout, types, groups = plain.original.layout, (WIDE, NARROW), ("attn 0", "gate-up 0")
@@ -258,7 +258,7 @@ def test_weights_and_bits_share_one_budget(
     monkeypatch.setattr(search, "forms", lambda *_: [drop])
     config = FitConfig(memory=9, types=(WIDE, NARROW), confirm=1)
     looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
-    layout = [plain.layout(looking.costs.built(drop.steps(n))) for n in range(7)]
+    layout = [plain.layout(looking.sizes.skeleton(drop.steps(n))) for n in range(7)]
     wide = {n + 2: of.least([WIDE]) for n, of in enumerate(layout)}
     made: list[int] = []
 
@@ -267,21 +267,21 @@ def test_weights_and_bits_share_one_budget(
         made.clear()
 
         def measured(candidate: Candidate) -> Candidate:
-            if not candidate.converted:
+            if not candidate.conversions:
                 raise MoesaicError("the original's own file cannot be measured")
-            keep = int(candidate.converted[0].keep)  # type: ignore[attr-defined]
+            keep = int(candidate.conversions[0].keep)  # type: ignore[attr-defined]
             made.append(keep)
-            return candidate.scored({"kl": kls[keep], "loss": 0.0, "kl_N": ()})
+            return candidate.with_score({"kl": kls[keep], "loss": 0.0, "kl_N": ()})
 
         looking.config = replace(config, memory=memory)
         steps = {key_of(c): price(estimates[c.keep]) for c in drop.family.configs}
         looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
-        looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
+        looking.trials = SimpleNamespace(measure=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
         chosen, _ = looking.run()
         assert chosen.form == "prune, mixed"
         assert steps_as_json(chosen.steps)[1]["export"]["among"] == (WIDE, NARROW)
-        assert chosen.converted[0].refit  # type: ignore[attr-defined]
-        return chosen.converted[0].keep  # type: ignore[attr-defined]
+        assert chosen.conversions[0].refit  # type: ignore[attr-defined]
+        return chosen.conversions[0].keep  # type: ignore[attr-defined]
 
     # six of eight experts at most fit in the wide type; with more, 0.1 of types is added
     kls = {n: 0.02 * (8 - n) for n in range(2, 9)}
@@ -301,24 +301,24 @@ def test_weights_and_bits_share_one_budget(
 def test_what_cannot_win_is_not_made(
     tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Quantising alone has a small part of the KL of any step alone: only that is made, and what
+    """Quantising has a small part of the KL of any other step: only that is made, and what
     pays is shown."""
     drop = keeping(4, 6, 8)
     monkeypatch.setattr(search, "forms", lambda *_: [drop])
     budget = plain.original.layout.least([WIDE]) - 1
     config, shown = FitConfig(memory=budget, types=(WIDE, NARROW)), list[str]()
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work", tell=shown.append)
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work", notify=shown.append)
     made: list[str] = []
 
     def measured(candidate: Candidate) -> Candidate:
         made.append(candidate.form)
-        return candidate.scored({"kl": 0.1, "loss": 0.0, "kl_N": ()})
+        return candidate.with_score({"kl": 0.1, "loss": 0.0, "kl_N": ()})
 
     steps = {key_of(c): price(1.95 - c.keep / 8) for c in drop.family.configs}
     looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
-    looking.trials = SimpleNamespace(measured=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
+    looking.trials = SimpleNamespace(measure=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
     chosen, _ = looking.run()
-    assert not chosen.converted
+    assert not chosen.conversions
     assert made == [NARROW, "mixed"], "one type for all is always measured"
     assert len(shown) == 1
     assert shown[0].endswith(": quantise 0.1, drop 1.2.")
@@ -343,9 +343,9 @@ def test_alternatives_are_priced_once(
     half, most, whole = (found.of(form, place).kl for place in range(3))
     assert 0 < most < half
     assert whole == pytest.approx(0, abs=1e-9)
-    weight = trials_of.costs.weight((configs[0],))
-    assert weight is not None
-    kl = trials_of.measured(Candidate("slim", (configs[0],), weight)).kl
+    size = trials_of.sizes.of((configs[0],))
+    assert size is not None
+    kl = trials_of.measure(Candidate("slim", (configs[0],), size)).kl
     assert kl / 3 < half < 2 * kl
     monkeypatch.setattr(prices_module, "estimates", None)
     again = prices()[0]
@@ -387,7 +387,7 @@ def test_steps_interact_and_estimates_know_their_error() -> None:
     assert pair == pytest.approx(alone / 4)
 
     def candidate(*kl_S: float) -> Candidate:
-        return Candidate("", (), Weight(1, 1, 1, True, True), steps_S=np.array(kl_S))
+        return Candidate("", (), ResultSize(1, 1, 1, True, True), steps_S=np.array(kl_S))
 
     best = candidate(1.0, 1.2, 0.8, 1.0)
     assert candidate(1.5, 1.7, 1.3, 1.6).far(best)
@@ -404,7 +404,7 @@ def test_files_are_made_of_what_fits(
     monkeypatch.setattr(search, "forms", lambda *_: [drop])
     out, config = tmp_path / "out", FitConfig(memory=9, types=(WIDE,), windows=4, confirm=1)
     looking = Search(recipe_of(out), config, tmp_path / "work")
-    half = plain.size(looking.costs.built(drop.steps(1)), ExportArgs(to="gguf", type=WIDE))
+    half = plain.size(looking.sizes.skeleton(drop.steps(1)), ExportArgs(to="gguf", type=WIDE))
     record = fit(recipe_of(out), replace(config, memory=half + 1))
     assert record is not None
     chosen, file = record.measured["chosen"], out / "moesaic/model-q8_0.gguf"
@@ -427,7 +427,7 @@ def test_one_type_for_all_is_always_measured(
     assert alone.far(mixed)
     measured: list[Candidate] = []
     monkeypatch.setattr(looking, "_measure", lambda option, *_: not measured.append(option))
-    looking._measured(config)
+    looking._measure_best(config)
     assert [option.plain for option in measured[:2]] == [True, False]
 
 
@@ -524,7 +524,7 @@ def test_the_best_is_chosen_and_written(
 ) -> None:
     shared = form_of("shared", [CondenseConfig(count=1, keep="shared")])
     monkeypatch.setattr(search, "forms", lambda *_: [*few()[:2], shared])
-    out, budget = tmp_path / "out", int(0.8 * Built(resolve(str(small)).config, None).bytes)
+    out, budget = tmp_path / "out", int(0.8 * Skeleton(resolve(str(small)).config, None).bytes)
     config = FitConfig(memory=budget, windows=4)
     record = fit(recipe_of(out, str(small)), config)
     assert record is not None
@@ -537,30 +537,30 @@ def test_the_best_is_chosen_and_written(
     assert "shared" in reason
     assert f"Not possible: condense ({reason})" in record.log["warnings"]
     assert all(c["memory"] <= budget for c in tried)
-    saved = Built(resolve(str(out)).config, None)
+    saved = Skeleton(resolve(str(out)).config, None)
     assert saved.bytes == chosen["memory"]
     assert saved.size.total_parameters == chosen["parameters"]
     assert json.loads((out / "moesaic/result.json").read_text())["chosen"] == chosen
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_search_goes_on_with_its_own_weights_and_text_alone(tmp_path: Path) -> None:
+def test_a_search_continues_only_with_its_own_weights_and_text(tmp_path: Path) -> None:
     """A model of the same shape, tokenizer and text gets none of another one's figures."""
     text = tmp_path / "text.txt"
     recipe = recipe_of(tmp_path / "out")
     recipe = replace(recipe, calibration=replace(recipe.calibration, source=str(text)))
     config = FitConfig(memory=ORIGINAL.bytes // 2, windows=4)
     text.write_text("\n\n".join(f"Chapter {n} tells of {n} ships." for n in range(400)))
-    run.opened(recipe, config)
-    run.opened(recipe, config, resume=True)
+    run.open_search(recipe, config)
+    run.open_search(recipe, config, resume=True)
     other = shutil.copytree(resolve(recipe.model).folder, tmp_path / "other")
     for file in other.glob("*.safetensors"):
         save_file({n: t + 0.01 for n, t in load_file(file).items()}, file, {"format": "pt"})
     with pytest.raises(MoesaicError, match="weights"):
-        run.opened(replace(recipe, model=str(other)), config, resume=True)
+        run.open_search(replace(recipe, model=str(other)), config, resume=True)
     text.write_text(text.read_text().replace("ships", "sheep"))
     with pytest.raises(MoesaicError, match="the text is another"):
-        run.opened(recipe, config, resume=True)
+        run.open_search(recipe, config, resume=True)
 
 
 def test_a_resumed_search_that_fails_keeps_its_work(
@@ -576,7 +576,7 @@ def test_a_resumed_search_that_fails_keeps_its_work(
     with pytest.raises(MoesaicError, match="nothing fits"):
         fit(recipe, config)
     assert not work.exists()
-    run.opened(recipe, config)
+    run.open_search(recipe, config)
     (work / "figures.json").write_text("{}")
     with pytest.raises(MoesaicError, match="nothing fits"):
         fit(recipe, config, resume=True)
@@ -594,7 +594,7 @@ def test_alternatives_decide_on_little_text(
         raise MoesaicError("enough")
 
     monkeypatch.setattr(trials, "convert", converted)
-    found = run.opened(recipe_of(tmp_path / "out", samples=100), FitConfig(memory=1 << 23))
+    found = run.open_search(recipe_of(tmp_path / "out", samples=100), FitConfig(memory=1 << 23))
     found.trials.plans([CondenseConfig(count=1), CondenseConfig(count=2)])
     assert asked_on == [trials.DECIDING] * 2
 
@@ -604,7 +604,7 @@ def test_layers_of_the_chosen_candidate_are_not_decided_again(
 ) -> None:
     recipe = recipe_of(tmp_path / "out")
     config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
-    found, steps = run.opened(recipe, config), (SlimConfig(keep=0.5),)
+    found, steps = run.open_search(recipe, config), (SlimConfig(keep=0.5),)
     found.trials.result(steps)
     assert found.trials.hand_over(steps, recipe.out)
     monkeypatch.setattr(Slimmer, "decide", lambda *_: pytest.fail("a layer is decided again"))
@@ -618,7 +618,7 @@ def test_a_killed_search_resumes_to_the_same_answer(
     """What is finished is not measured again."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
     config = FitConfig(
-        memory=int(0.8 * Built(resolve(str(small)).config, None).bytes), windows=4, confirm=3
+        memory=int(0.8 * Skeleton(resolve(str(small)).config, None).bytes), windows=4, confirm=3
     )
     real, left, seen = trials.scores, [99], list[int]()
 
@@ -631,7 +631,7 @@ def test_a_killed_search_resumes_to_the_same_answer(
 
     def found(out: Path, resume: bool = False) -> Any:
         seen.clear()
-        return run.opened(recipe_of(out, str(small)), config, resume=resume).run()[0]
+        return run.open_search(recipe_of(out, str(small)), config, resume=resume).run()[0]
 
     monkeypatch.setattr(trials, "scores", scores)
     whole, left[0] = found(tmp_path / "whole"), 1
@@ -657,7 +657,9 @@ def test_a_killed_pricing_resumes_to_the_same_table(
 ) -> None:
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
-    config = FitConfig(memory=int(0.8 * Built(resolve(str(small)).config, None).bytes), windows=4)
+    config = FitConfig(
+        memory=int(0.8 * Skeleton(resolve(str(small)).config, None).bytes), windows=4
+    )
     real, left, seen = PricedLayer.directional, [99], list[int]()
 
     def directional(self: PricedLayer, stand_in: Any) -> Any:
@@ -669,7 +671,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
 
     def table(out: Path, resume: bool = False) -> dict[str, float]:
         seen.clear()
-        prices = run.opened(recipe_of(out, str(small)), config, resume=resume).prices
+        prices = run.open_search(recipe_of(out, str(small)), config, resume=resume).prices
         return {key: price.kl for key, price in prices.steps.items()}
 
     monkeypatch.setattr(PricedLayer, "directional", directional)
@@ -682,7 +684,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
     left[0] = 99
     assert table(tmp_path / "out", resume=True) == whole
     assert seen == [i for i in range(layers - 3, -1, -1) for _ in range(alternatives)]
-    run.opened(recipe_of(tmp_path / "out", str(small)), config, overwrite=True)
+    run.open_search(recipe_of(tmp_path / "out", str(small)), config, overwrite=True)
 
 
 def test_half_of_a_folder_is_never_taken_for_it(
@@ -697,7 +699,9 @@ def test_half_of_a_folder_is_never_taken_for_it(
     monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(save=Path.mkdir))
     monkeypatch.setattr(Trials, "_runner", lambda *_: None)
     monkeypatch.setattr(shutil, "rmtree", killed)
-    candidate = Candidate("", (PruneConfig(keep=4, score="random"),), Weight(1, 1, 1, True, True))
+    candidate = Candidate(
+        "", (PruneConfig(keep=4, score="random"),), ResultSize(1, 1, 1, True, True)
+    )
     with pytest.raises(KeyboardInterrupt), looking.trials._opened(candidate):
         assert [*tmp_path.glob("made-*")]
     assert not [*tmp_path.glob("made-*")]
@@ -720,9 +724,9 @@ def test_what_may_come_out_best_is_measured(
 
     monkeypatch.setattr(search, "forms", lambda *_: every)
     monkeypatch.setattr(Search, "_places", lambda *_: [0])
-    monkeypatch.setattr(Trials, "measured", measured)
+    monkeypatch.setattr(Trials, "measure", measured)
     monkeypatch.setattr(
-        Costs, "weight", lambda _, steps: Weight(1 if steps else 10, 1, 1, True, True)
+        RecipeSizes, "of", lambda _, steps: ResultSize(1 if steps else 10, 1, 1, True, True)
     )
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=confirm), tmp_path)
     steps = {key_of(form.family.configs[0]): price(estimates[form.name]) for form in every}
@@ -741,19 +745,19 @@ def test_what_may_come_out_best_is_measured(
         ((), "two"),  # of one window no error is known
     ],
 )
-def test_what_is_plainer_is_chosen_where_it_loses_no_more_for_good(
+def test_the_simpler_candidate_is_chosen_unless_it_is_significantly_worse(
     others: tuple[float, ...], expected: str
 ) -> None:
     def candidate(form: str, steps: int, kl_N: tuple[float, ...], native: bool) -> Candidate:
         score = {"loss": 0.0, "kl": sum(kl_N) / len(kl_N), "kl_N": kl_N}
         steps_of = (PruneConfig(keep=4),) * steps
-        return Candidate(form, steps_of, Weight(1, 1, 1, native, exact=True)).scored(score)
+        return Candidate(form, steps_of, ResultSize(1, 1, 1, native, exact=True)).with_score(score)
 
     one = candidate("one", 1, (1.1, *others), native=True)
     two = candidate("two", 2, (1.0, *(0.8 for _ in others)), native=True)
     odd = candidate("odd", 1, two.kl_N, native=False)
-    assert plainest([odd, two, one]) == (one if expected == "one" else two)
-    assert plainest([]) is None
+    assert simplest([odd, two, one]) == (one if expected == "one" else two)
+    assert simplest([]) is None
     assert one.as_json().keys().isdisjoint({"kl_N"})
 
 
@@ -763,15 +767,17 @@ def test_what_is_plainer_keeps_the_loss(tmp_path: Path) -> None:
     def candidate(steps: int, kl: float, loss: float) -> Candidate:
         score = {"loss": loss, "kl": kl, "kl_N": (kl - 0.1, kl + 0.1)}
         steps_of = (PruneConfig(keep=4),) * steps
-        return Candidate("", steps_of, Weight(1, 1, 1, native=True, exact=True)).scored(score)
+        return Candidate("", steps_of, ResultSize(1, 1, 1, native=True, exact=True)).with_score(
+            score
+        )
 
     one, two = candidate(1, 0.2, 0.3), candidate(2, 0.2, 0.1)
     for limit, expected in ((None, one), (0.3, one), (0.2, two), (0.05, two)):
         config = FitConfig(memory=9, max_loss=limit)
         looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
-        assert looking._chosen([two, one]) == expected
-    looking._best = lambda *_: looking._chosen([two, one])  # type: ignore[method-assign]
-    with pytest.raises(MoesaicError, match="loses 0.1. A larger budget"):
+        assert looking._simplest([two, one]) == expected
+    looking._best = lambda *_: looking._simplest([two, one])  # type: ignore[method-assign]
+    with pytest.raises(MoesaicError, match="raises perplexity by 0.1. A larger"):
         looking.run()
 
 
@@ -781,19 +787,19 @@ def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def best(self: Search, config: FitConfig) -> Candidate:
         assert config.memory is not None
         share = config.memory / self.original.bytes
-        weight = Weight(config.memory, 0, 0, native=True, exact=True)
-        return Candidate("", (), weight, {"loss": 0.05 + 0.62 - share, "kl": 0.0})
+        size = ResultSize(config.memory, 0, 0, native=True, exact=True)
+        return Candidate("", (), size, {"loss": 0.05 + 0.62 - share, "kl": 0.0})
 
     monkeypatch.setattr(Search, "_best", best)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(max_loss=0.05), tmp_path)
     chosen, _ = looking.run()
-    assert chosen.weight.memory / looking.original.bytes == pytest.approx(0.625, abs=1e-3)
+    assert chosen.size.memory / looking.original.bytes == pytest.approx(0.625, abs=1e-3)
     tight = Search(recipe_of(tmp_path / "out"), FitConfig(max_loss=0.05, memory=9), tmp_path)
     with pytest.raises(MoesaicError, match="max_loss 0.05 is out of reach"):
         tight.run()
 
 
-# --- what is told beforehand ---------------------------------------------------------------------
+# --- estimates -----------------------------------------------------------------------------------
 
 
 def test_what_was_condensed_before_may_be_slimmed_to_a_budget(
@@ -803,9 +809,9 @@ def test_what_was_condensed_before_may_be_slimmed_to_a_budget(
     moesaic.condense(tiny_moe("mixtral"), config, text=tokens).save(tmp_path / "condensed")
     folder = tmp_path / "headers"
     folder.mkdir()
-    costs = Costs(recipe_of(tmp_path, str(tmp_path / "condensed")), folder)
+    sizes = RecipeSizes(recipe_of(tmp_path, str(tmp_path / "condensed")), folder)
     thin = SlimConfig(keep=0.5, score="energy", refit=False)
-    assert costs.weight((thin,)).memory < costs.weight(()).memory  # type: ignore[union-attr]
+    assert sizes.of((thin,)).memory < sizes.of(()).memory  # type: ignore[union-attr]
 
 
 def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:
@@ -877,16 +883,16 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
     monkeypatch.setattr(search, "forms", few)
     losses = iter([0.3, 0.1])
     monkeypatch.setattr(
-        search.Search, "prices", Prices({}, {key_of(c): price(0.1) for c in asked(few())})
+        search.Search, "prices", Prices({}, {key_of(c): price(0.1) for c in priced_configs(few())})
     )
 
     def measured(_: Trials, candidate: Candidate) -> Candidate:
         loss = next(losses, None)
         if loss is None:
             raise KeyboardInterrupt
-        return candidate.scored({"kl": loss, "loss": loss, "kl_N": ()})
+        return candidate.with_score({"kl": loss, "loss": loss, "kl_N": ()})
 
-    monkeypatch.setattr(Trials, "measured", measured)
+    monkeypatch.setattr(Trials, "measure", measured)
     with pytest.raises(KeyboardInterrupt):
         fit(recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes - 1))
     left = load_recipe(tmp_path / "out.search" / "best.yaml")

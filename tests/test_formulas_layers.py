@@ -115,7 +115,7 @@ def test_more_neurons_than_there_were_are_copies() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_places_without_experts_stand_behind_each_group(groups: int) -> None:
+def test_places_without_experts_are_at_the_end_of_each_group(groups: int) -> None:
     down_E = torch.arange(1.0, 5.0).view(4, 1, 1)
     layer = CutLayer(torch.tensor([0, 2, 5, 7]), down_E=down_E).padded(8, groups)
     kept = {1: [0, 2, 5, 7, -1, -1, -1, -1], 2: [0, 2, -1, -1, 5, 7, -1, -1]}[groups]
@@ -146,7 +146,7 @@ def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
 
 
 def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
-    """Devices' hooks would move what it is asked about; users' would be told of no token."""
+    """Devices' hooks would move what it is asked about; users' would be called with no token."""
     model = tiny_moe("ernie4_5_moe")
     arch = moe_arch(model.config)
     view = arch.mixture(arch.layers(model)[1])
@@ -429,7 +429,7 @@ def test_what_helps_by_chance_changes_nothing() -> None:
     assert changed <= 2
 
 
-def test_a_shared_path_that_loses_neurons_is_refitted_with_the_experts() -> None:
+def test_a_shared_path_without_some_neurons_is_refitted_with_the_experts() -> None:
     """Alone where all experts are whole: its new columns are the regression of what is missing."""
     model = tiny_moe("qwen2_moe")
     arch = moe_arch(model.config)

@@ -33,8 +33,8 @@ from moesaic.methods.layered import recover
 from moesaic.methods.prune.subsets import every_set, exhaustive
 from moesaic.methods.slim.config import SCORES, Neurons
 from moesaic.metrics.score import model_size
-from moesaic.observation.job import Finished, Job
-from moesaic.observation.stats import tallied
+from moesaic.observation.job import FinishedLayers, Job
+from moesaic.observation.stats import tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
@@ -109,7 +109,7 @@ def test_embeddings_are_leading_eigenvectors(
 
 
 FILLED = [
-    # who loses least goes to a cluster that has too few
+    # the point of least cost moves to a cluster that has too few
     ([[0, 1], [0, 2], [0, 3], [0, 9]], [1, 1], [4, 4], [1, 0, 0, 0]),
     ([[0, 1], [0, 2], [0, 3], [0, 9]], [2, 2], [4, 4], [1, 1, 0, 0]),
     ([[5, 6], [0, 2], [0, 3], [0, 9]], [1, 1], [4, 4], [1, 0, 0, 0]),
@@ -243,7 +243,7 @@ def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
     model = tiny_moe("mixtral")
     arch = moe_arch(model.config)
     for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
-        stats = tallied(site, {"shared_down_DS", "shared_gram_SS"}).stats()
+        stats = tally_of(site, {"shared_down_DS", "shared_gram_SS"}).stats()
         assert {name: tensor.numel() for name, tensor in stats.items()} == {
             "shared_down_DS": 0,
             "shared_gram_SS": 0,
@@ -259,7 +259,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
     base = base_shape(model, moe_arch(model.config))
     kept = CutLayer(torch.arange(6))
     plans = {"result": Plan("naee", base, {1: kept}), "other": Plan("naee", base, {2: kept})}
-    finished = Finished(None, {})
+    finished = FinishedLayers(None, {})
     refitted, found = recover(job, plans, finished)
     assert {name: list(plan.layers) for name, plan in refitted.items()} == {
         "result": [1],
@@ -280,9 +280,9 @@ def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens: To
     base = base_shape(model, moe_arch(model.config))
     plan = Plan("naee", base, {i: CutLayer(torch.arange(4)) for i in range(2)})
     job = Job(RunArgs(model, text=tokens), moe_arch)
-    told = [
-        recover(job, {"result": plan}, Finished(None, {}), propagate=follow)[1]["result"]
+    results = [
+        recover(job, {"result": plan}, FinishedLayers(None, {}), propagate=follow)[1]["result"]
         for follow in (False, True)
     ]
-    assert told[0][0] == told[1][0]
-    assert told[0][1] != told[1][1]
+    assert results[0][0] == results[1][0]
+    assert results[0][1] != results[1][1]

@@ -26,8 +26,8 @@ from moesaic.carving.tomoe.masks import (
     straight_through,
     union,
 )
-from moesaic.carving.tomoe.method import decide, learned
-from moesaic.carving.tomoe.student import Masked
+from moesaic.carving.tomoe.method import decide, learned_logits
+from moesaic.carving.tomoe.student import MaskingHooks
 from moesaic.modules.running import RunningTokens
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
@@ -285,7 +285,7 @@ def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
     logits, slopes = [], []
     for projections in (False, True):
         masker = ByHand()
-        masked = Masked(model, arch, masker, projections)
+        masked = MaskingHooks(model, arch, masker, projections)
         out = arch.ffn_of(arch.layers(model)[0])
         seen: list[Tensor] = []
         handle = out.register_forward_hook(lambda m, a, y, into=seen: into.append(y))
@@ -314,7 +314,7 @@ def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
     masking, found = masking_of(noise=True, seed=7), {}
     for seed in (7, 7, 8):
         object.__setattr__(masking.config, "seed", seed)
-        found[seed], before = learned(masking, {}), found.get(seed)
+        found[seed], before = learned_logits(masking, {}), found.get(seed)
         if before:
             assert torch.equal(before[1].mlp_NM, found[seed][1].mlp_NM)
     assert not torch.equal(found[7][0].mlp_NM, found[8][0].mlp_NM)
@@ -331,7 +331,7 @@ def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
 def test_routed_dimensions_are_tossed_too() -> None:
     masking = masking_of(noise=True, attention="routed", seed=7)
     logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
-    first, second = (learned(masking, {0: logits_TA})[0].vo_TA for _ in range(2))
+    first, second = (learned_logits(masking, {0: logits_TA})[0].vo_TA for _ in range(2))
     assert first is not None
     assert second is not None
     assert torch.equal(first, second)
@@ -344,7 +344,7 @@ def test_routed_dimensions_are_tossed_too() -> None:
 def test_a_decision_says_how_its_layers_run(given: bool) -> None:
     options = {"materialize": given, "noise": given}
     masking = masking_of(attention="none", **options)
-    plans, _ = decide(masking, learned(masking, {}), AttentionNames(), 0.0)
+    plans, _ = decide(masking, learned_logits(masking, {}), AttentionNames(), 0.0)
     for plan in plans.values():
         assert (plan.materialized, plan.noise) == (given, given)
 
@@ -354,7 +354,7 @@ def test_a_decision_says_how_its_layers_run(given: bool) -> None:
 def test_values_are_routed_where_some_of_them_go(threshold: float, routed: bool) -> None:
     masking = masking_of(attention="routed")
     logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
-    layers = {0: learned(masking, {0: logits_TA})[0]}
+    layers = {0: learned_logits(masking, {0: logits_TA})[0]}
     assert (layers[0].widths(threshold)[2] < 4) == routed
     plans, _ = decide(masking, layers, AttentionNames(), threshold)
     assert bool(plans[0].head_router) == routed

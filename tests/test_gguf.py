@@ -37,7 +37,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
-from moesaic.exports.quantiser import OTHERS, Model, mixture, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
 from moesaic.exports.rounder import least
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
@@ -50,7 +50,7 @@ from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
 from moesaic.observation.estimates import estimated
 from moesaic.observation.stream import LayerStream
-from moesaic.sizes import Built
+from moesaic.sizes import Skeleton
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHITECTURES = {
@@ -163,7 +163,7 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
 
 
 KEPT = ("output.weight",)
-"""Matrices that stay in float32, so that a file has several types."""
+"""Matrices that are kept in float32, so that a file has several types."""
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
@@ -248,7 +248,7 @@ def test_a_mixture_is_what_it_was_made_from(model_type, tmp_path, tokenizer, tok
 
 
 def test_from_a_file_to_a_result(tmp_path, tokenizer, command):
-    """By the command line; told beforehand, and the same as of what transformers loads."""
+    """By the command line; estimated beforehand, and the same as of what transformers loads."""
     file = written(model_of("qwen2_moe"), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
     plain = model_of("qwen2_moe")  # transformers saves what it read of a file under other names
     plain.load_state_dict(theirs(file, resolve(str(file)).config).state_dict())
@@ -536,7 +536,7 @@ def rounding(tmp_path, tokenizer, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2"])
-def test_layers_get_the_types_that_lose_least_within_a_budget(model_type, rounding, tmp_path):
+def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, rounding, tmp_path):
     """What adds next to nothing is the first to become narrow."""
 
     def idle(model):
@@ -618,22 +618,30 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
         assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
 
 
-@pytest.mark.parametrize("config", [PruneConfig(keep=2), SlimConfig(keep=0.5, multiple=32)])
-def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
-    config, rounding, tmp_path, tokenizer
-):
-    from moesaic.exports.quantiser import tensors_of
-    from moesaic.fitting.gguf_files import resized
+SMALLER = {"prune": PruneConfig(keep=0.5, score="random", refit=False)}
+SMALLER |= {"slim": SlimConfig(keep=0.5, score="magnitude", refit=False)}
 
-    whole = rounding("mixtral")
-    text = {"calibration": pages("calibration"), "samples": 4, "length": 16}
-    result = getattr(moesaic, config.verb)(str(whole.native.folder), config, **text)
-    result.save(tmp_path / "out")
-    old, new = (resolve(str(folder)) for folder in (whole.native.folder, tmp_path / "out"))
-    told = resized(whole.layout, *(Built(of.config, None) for of in (old, new)))
-    written(new.load("cpu", torch.float32), tokenizer, tmp_path / "small.gguf")
-    held = tensors_of(tmp_path / "small.gguf")
-    assert {n: t.shape for n, t in told.tensors.items()} == {n: t.shape for n, t in held.items()}
+
+@pytest.mark.parametrize(
+    ("model_type", "verb"),
+    [*itertools.product(("mixtral", "gpt_oss", "deepseek_v3"), SMALLER), ("starcoder2", "slim")],
+)
+def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_path, tokenizer):
+    """Biases and what only chooses experts are among them."""
+    needs_llamacpp()
+    from moesaic.exports.quantiser import tensors_of
+    from moesaic.fitting.gguf_files import Files
+
+    small_model(model_type).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    getattr(moesaic, verb)(str(tmp_path / "base"), SMALLER[verb]).save(tmp_path / "out")
+    files = Files(resolve(str(tmp_path / "base")), "none", tmp_path)
+    result = Skeleton(resolve(str(tmp_path / "out")).config, None)
+    args = ExportArgs(to="gguf", type="q8_0")
+    made = files.make(tmp_path / "out", tmp_path / "made.gguf", args)
+    sized, held = files.layout(result).tensors, tensors_of(tmp_path / "made.gguf")
+    assert {n: t.shape for n, t in sized.items()} == {n: t.shape for n, t in held.items()}
+    assert files.size(result, args) - 32 <= made["bytes"] <= files.size(result, args)
 
 
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):
@@ -681,7 +689,7 @@ def test_files_are_mixtures_of_types(type, experts, weighed, downs, values):
     parts = "attn_v", "ffn_down_exps" if experts else "ffn_down"
     rows = dict.fromkeys(("output.weight", "token_embd.weight"), 256)
     rows |= {f"blk.{i}.{part}.weight": 256 for i in range(16) for part in parts}
-    types = mixture(rows, type, Model("llama", 16, experts, 8, 8), weighed)
+    types = mixture(rows, type, ModelFacts("llama", 16, experts, 8, 8), weighed)
     assert types["output.weight"] == "q6_k"
     assert types["token_embd.weight"] == type.removesuffix("_m")
     for part, wanted in zip(parts, (values, downs), strict=True):

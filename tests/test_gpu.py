@@ -35,7 +35,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything goes to mapped files of the CPU."""
+    """Everything is written to mapped files of the CPU."""
     first = SpilledList.__init__
     monkeypatch.setattr(SpilledList, "__init__", lambda self, limit: first(self, 0))
 

@@ -31,49 +31,49 @@ from moesaic.config import Calibration
 from moesaic.errors import MoesaicError
 from moesaic.families import Shape
 from moesaic.fitting import search
-from moesaic.fitting.candidates import Candidate, unbeaten
+from moesaic.fitting.candidates import Candidate, pareto_front
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, forms
-from moesaic.fitting.prices import Price, Prices, asked, key_of
-from moesaic.fitting.run import opened
+from moesaic.fitting.prices import Price, Prices, key_of, priced_configs
+from moesaic.fitting.run import open_search
 from moesaic.fitting.trials import Trials, _key
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import measurement
-from moesaic.metrics.evaluate import rounded
+from moesaic.metrics.evaluate import quantise_in_place
 from moesaic.recipe import Recipe, command_of
-from moesaic.sizes import Built, Weight, steps_as_json
+from moesaic.sizes import ResultSize, Skeleton, steps_as_json
 
 TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
 TEXT += ["--calibration", pages("calibration"), "--data", pages("evaluation")]
 
 
 def candidate(memory: int, kl: float, active: int = 100, loss: float = 0.0) -> Candidate:
-    weight = Weight(memory, memory, active, native=True, exact=True)
-    return Candidate(f"of {memory}", (SlimConfig(),), weight, {"kl": kl, "loss": loss})
+    size = ResultSize(memory, memory, active, native=True, exact=True)
+    return Candidate(f"of {memory}", (SlimConfig(),), size, {"kl": kl, "loss": loss})
 
 
-def test_of_all_candidates_those_stay_that_none_beats():
+def test_candidates_that_none_beats_are_kept():
     every = [candidate(100, 0.1), candidate(99, 0.3), candidate(90, 0.2), candidate(80, 0.25)]
     every += [candidate(50, 0.9), candidate(50, 0.8), candidate(120, 0.1)]
-    assert [(c.weight.memory, c.kl) for c in unbeaten(every, "memory")] == [
+    assert [(c.size.memory, c.kl) for c in pareto_front(every, "memory")] == [
         (100, 0.1), (90, 0.2), (80, 0.25), (50, 0.8),
     ]  # fmt: skip
-    alike = [candidate(100, 0.1), candidate(98, 0.2)]  # as small, and loses more
-    assert unbeaten(alike, "memory") == alike[:1]
+    alike = [candidate(100, 0.1), candidate(98, 0.2)]  # as small, of more KL
+    assert pareto_front(alike, "memory") == alike[:1]
 
 
-def test_of_what_is_as_small_the_plainer_stays_within_the_error():
+def test_of_alike_sizes_the_simpler_candidate_is_kept_within_the_error():
     plain = replace(candidate(100, 0.21), kl_N=(0.20, 0.22))
-    weight = replace(plain.weight, native=False)
-    for kl_N, stays in (((0.10, 0.30), plain), ((0.19, 0.21), None)):
-        odd = replace(candidate(100, 0.20), weight=weight, kl_N=kl_N)
-        assert unbeaten([plain, odd], "memory") == [stays or odd]
+    size = replace(plain.size, native=False)
+    for kl_N, kept in (((0.10, 0.30), plain), ((0.19, 0.21), None)):
+        odd = replace(candidate(100, 0.20), size=size, kl_N=kl_N)
+        assert pareto_front([plain, odd], "memory") == [kept or odd]
 
 
 def point(memory: int, kl: float, native: bool = False, type: str = "") -> Point:
-    candidate = SimpleNamespace(weight=SimpleNamespace(native=native, active_parameters=100))
+    candidate = SimpleNamespace(size=SimpleNamespace(native=native, active_parameters=100))
     made: Any = None if type else candidate
     return Point(f"of {memory}", memory, {"kl": kl, "loss": 0.1}, made, type)
 
@@ -99,16 +99,16 @@ def test_the_goal_is_asked_for_only_where_it_is_not_known(monkeypatch, capsys, t
     assert guide._goal(machine, Goal(), tmp_path, True, False) == Goal(max_kl=guide.MAX_KL)
     (tmp_path / "goal.json").write_text(json.dumps({"memory": 8_000_000, "max_kl": None}))
     assert guide._goal(machine, *asks) == Goal(memory=8_000_000)
-    assert "Going on with: 8MB." in capsys.readouterr().err
+    assert "Continuing with: 8MB." in capsys.readouterr().err
     with pytest.raises(MoesaicError, match="within this budget as it is"):
         guide._goal(machine, Goal(memory=2000), tmp_path, False, True)
 
 
 def test_a_native_point_is_among_those_shown():
-    odd = replace(candidate(90, 0.1), weight=replace(candidate(90, 0.1).weight, native=False))
+    odd = replace(candidate(90, 0.1), size=replace(candidate(90, 0.1).size, native=False))
     natives = [candidate(95, 0.3), candidate(80, 0.2)]
     searched = SimpleNamespace(tried=[odd, *natives], frontier=lambda budgets: [odd], config=None)
-    found: Any = guide.found
+    found: Any = guide.front
     assert found(searched, Goal(memory=90), [FitConfig(memory=90)], 100) == [odd, natives[1]]
     assert searched.config.native
 
@@ -157,7 +157,7 @@ def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
     from gguf import GGMLQuantizationType, quants
 
     plain, model = resolve(str(moe_folder)).load(), resolve(str(moe_folder)).load()
-    size = rounded(model, "q4_0")
+    size = quantise_in_place(model, "q4_0")
     before = dict(plain.named_parameters())
     kept = changed = 0
     for name, parameter in model.named_parameters():
@@ -250,7 +250,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     os.write(terminal.file, b"\x03")
     interrupted = [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
     terminal = Terminal([*words[:1], *words[3:], "--resume"], folder)
-    assert "Going on with: 200KB" in terminal.until("Which one")
+    assert "Continuing with: 200KB" in terminal.until("Which one")
     os.write(terminal.file, b"\x04")
     interrupted += [(terminal.until("--resume"), terminal.end(), [*folder.glob("*-smaller")])]
     left = Path(shutil.copytree(folder, tmp_path_factory.mktemp("left") / "here"))
@@ -277,7 +277,7 @@ def test_where_quantising_alone_wins_both_are_suggested(kl, suggested, monkeypat
     assert ("moesaic fit 'a model' OUT --memory 6KB --type q8_0" in " ".join(said)) is suggested
 
 
-def test_a_search_that_is_interrupted_says_how_to_go_on(saved):
+def test_a_search_that_is_interrupted_prints_how_to_continue(saved):
     """Also when it has ended, and nothing was picked yet."""
     for said, code, made in saved.interrupted:
         assert "nothing was saved" in " ".join(said.split())
@@ -288,7 +288,7 @@ def test_a_quantised_point_is_saved_under_any_name(monkeypatch, tmp_path):
     """Without its ending, export would not know that a GGUF file is meant."""
     monkeypatch.chdir(tmp_path)
     answers, exported = iter(["1", "mine", "0"]), []
-    monkeypatch.setattr(guide, "asked", lambda *_: next(answers))
+    monkeypatch.setattr(guide, "prompt", lambda *_: next(answers))
     monkeypatch.setattr(guide.shared, "app", lambda words, **_: exported.append(words))
     points = [point(8000, 0.1, type="q4_0")]
     search = SimpleNamespace(recipe=Recipe("model", "out", ()), work=tmp_path / "work")
@@ -297,7 +297,7 @@ def test_a_quantised_point_is_saved_under_any_name(monkeypatch, tmp_path):
 
 
 def test_a_search_that_finds_nothing_leaves_nothing(moe_folder, command, monkeypatch, tmp_path):
-    """Or another goal would be told of an unfinished search."""
+    """Or another goal would be refused for an unfinished search."""
     monkeypatch.chdir(tmp_path)
     words = moe_folder, "--memory", "1KB", "--samples", 4, "--length", 16, "--yes"
     code, _, err = command(*words, "--calibration", pages("calibration"))
@@ -340,21 +340,21 @@ def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, done, monk
 def test_of_what_is_fastest_nothing_is_offered_that_keeps_a_tokens_work(moe_folder, tmp_path):
     """prune leaves a token as many experts as before."""
     model = resolve(str(moe_folder))
-    fast = FitConfig(active_parameters=Built(model.config, None).size.active_parameters - 2000)
+    fast = FitConfig(active_parameters=Skeleton(model.config, None).size.active_parameters - 2000)
     text = Calibration(pages("calibration"), samples=12, length=24)
-    looking = opened(Recipe(model.name, str(tmp_path / "out"), (), text), fast)
+    looking = open_search(Recipe(model.name, str(tmp_path / "out"), (), text), fast)
     some = [form for form in looking.forms if form.name in ("slim", "prune", "prune spread")]
     assert len(some) == 3
     looking.forms = some
     price = Price(np.full((1, 1), 0.3))
-    looking.prices = Prices({}, {key_of(config): price for config in asked(some)})
+    looking.prices = Prices({}, {key_of(config): price for config in priced_configs(some)})
     names = {option.form for option in looking._options(fast)}
     assert "slim" in names
     assert not names & {"prune", "prune spread"}
 
 
 def test_points_are_saved_as_they_are_picked(saved, moe_folder):
-    """Going on with what was interrupted, for another goal, for which it asks."""
+    """Continuing with what was interrupted, for another goal, for which it asks."""
     (goal,) = saved.left.rglob(guide.GOAL)
     goal.unlink()
     terminal = Terminal([str(moe_folder), *TEXT, "--resume"], saved.left)

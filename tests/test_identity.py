@@ -187,7 +187,7 @@ def test_layers_of_another_dtype_are_not_resumed(
 def test_what_was_asked_otherwise_is_named_and_no_fingerprint_is_shown(
     pair: tuple[str, str], tokens: Tokens, tmp_path: Path
 ) -> None:
-    """Two texts differ by fingerprints, which tell nobody that it was the number of samples."""
+    """Two texts differ by fingerprints, which show nobody that it was the number of samples."""
     options: dict[str, Any] = {"resume_from": tmp_path / "kept"}
     few, other = Tokens(tokens.input_ids[:3]), Tokens(tokens.input_ids.flip(0))
     moesaic.prune(pair[0], PruneConfig(keep=5), calibration=tokens, **options)
@@ -317,7 +317,7 @@ def tuned(folder: Path, **changes: Any) -> Any:
     ],
     ids=["weights", "rate", "what", "text", "teacher"],
 )
-def test_training_goes_on_only_as_it_began(
+def test_training_continues_only_as_it_began(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     """Model B with another rate became bitwise A's trained weights."""
@@ -332,7 +332,7 @@ def test_training_goes_on_only_as_it_began(
 
 
 def test_a_training_that_is_whole_takes_no_step_more(tmp_path: Path) -> None:
-    """From a checkpoint of the last step the Trainer goes one further."""
+    """From a checkpoint of the last step the Trainer does one more."""
     config = {"steps": 3, "save_every": 1, "batch": 1, "accumulate": 1}
     whole = tuned(tmp_path, config=config)
     again = tuned(tmp_path, config=config)

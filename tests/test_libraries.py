@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from rich.segment import Segment
 
 from moesaic.cli import entry
-from moesaic.cli.entry import explained
+from moesaic.cli.entry import exit_on_error
 from moesaic.distributed import join_processes, wait_for_all
 from moesaic.errors import MoesaicError
 
@@ -249,15 +249,15 @@ def try_install() -> Iterator[Any]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_demo_runs_in_an_environment_with_one_extra_alone() -> None:
     """Whatever else was set up before: what it shows is what a user of ``gguf`` gets."""
-    told = subprocess.run(
+    commands = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    made = [line for line in told if "setup_venv.sh" in line]
+    made = [line for line in commands if "setup_venv.sh" in line]
     assert made == ["scripts/setup_venv.sh .venv-user gguf"]
-    run = re.findall(r"\.venv-user/bin/moesaic (\w+)", "\n".join(told))
+    run = re.findall(r"\.venv-user/bin/moesaic (\w+)", "\n".join(commands))
     assert run == ["generate", "eval", "export", "fit", "report"]
-    assert "dev" not in " ".join(told).replace("/dev/null", "")
+    assert "dev" not in " ".join(commands).replace("/dev/null", "")
 
 
 RECORD = {
@@ -270,10 +270,10 @@ RECORD = {
     ("comment", "printed", "problem"),
     [
         ("", "prefill no clear difference", ""),
-        ("", "Worse; prefill\nfaster (1.2×)", "prefill is told to be faster"),
+        ("", "Worse; prefill\nfaster (1.2×)", "prefill is said to be faster"),
         ("dense: decodes faster", "", "said to decode faster; its rounds are 0.70 to 0.90"),
         ("a mixture: narrower experts", "", "said to be smaller"),
-        ("", "20 % smaller on disk", "told to be smaller"),
+        ("", "20 % smaller on disk", "said to be smaller"),
     ],
 )
 def test_words_that_figures_deny_are_found(
@@ -297,7 +297,7 @@ def test_each_line_of_the_documents_is_run_or_left_out_with_a_reason(try_install
 
 def ending(how: str, which: int) -> None:
     """In one of several processes, one of which ends early."""
-    with explained():
+    with exit_on_error():
         join_processes()
         wait_for_all()
         if os.environ["RANK"] == str(which):
@@ -320,12 +320,12 @@ def test_the_other_process_says_the_true_reason(end: str, which: int, tmp_path: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     files = [tmp_path / str(rank) for rank in range(2)]
     running = [
         SERVER.Process(
             target=called,
-            args=({**os.environ, **told, "RANK": str(rank)}, files[rank]),
+            args=({**os.environ, **variables, "RANK": str(rank)}, files[rank]),
             kwargs={"work": ending, "arguments": (end, which)},
         )
         for rank in range(2)

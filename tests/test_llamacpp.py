@@ -58,7 +58,7 @@ from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
-from moesaic.sizes import Built
+from moesaic.sizes import Skeleton
 from moesaic.surgery import base_shape
 
 pytestmark = [
@@ -347,7 +347,7 @@ def test_a_nemotron_whose_layers_differ_has_the_same_logits(tmp_path):
 
 
 def test_a_released_deepseek_v4_is_pruned_as_packed_as_it_was(tmp_path):
-    """Experts stay in FP4; what is in FP8 becomes q8_0 there, as of the original."""
+    """Experts are kept in FP4; what is in FP8 becomes q8_0 there, as of the original."""
     folder = deepseek_v4(tmp_path / "base")
     tiny_tokenizer().save_pretrained(folder)
     config = PruneConfig(keep=6, score="aimer", refit=False)
@@ -444,7 +444,7 @@ def test_a_text_makes_k_quants_better(tmp_path):
     assert losses[""] < losses["none"]
 
 
-def test_types_of_layers_lose_less_than_one_type_of_as_many_bytes(tmp_path):
+def test_types_by_layer_have_less_kl_than_one_type_of_as_many_bytes(tmp_path):
     """tiny-moe, at what q4_k_m takes, by llama.cpp's own logits."""
     source = resolve("tiny-moe")
     ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :2048].view(4, 512)
@@ -514,7 +514,7 @@ def test_no_file_takes_more_than_was_told(config, tmp_path):
     tags = ", ".join(f"tag-{number}" for number in range(100))
     (folder / "README.md").write_text(f"---\nlicense: mit\ntags: [{tags}]\n---\n")
     files = Files(source, "none", tmp_path)
-    built = Built(resolve(str(folder)).config, None)
+    built = Skeleton(resolve(str(folder)).config, None)
     args = ExportArgs(to="gguf", type="q8_0")
     groups = dict.fromkeys(files.original.layout.rounded.values(), "q4_0")
     sizes = files.size(built, args), files.layout(built).size(groups)

@@ -36,7 +36,7 @@ from moesaic.carving.more.method import MoRE
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.metrics.forward import jsd
-from moesaic.observation.stats import tallied
+from moesaic.observation.stats import tally_of
 from moesaic.surgery import layer_uses
 
 
@@ -49,7 +49,7 @@ def _no_gradients():
 def observed(tokens, config=None, **options):
     site = site_of(tiny_model("llama"), tokens, 2, **options)
     method = MoRE(config or MoREConfig())
-    tally = tallied(site, {"calls_E"})
+    tally = tally_of(site, {"calls_E"})
     method.observe(site, tally)
     return site, method, tally.stats()
 
@@ -190,7 +190,7 @@ def test_sunflower(tokens, config):
     """Experts meet in the backbone only, and together they are all neurons."""
     site, method, stats = observed(tokens, config)
     sizes = [LayerSize(1000, 64 * 96, 64)] * 4
-    plan = method.carved(stats, site, method.choose(sizes)[2])
+    plan = method.carve_layer(stats, site, method.choose(sizes)[2])
     ends = np.cumsum([plan.backbone, *plan.petals])
     order = plan.order_M.tolist()
     core = set(order[: plan.backbone])
@@ -211,7 +211,7 @@ def test_variants_share_backbone_and_budget(tokens):
     plans = {}
     for variant in ("full", "backbone", "random", "static", "naive"):
         method = MoRE(MoREConfig(variant=variant))
-        plans[variant] = method.carved(stats, site, method.choose(sizes)[2])
+        plans[variant] = method.carve_layer(stats, site, method.choose(sizes)[2])
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"
@@ -335,8 +335,8 @@ def test_the_record_says_what_multiples_made_of_the_target(tokens):
     assert (layer.backbone, set(layer.petals)) == (32, {8})
     # of 64 neurons 16 idle; attention has 3,072 of a layer's 9,216 weights
     assert result.summary["active"] == pytest.approx(1 - 16 / 64 * 6144 / 9216)
-    told = str(result.record("model", "out"))
-    assert "0.8333 of the projections' parameters, where 0.83 was asked for" in told
+    text = str(result.record("model", "out"))
+    assert "0.8333 of the projections' parameters, where 0.83 was asked for" in text
 
 
 def test_budget_counts_the_models_own_projections():

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: reduced along, kept, and true in the config (S14)."""
+"""MTP layers: reduced as the last layer is, kept, and true in the config (S14)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from builders import (
 import moesaic
 from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
-from moesaic.io.formats import BlockScaled
+from moesaic.io.formats import BlockFp8
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
@@ -179,7 +179,7 @@ def test_they_survive_every_verb(model_type, asked, tokens, tmp_path):
     assert (again / "config.json").read_text() == (out / "config.json").read_text()
 
 
-def test_they_stay_in_what_is_trained(tokens, tmp_path):
+def test_mtp_layers_are_kept_in_what_is_trained(tokens, tmp_path):
     """As they were, whatever the model has learnt."""
     base = published("glm4_moe", tmp_path / "base")
     config = TuneConfig(
@@ -187,7 +187,7 @@ def test_they_stay_in_what_is_trained(tokens, tmp_path):
     )
     result = moesaic.tune(str(base), config, tokenizer=tiny_tokenizer())
     out = result.save(tmp_path / "out")
-    assert "stay as they are" in result.record(str(base), str(out)).steps[-1].told
+    assert "are kept as they are" in result.record(str(base), str(out)).steps[-1].told
     before, after = weights(base), weights(out)
     assert before.keys() == after.keys()
     assert {n for n in before if torch.equal(before[n], after[n])} >= {
@@ -196,12 +196,12 @@ def test_they_stay_in_what_is_trained(tokens, tmp_path):
     assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
 
 
-def test_few_bits_stay(tokens, tmp_path):
+def test_few_bits_are_kept(tokens, tmp_path):
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
     wide |= {"num_nextn_predict_layers": 1}
     base = predicting(tiny_moe("deepseek_v3", **wide), tmp_path / "base")
     said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    quantise(base, BlockScaled(said), lambda n, _: ".mlp." in n and n.endswith("_proj.weight"))
+    quantise(base, BlockFp8(said), lambda n, _: ".mlp." in n and n.endswith("_proj.weight"))
     out = moesaic.prune(str(base), PruneConfig(keep=4), calibration=tokens).save(tmp_path / "out")
     down = weights(out)["model.layers.3.mlp.experts.3.down_proj.weight"]
     assert down.dtype == torch.float8_e4m3fn

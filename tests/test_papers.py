@@ -39,8 +39,8 @@ def scripts() -> Any:
 
 
 def description(paper: str) -> dict[str, Any]:
-    told: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
-    return told
+    described: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
+    return described
 
 
 @pytest.mark.parametrize("paper", LISTED)
@@ -62,9 +62,9 @@ def test_rows_can_be_run(
     """Commands are understood, functions exist and take their arguments; names are the tables'."""
     from inspect import signature
 
-    told = description(paper)
-    rows = [*scripts("run").rows_of(told, {}, small)]
-    entries = {group["entry"] for group in told["rows"] if "entry" in group}
+    described = description(paper)
+    rows = [*scripts("run").rows_of(described, {}, small)]
+    entries = {group["entry"] for group in described["rows"] if "entry" in group}
     assert {row.name.partition(" | ")[0] for row in rows} == entries
     assert len({row.name for row in rows}) == len(rows)
     asked = set()
@@ -82,9 +82,9 @@ def test_rows_can_be_run(
 def test_what_the_paper_printed_is_of_rows_that_there_are(paper: str, scripts: Any) -> None:
     """So that no number is compared with nothing for the sake of a wrong name."""
     rows = [*scripts("run").rows_of(description(paper), {})]
-    for entry, told in scripts("table").entries(paper).items():
+    for entry, table in scripts("table").entries(paper).items():
         labels = [row.name.partition(" | ")[2] for row in rows if row.name.startswith(f"{entry} |")]
-        for name in map(str, told.get("printed", {}).get("rows", ())):
+        for name in map(str, table.get("printed", {}).get("rows", ())):
             assert any(name == label or name.startswith(f"{label} ") for label in labels), name
 
 
@@ -128,7 +128,7 @@ def test_rank_correlation(scripts: Any) -> None:
         assert found == f"{sign}1.00&nbsp;of&nbsp;2"
 
 
-def test_two_of_every_four_weights_stay(scripts: Any) -> None:
+def test_two_of_every_four_weights_are_kept(scripts: Any) -> None:
     """Those of largest |W| times the input's norm."""
     two_of_four = scripts("baselines").two_of_four
     weight_OI, norm_I = torch.randn(6, 12), torch.rand(12)
@@ -138,8 +138,8 @@ def test_two_of_every_four_weights_stay(scripts: Any) -> None:
     for row, kept in zip(
         score_OI.unflatten(1, (-1, 4)), kept_OI.unflatten(1, (-1, 4)), strict=True
     ):
-        for four, stays in zip(row, kept, strict=True):
-            assert four[stays].min() >= four[~stays].max()
+        for four, keeps in zip(row, kept, strict=True):
+            assert four[keeps].min() >= four[~keeps].max()
 
 
 def test_similarity_of_representations(scripts: Any) -> None:
@@ -167,21 +167,21 @@ def test_layers_that_change_nothing_go_first(scripts: Any, tmp_path: Path) -> No
     scripts("baselines").kept(source, live, str(tmp_path / "idle"))
     for name in ("shortgpt", "uidl", "replaceme"):
         out = tmp_path / name
-        told = getattr(scripts("baselines"), name)(
+        figures = getattr(scripts("baselines"), name)(
             str(tmp_path / "idle"), str(out), "shipped,6,128", "0.84"
         )
-        assert told["removed"] == [layer]
+        assert figures["removed"] == [layer]
         score = moesaic.evaluate(str(out), against=live, max_tokens=256, length=128)
         assert score.kl == pytest.approx(0, abs=1e-4)
 
 
 def test_a_row_of_another_tool_says_what_it_needs(scripts: Any, tmp_path: Path) -> None:
     run = scripts("run")
-    told = {"name": "tab1 | {row}", "needs": "{row}", "vary": {"row": ["FLAP"]}}
-    (row,) = run.rows_of({**told}, {})
+    described = {"name": "tab1 | {row}", "needs": "{row}", "vary": {"row": ["FLAP"]}}
+    (row,) = run.rows_of({**described}, {})
     assert run.carried_out(row, tmp_path) == {"not_run": "needs FLAP"}
     steps = [{"as": "made", "peer": "main.py {n}"}]
-    (row,) = run.rows_of({**told, "steps": steps, "set": {"n": "7"}}, {})
+    (row,) = run.rows_of({**described, "steps": steps, "set": {"n": "7"}}, {})
     assert run.carried_out(row, tmp_path) == {"not_run": "needs FLAP"}
     (tmp_path / "main.py").write_text("import sys, json; print(json.dumps({'n': sys.argv[1]}))")
     peers = {"FLAP": (sys.executable, str(tmp_path))}

@@ -41,7 +41,7 @@ def uneven(moe_type: str) -> Any:
 
 @pytest.mark.parametrize("moe_type", sorted({*MOE} - {"phimoe"}))  # whose router takes two always
 @torch.no_grad()
-def test_config_json_tells_each_layer_and_the_model_is_the_same(moe_type, tokens, tmp_path):
+def test_config_json_describes_each_layer_and_the_model_is_the_same(moe_type, tokens, tmp_path):
     """By transformers' schema, and as lists; with a head and without; saved once more, too."""
     model = uneven(moe_type)
     source = saved(tmp_path / "out", copy.deepcopy(model), {})

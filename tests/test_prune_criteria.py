@@ -30,10 +30,10 @@ from moesaic.methods.prune.subsets import (
     every_set,
     exhaustive,
     greedy,
-    refined,
     subsets,
+    swap,
 )
-from moesaic.observation.stats import evenly, observed, packed, sample_share, unpacked
+from moesaic.observation.stats import evenly, layer_stats, packed, sample_share, unpacked
 from moesaic.observation.stream import LayerStream
 
 
@@ -172,7 +172,7 @@ def test_searches_agree_on_what_they_score(seed, n, data):
     best = exhaustive(losses, n, keep)
     assert best.evaluated == subsets(n, keep) == math.comb(n, keep)
     path = greedy(losses, torch.ones(n, dtype=torch.bool), keep)
-    other = refined(losses, path)
+    other = swap(losses, path)
     assert int(best.kept_E.sum()) == int(other.kept_E.sum()) == keep
     assert best.loss <= other.loss * (1 + 1e-9) <= path.loss * (1 + 2e-9)
     for found in (best, other):
@@ -202,7 +202,7 @@ def test_a_share_is_so_many_experts(tokens):
         PruneConfig(keep=0)
 
 
-def test_groups_lose_equally_many():
+def test_equally_many_are_removed_from_each_group():
     losses = quadratic(3, 8)
     sets_CE = torch.cat(list(every_set(8, 4, groups=2)))
     assert len(sets_CE) == subsets(8, 4, 2) == 36
@@ -210,7 +210,7 @@ def test_groups_lose_equally_many():
     start_E = torch.ones(8, dtype=torch.bool)
     for found in (
         exhaustive(losses, 8, 4, 2),
-        refined(losses, greedy(losses, start_E, 4, 2), 2),
+        swap(losses, greedy(losses, start_E, 4, 2), 2),
     ):
         assert found.kept_E.view(2, 4).sum(1).tolist() == [2, 2]
     assert best_scores(torch.arange(8.0), 4, 2).tolist() == [False, False, True, True] * 2
@@ -222,7 +222,7 @@ def test_swaps_mend_what_greedy_did():
     losses = lambda kept_CE: (((~kept_CE).float() @ q) * (~kept_CE).float()).sum(-1)  # noqa: E731
     path = greedy(losses, torch.ones(4, dtype=torch.bool), 2)
     assert not path.kept_E[0]
-    found = refined(losses, path)
+    found = swap(losses, path)
     assert found.kept_E.tolist() == [True, False, False, True]
     assert found.loss == pytest.approx(0.2, abs=1e-5)
 
@@ -394,7 +394,7 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens):
     model = tiny_moe("mixtral")
     for site in sites(model, tokens):
         with pytest.raises(MoesaicError, match=r"gram_mb 9.54e-07 is too small for 8 experts"):
-            observed(site, {"sampled_T", "gram_SP"}, tokens, [0], 1)
+            layer_stats(site, {"sampled_T", "gram_SP"}, tokens, [0], 1)
 
 
 # --- requests that cannot be met -----------------------------------------------------------------
@@ -467,7 +467,7 @@ DEFINITIONS: dict[str, Callable[[int, list[Calls], list[float]], float]] = {
     "reap": lambda e, done, _: mean([g * f for g, f in outputs_of(e, done)]),
     "aimer": lambda e, _, spread: -spread[e],
 }
-"""Scores: the expert with the highest stays."""
+"""Scores: the expert with the highest is kept."""
 OTHERS = ("reconstruction", "pairwise", "random")
 
 
@@ -492,7 +492,7 @@ def test_scores_are_their_definitions(name: str, moe_type: str, rows: int) -> No
 
 
 @pytest.mark.parametrize("name", [*DEFINITIONS])
-def test_those_of_the_highest_scores_stay(name: str) -> None:
+def test_experts_of_the_highest_scores_are_kept(name: str) -> None:
     _, done, (model, spread) = routed_calls("qwen2_moe", 6)
     wanted = [DEFINITIONS[name](e, done, spread) for e in range(EXPERTS)]
     config = PruneConfig(keep=5, score=name)

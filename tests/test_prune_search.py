@@ -1,4 +1,4 @@
-"""The search for experts that stay: the same choices as by scoring every set, for far less."""
+"""The search for experts to keep: the same choices as by scoring every set, for far less."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moesaic.arch.mixture import MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.methods.prune.config import CRITERIA, PruneConfig
 from moesaic.methods.prune.reconstruction import Law, Reconstruction, law_of
-from moesaic.methods.prune.subsets import Neighbours, greedy, refined
+from moesaic.methods.prune.subsets import Neighbours, greedy, swap
 from moesaic.methods.skip.config import SkipConfig
 from moesaic.observation.files import FILED
-from moesaic.observation.stats import Stats, tallied
+from moesaic.observation.stats import Stats, tally_of
 from moesaic.observation.stream import LayerStream
 
 LAWS = {
@@ -72,7 +72,7 @@ def every(experts: int) -> Tensor:
 
 
 def best(losses: Neighbours, experts: int, keep: int) -> Any:
-    return refined(losses, greedy(losses, every(experts), keep))
+    return swap(losses, greedy(losses, every(experts), keep))
 
 
 def test_the_law_of_every_router(moe_type: str) -> None:
@@ -155,7 +155,7 @@ def test_a_token_is_routed_again_only_when_it_is_moved(
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "qwen2_moe"])
 def test_logits_that_are_equal(model_type: str) -> None:
-    """bfloat16 routers give equal logits; the loss that is told is that of the set all the same."""
+    """bfloat16 routers give equal logits; the reported loss is that of the set all the same."""
     stats, routing = observed(model_type)
     stats["logits_TX"] = (stats["logits_TX"] * 4).round() / 4
     losses = Reconstruction(stats, routing)
@@ -237,9 +237,9 @@ def test_a_statistic_is_what_it_is_among_all(follow: bool, tokens: Tokens) -> No
     )
     layers = iter(stream)  # which holds the tokens of its layer
     site = next(layers)
-    whole = tallied(site, FILED).stats()
+    whole = tally_of(site, FILED).stats()
     for names in ALONE:
-        part = tallied(site, names).stats()
+        part = tally_of(site, names).stats()
         crosses = {"cross_SA", "delta_S"} if follow and "gram_SP" in names else set()
         assert part.keys() == names | crosses, "others were not asked for"
         for name, tensor in part.items():

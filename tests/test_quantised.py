@@ -20,7 +20,15 @@ from moesaic.api import evaluate, verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.formats import BlockScaled, Compressed, Halved, Microscaled, e4m3, packed, unpacked
+from moesaic.io.formats import (
+    BlockFp8,
+    CompressedTensors,
+    Mxfp4,
+    Mxfp4Experts,
+    e4m3,
+    packed,
+    unpacked,
+)
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.methods.prune.config import PruneConfig
@@ -57,7 +65,7 @@ def fp8(tmp_path_factory):
             and "layers.1." not in name
         )
 
-    return quantise(folder, BlockScaled(FP8), chosen)
+    return quantise(folder, BlockFp8(FP8), chosen)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,7 @@ def mxfp4(tmp_path_factory):
     tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64).save_pretrained(folder)
     return quantise(
         folder,
-        Microscaled(MXFP4),
+        Mxfp4Experts(MXFP4),
         lambda name, _: name.endswith("experts.down_proj") or name.endswith("experts.gate_up_proj"),
     )
 
@@ -77,7 +85,7 @@ def int4(tmp_path_factory):
     """A Qwen3-MoE as llm-compressor writes it: experts in groups of int4."""
     folder = tmp_path_factory.mktemp("int4") / "base"
     tiny_moe("qwen3_moe", moe_intermediate_size=32).save_pretrained(folder)
-    return quantise(folder, Compressed(INT4), lambda name, _: ".experts." in name)
+    return quantise(folder, CompressedTensors(INT4), lambda name, _: ".experts." in name)
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +131,14 @@ def test_mxfp4_by_hand():
     blocks[0, 0, 0, 0] = 0x72  # 1 and 6
     blocks[0, 0, 0, 1] = 0x9A  # -1 and -0.5
     parts = {"_blocks": blocks, "_scales": scales.to(torch.uint8)}
-    values = Microscaled(MXFP4).values(parts)
+    values = Mxfp4Experts(MXFP4).values(parts)
     assert values.shape == (1, 32, 1)
     assert values.flatten()[:5].tolist() == [2, 12, -2, -1, 0]
 
 
 def test_fp8_by_hand():
     codes = torch.tensor([[1.0, -2.0, 448.0], [0.5, 4.0, 8.0]]).to(torch.float8_e4m3fn)
-    form = BlockScaled({"weight_block_size": [1, 2]})
+    form = BlockFp8({"weight_block_size": [1, 2]})
     parts = {"": codes, "_scale_inv": torch.tensor([[2.0, 0.5], [1.0, 10.0]])}
     assert form.values(parts).tolist() == [[2, -4, 224], [0.5, 4, 80]]
 
@@ -145,7 +153,7 @@ def test_blocks_that_are_cut_off_have_their_scale(shape):
     codes = torch.randn(shape).to(torch.float8_e4m3fn)
     scales = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     wide = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
-    values = BlockScaled({"weight_block_size": [128, 128]}).values({"": codes, "_s": scales})
+    values = BlockFp8({"weight_block_size": [128, 128]}).values({"": codes, "_s": scales})
     assert torch.equal(values, codes.float() * wide[..., : shape[-2], : shape[-1]])
 
 
@@ -154,8 +162,8 @@ def test_values_are_transformers():
     scales = torch.randint(110, 140, (3, 6, 2), generator=torch.Generator().manual_seed(1))
     parts = {"_blocks": raw.to(torch.uint8), "_scales": scales.to(torch.uint8)}
     wanted = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=torch.bfloat16)
-    assert torch.equal(Microscaled(MXFP4).values(parts).bfloat16(), wanted)
-    form = BlockScaled(FP8)
+    assert torch.equal(Mxfp4Experts(MXFP4).values(parts).bfloat16(), wanted)
+    form = BlockFp8(FP8)
     weight = drawn(32, 48) * torch.logspace(-3, 3, 48)
     mine = form.parts(weight, {"": weight, "_scale_inv": torch.zeros(1, 1)})
 
@@ -210,7 +218,7 @@ def test_compressed_tensors_by_its_own_package(layout):
 
     name, weights = LAYOUTS[layout]
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    form = Compressed({**INT4, "format": name, "config_groups": groups})
+    form = CompressedTensors({**INT4, "format": name, "config_groups": groups})
     theirs = BaseCompressor.get_value_from_registry(name)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     rows, columns = 32, 64
@@ -251,7 +259,7 @@ def test_rounding_again_changes_nothing(layout, largest):
     """Also where the largest codes of groups are gone, as slim leaves them: 6.7 % were lost."""
     name, weights = LAYOUTS[layout]
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    form = Compressed({**INT4, "format": name, "config_groups": groups})
+    form = CompressedTensors({**INT4, "format": name, "config_groups": groups})
     generator = torch.Generator().manual_seed(largest)
     codes = torch.randint(1 - largest, largest, (32, 64), generator=generator).to(torch.int8)
     codes[:, ::16] = -largest
@@ -265,7 +273,7 @@ def test_rounding_again_changes_nothing(layout, largest):
 
 def test_scales_stay_powers_of_two_where_the_config_says_so():
     """DeepSeek-V3.1 stores them as float32."""
-    form = BlockScaled({**FP8, "scale_fmt": "ue8m0"})
+    form = BlockFp8({**FP8, "scale_fmt": "ue8m0"})
     like = {form.ends[0]: drawn(64, 32), form.ends[1]: torch.zeros(1, 1)}
     scales = form.parts(drawn(64, 32), like)[form.ends[1]]
     assert scales.dtype == torch.float32
@@ -287,13 +295,13 @@ def types(parts):
     return {f"up.weight{end}": names.get(part.dtype, "BF16") for end, part in parts.items()}
 
 
-@pytest.mark.parametrize("form", [BlockScaled(FP8), Microscaled(MXFP4), Halved(FP8)])
+@pytest.mark.parametrize("form", [BlockFp8(FP8), Mxfp4Experts(MXFP4), Mxfp4(FP8)])
 def test_what_a_format_holds_it_gives_back(form):
     """Rounding errors are those of the codes; values that are codes times scales come back."""
     values = drawn(2, 64, 32)
     like = {form.ends[0]: values, form.ends[1]: torch.zeros(1, 1)}
     once = form.values(form.parts(values, like))
-    eight = type(form) is BlockScaled
+    eight = type(form) is BlockFp8
     step = 2**-4 if eight else 0.25
     assert ((once - values).abs() <= step * values.abs().amax() + 1e-6).all()
     assert (once - values).norm() / values.norm() < (0.04 if eight else 0.15)
@@ -305,7 +313,7 @@ def test_what_a_format_holds_it_gives_back(form):
 def test_mxfp4_rounds_to_the_nearest():
     """Every code is at most half a step away, against all sixteen."""
     values = drawn(1, 32, 40)
-    form = Microscaled(MXFP4)
+    form = Mxfp4Experts(MXFP4)
     parts = form.parts(values, {})
     codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     every = torch.cat([codes, -codes])
@@ -317,7 +325,7 @@ def test_mxfp4_rounds_to_the_nearest():
 def test_a_stack_becomes_a_type_expert_by_expert():
     parts = {"_blocks": torch.randint(0, 256, (3, 6, 2, 16)).to(torch.uint8)}
     parts["_scales"] = torch.randint(110, 140, (3, 6, 2)).to(torch.uint8)
-    form, read = Microscaled(MXFP4), []
+    form, read = Mxfp4Experts(MXFP4), []
     values = form.values
     form.values = lambda parts: read.append(len(parts["_blocks"])) or values(parts)
     assert torch.equal(Packed.of(form, parts).to(torch.bfloat16), values(parts).bfloat16())
@@ -326,7 +334,7 @@ def test_a_stack_becomes_a_type_expert_by_expert():
 
 def test_choosing_carries_bytes():
     """Experts and whole blocks by their bytes; else by value alone."""
-    form = Microscaled(MXFP4)
+    form = Mxfp4Experts(MXFP4)
     packed = Packed.of(form, form.parts(drawn(3, 64, 8), {}))
     for axis, order in ((0, [2, 0]), (2, [7, 1, 3]), (1, list(range(32, 64)))):
         chosen = packed.index_select(axis, torch.tensor(order))
@@ -382,15 +390,15 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
 @pytest.mark.parametrize(
     ("form", "columns", "model_type", "width"),
     [
-        (BlockScaled(FP8), 16, "qwen3_moe", "moe_intermediate_size"),
-        (Microscaled(MXFP4), 32, "gpt_oss", "intermediate_size"),
-        (Compressed(INT4), 16, "qwen3_moe", "moe_intermediate_size"),
+        (BlockFp8(FP8), 16, "qwen3_moe", "moe_intermediate_size"),
+        (Mxfp4Experts(MXFP4), 32, "gpt_oss", "intermediate_size"),
+        (CompressedTensors(INT4), 16, "qwen3_moe", "moe_intermediate_size"),
     ],
 )
 def test_slimming_keeps_columns_with_those_whose_scale_they_share(
     form, columns, model_type, width, tmp_path
 ):
-    """More values stay as they were than if neurons stayed in rising order."""
+    """More values are kept than if neurons were kept in rising order."""
     assert form.columns == columns
     folder = tmp_path / "base"
     tiny_moe(model_type, **{width: 128}).save_pretrained(folder)
@@ -512,8 +520,8 @@ def test_a_mixed_checkpoint_is_read(int4, tmp_path):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
 
     def change(tensors):
-        parts = {end: tensors.pop(name + end) for end in Compressed.ends}
-        tensors[name] = Compressed(INT4).values(parts).bfloat16()
+        parts = {end: tensors.pop(name + end) for end in CompressedTensors.ends}
+        tensors[name] = CompressedTensors(INT4).values(parts).bfloat16()
 
     mixed = Source("mixed", damaged(int4, tmp_path / "mixed", change))
     whole = Source("whole", int4)
@@ -616,7 +624,7 @@ def test_other_formats_are_refused(fp8):
     ):
         moe_arch(config)
     with pytest.raises(MoesaicError, match="static activation scales"):
-        BlockScaled({**FP8, "activation_scheme": "static"})
+        BlockFp8({**FP8, "activation_scheme": "static"})
     weights = INT4["config_groups"]["group_0"]["weights"]
     for words, said in {
         "'nvfp4-pack-quantized' is not read": {"format": "nvfp4-pack-quantized"},
@@ -628,7 +636,7 @@ def test_other_formats_are_refused(fp8):
         },
     }.items():
         with pytest.raises(MoesaicError, match=words):
-            Compressed({**INT4, **said})
+            CompressedTensors({**INT4, **said})
     from builders import tiny_config
 
     dense = tiny_config("llama", quantization_config=FP8)
@@ -658,9 +666,9 @@ def mixed(folder, form, entries):
 @pytest.mark.parametrize(
     ("form", "entries", "wanted"),
     [
-        (BlockScaled(FP8), [MODULE.format(5), MODULE.format(6)], [MODULE.format(1)]),
+        (BlockFp8(FP8), [MODULE.format(5), MODULE.format(6)], [MODULE.format(1)]),
         (
-            Compressed(INT4),
+            CompressedTensors(INT4),
             [r"re:.*layers\.2\.mlp\.experts\.[56]\..*"],
             [MODULE.format(1) + f".{m}_proj" for m in ("down", "gate", "up")],
         ),
@@ -671,7 +679,7 @@ def mixed(folder, form, entries):
 def test_an_expert_in_no_format_stays_so_under_another_number(
     form, entries, wanted, refit, tmp_path
 ):
-    """Its values are not rounded, the list names it by its new number; others stay in the format,
+    """Its values are not rounded, the list names it by its new number; others keep the format,
     also where they get the number of one that was in none."""
     base = mixed(tmp_path / "base", form, entries)
     down = Source("base", base).load().model.layers[2].mlp.experts.down_proj.detach().float()
@@ -700,7 +708,7 @@ def test_an_expert_in_no_format_stays_so_under_another_number(
 
 def test_an_expert_in_the_format_stays_so_in_the_place_of_one_in_none(tmp_path):
     """Refitted, it is not written wide."""
-    base = mixed(tmp_path / "base", BlockScaled(FP8), [MODULE.format(5), MODULE.format(6)])
+    base = mixed(tmp_path / "base", BlockFp8(FP8), [MODULE.format(5), MODULE.format(6)])
     kept = torch.tensor([0, 1, 2, 3, 4, 7])
 
     def made(arch, view):

@@ -15,7 +15,7 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS
 
 Case = tuple[str, dict[str, Any], str]
-"""A model's type, perhaps with its experts a token behind a colon; options; words."""
+"""A model's type, perhaps with its experts a token after a colon; options; words."""
 REFUSED: dict[str, list[Case]] = {
     "prune.naee": [
         ("mixtral", {"keep": 1}, "needs at least 2"),

@@ -63,7 +63,7 @@ NAMES = [n if n == "gpt-oss-20b" else nightly(n) for n in PUBLISHED]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> None:
-    """Half of the experts and of the neurons, with no logit changed; written as it was told."""
+    """Half of the experts and of the neurons, with no logit changed, in the estimated size."""
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)
     arch, wanted = base_arch(Source("base", base).config), logits(base)
@@ -85,16 +85,16 @@ def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> Non
             assert error > 1e-5, verb
         if not (rounded or Source("base", base).beside):
             loaded(out)
-        told = estimate(Recipe(str(base), "out", (config,), evaluation=None))
+        sizes = estimate(Recipe(str(base), "out", (config,), evaluation=None))
         # which layers are condensed moves offsets in the header, which is padded to 64
-        assert abs(told.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense"), verb
+        assert abs(sizes.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense"), verb
         assert "config.json" in inside(out)
 
 
 @pytest.mark.parametrize(
     "name", ["gpt-oss-20b", *map(nightly, ("Granite-4.0-H-Tiny", "ERNIE-4.5-21B-A3B"))]
 )
-def test_what_stays_is_spelled_as_it_was(name: str, tmp_path: Path) -> None:
+def test_keys_that_are_kept_are_spelled_as_they_were(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)
     out = verb_of("prune", str(base), PruneConfig(keep=4, score="frequency"), text=TEXT)

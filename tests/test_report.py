@@ -59,7 +59,7 @@ SPLIT = Step(
         "static": "static pruning",
         "random": "random routing",
         "naive": "petals without a backbone",
-        "backbone": "the backbone alone",
+        "backbone": "only the backbone",
     },
     unit="petal",
     ratio="projections",
@@ -309,11 +309,11 @@ def test_what_the_refit_gave_back_is_drawn():
 
 def test_a_result_that_does_not_route_has_no_routing():
     record = make(routers=0)
-    told = "every token runs the same 52 neurons"
-    record.layers = [replace(x, told=told, experts=0) if x.changed else x for x in record.layers]
+    words = "every token runs the same 52 neurons"
+    record.layers = [replace(x, told=words, experts=0) if x.changed else x for x in record.layers]
     record.measured["routing"] = {}
     page = Page(report.html([record]))
-    assert told in page.text
+    assert words in page.text
     assert not routed(page)
 
 
@@ -401,7 +401,7 @@ def test_faster_is_said_only_where_five_rounds_say_so(speeds, spread, rounds, wo
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "verdict"),
     [
         (12.80, "0.1 % worse"),
         (12.79, "no clear difference"),
@@ -409,8 +409,8 @@ def test_faster_is_said_only_where_five_rounds_say_so(speeds, spread, rounds, wo
         (12.15, "5.0 % better"),
     ],
 )
-def test_a_small_gain_in_perplexity_is_no_gain(result, told):
-    assert told in plain(contents.outcome(make(result=result)))
+def test_a_small_gain_in_perplexity_is_no_gain(result, verdict):
+    assert verdict in plain(contents.outcome(make(result=result)))
 
 
 def test_warnings_stand_with_the_figures_that_they_explain():
@@ -575,11 +575,11 @@ def test_nothing_from_outside_is_markup_or_code_on_a_card():
     calls = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)]
     assert [n.func.attr for n in calls] == ["from_pretrained"] * 2
     assert calls[0].args[0].value == evil
-    told = body.replace(code, "")
-    assert not re.search(r"(?<!\\)[<|]img|(?<!\\)\[a", told)
-    heads = [line for line in told.splitlines() if line.startswith("#")]
+    prose = body.replace(code, "")
+    assert not re.search(r"(?<!\\)[<|]img|(?<!\\)\[a", prose)
+    heads = [line for line in prose.splitlines() if line.startswith("#")]
     assert len(heads) == 7
-    rows = [line for line in told.splitlines() if line.startswith("|")]
+    rows = [line for line in prose.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 4, 5, 6}  # as columns
 
 

@@ -14,7 +14,7 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import SkipConfig
 from moesaic.record import Heat, LayerRecord, Record, Row, Step
 from moesaic.report.frontier import best, frontiers, points
-from moesaic.report.frontier import tried as tried_of
+from moesaic.report.frontier import candidates_plot as tried_of
 from moesaic.report.page import FEW, Plane, maps
 from moesaic.report.page import points as drawn
 from moesaic.report.tables import layer_table
@@ -39,7 +39,7 @@ def pruned(**parts):
         method="naee",
         label="REAP",
         title="pruned by REAP to 6 of 8 experts",
-        told="6 of 8 experts stay in every layer that routes.",
+        told="6 of 8 experts are kept in every layer that routes.",
         paper="Some Authors, On Experts, 2026",
         config={"keep": 6.0, "score": "reap"},
         variants={"frequency": "frequency"},
@@ -49,7 +49,7 @@ def pruned(**parts):
         LayerRecord(
             i,
             "cut",
-            "6 of 8 experts stay",
+            "6 of 8 experts kept",
             width=64,
             experts=6,
             experts_before=8,
@@ -194,19 +194,19 @@ def test_condensed_layers():
     for shown in ("chosen 1st", "chosen 2nd", "2 of 3 layers condensed", "in this order: 2, 1."):
         assert shown in page.text, shown
     assert len(page.all("rect", "gone")) == 2 * 2
-    assert len(page.all("rect", "kept")) == 2 * 2 + 2  # experts that stay, layers that were taken
+    assert len(page.all("rect", "kept")) == 2 * 2 + 2  # kept experts, layers that were taken
     assert len(page.all("polyline", "series")) == 4  # divergences
     assert len(page.all("polyline", "strong")) == 1
     assert "Layers 1–2 are small dense layers" in card
     assert "1,000     800" in text
 
 
-def test_a_layer_of_an_unknown_kind_is_told_as_it_tells_itself():
+def test_a_layer_of_an_unknown_kind_is_shown_in_its_own_words():
     record = pruned()
     record.layers[1] = LayerRecord(1, "folded", "folded twice", "averaged", shape={"folds": 2})
     page, card, _ = whole(record)
     assert "Layer 1: folded twice." in page.text
-    assert "Layers 0, 2: 6 of 8 experts stay." in page.text
+    assert "Layers 0, 2: 6 of 8 experts kept." in page.text
     assert "means over several" in card
 
 
@@ -261,7 +261,7 @@ def test_any_finding_of_a_layer_may_be_missing(name):
 
 
 def left_out(record, forms):
-    """What is not known is not told of: the title stands, and no hole shows."""
+    """What is not known is not reported: the title stands, and no hole shows."""
     page, card, text = forms
     for shown in (page.text, card, text):
         assert not re.search(r"\bNone\b|\bnan\b|NaN|undefined", shown)
@@ -312,8 +312,8 @@ def test_runs_of_one_original_share_it():
     records = [make(), make(result=15.0, static=40.0), replace(make(), measured={})]
     found = points(records)
     assert [*found] == ["org/model"]
-    told = [(p.run, p.kind) for p in found["org/model"]]
-    assert told == [(0, "original"), (1, "result"), (1, "static"), (2, "result"), (2, "static")]
+    shown = [(p.run, p.kind) for p in found["org/model"]]
+    assert shown == [(0, "original"), (1, "result"), (1, "static"), (2, "result"), (2, "static")]
     plot = only(records)
     assert plot.x == "active parameters (less is better)"
     assert plot.y == "perplexity (less is better)"
@@ -411,14 +411,14 @@ def test_what_a_search_tried_is_drawn():
     assert [p.kind for p in plot.points].count("candidate") == 3
     assert plot.points[1].kind == "result"
     assert plot.points[1].tip == "slim: 1.05\N{NO-BREAK SPACE}MB, KL 0.200"
-    assert plot.front == (1,)  # smaller than the others, and loses less
+    assert plot.front == (1,)  # smaller than the others, and of less KL
 
 
 def test_a_picture_of_several_runs_is_a_file_of_its_own():
     drawn = ET.fromstring(report.frontier_picture([make(), make(result=30.0)]))
-    told = [t.text for t in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "active parameters (less is better)" in told
-    assert any(t and t.startswith("2. org/model, carved with MoRE") for t in told)
+    texts = [t.text for t in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "active parameters (less is better)" in texts
+    assert any(t and t.startswith("2. org/model, carved with MoRE") for t in texts)
     record = make()
     del record.measured["scores"]["static"]
     assert report.frontier_picture([record]) == ""
@@ -435,7 +435,7 @@ def test_many_cells_are_drawn_together():
     assert "<title>layer 2: removed 1</title>" in many
     paths = re.findall(r'<path class="(?:heat|gone)"[^>]*>', many)
     assert sum(path.count("z") for path in paths) == FEW + 1
-    assert len(paths) == 4  # three shades, and one that is gone
+    assert len(paths) == 4  # three shades, and one that is removed
     alone = drawn(FEW)
     assert alone.count("<rect") == FEW
     for each in (many, alone):
@@ -446,7 +446,7 @@ def test_every_layer_has_a_row():
     table = layer_table(pruned())
     assert [label for label, _ in table.rows] == ["0", "1", "2"]
     assert table.columns == ["what it is", "neurons", "experts", "top-k"]
-    assert [c.text for c in table.rows[0][1]] == ["6 of 8 experts stay", "64", "6", "2"]
+    assert [c.text for c in table.rows[0][1]] == ["6 of 8 experts kept", "64", "6", "2"]
     record = pruned()
     record.layers[1] = replace(record.layers[1], analysis={"refit": {"lost": 0.25}})
     table = layer_table(record)
@@ -458,7 +458,7 @@ def test_pages_of_large_runs_stay_small():
     record = make(petals=128, layers=range(24))
     one, many = report.html([record]), report.html([record] * 20)
     assert len(one.encode()) < 1_000_000
-    assert "Where tokens went" in one
+    assert "Where tokens were routed" in one
     assert len(many.encode()) < 1_000_000
     assert "Plots and tables of layers are on each run’s own page" in many
     assert len(Page(many).all("details")) == 20

@@ -18,14 +18,14 @@ from tokenizers import processors
 
 import moesaic
 from moesaic.data.reader import shipped_texts
-from moesaic.data.rows import SCHEMAS, PromptAnswer, asked, text_of
+from moesaic.data.rows import SCHEMAS, PromptAnswer, pair_of, text_of
 from moesaic.data.text import (
     IGNORED,
     Tokens,
     beginning,
     calibration_tokens,
+    concat,
     evaluation_tokens,
-    joined,
     process_share,
     windows,
 )
@@ -174,7 +174,7 @@ def test_tools_and_calls_reach_the_template_as_they_are(tools: Any, tokenizer: A
     assert text_of(row, own) == want
     assert '"b": null' in want
     assert "(Add.)" in want
-    pair = asked(row, own)
+    pair = pair_of(row, own)
     assert pair is not None
     assert pair.prompt + pair.answer == want
     assert pair.answer == "So it is 2.)Two.</>"
@@ -191,7 +191,7 @@ def test_the_prompt_ends_where_the_answer_begins(tokenizer: Any) -> None:
     row = {
         "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes"}]
     }
-    pair = asked(row, talking(tokenizer, KNOWING))
+    pair = pair_of(row, talking(tokenizer, KNOWING))
     assert pair is not None
     assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes</>")
 
@@ -285,7 +285,7 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
         "mix": evaluation_tokens("prose=1,shipped:code=1", begun, length, 240),
         "calibration": calibration_tokens("prose", begun, 9, length),
         "documents": calibration_tokens("prose", begun, 9, length, documents=True),
-        "two": joined([evaluation_tokens(d, begun, length, 120) for d in ("prose", "reference")]),
+        "two": concat([evaluation_tokens(d, begun, length, 120) for d in ("prose", "reference")]),
         "shared": process_share(calibration_tokens("prose", begun, 9, length), 1, 2, length)[0],
         "batch": next(evaluation_tokens("prose", begun, length, 120).batches(24)),
     }
@@ -319,7 +319,7 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
         PackedText("prose", begun, p)
 
 
-def test_bos_is_not_scored_and_the_token_behind_it_is(begun: Any) -> None:
+def test_bos_is_not_scored_and_the_token_after_it_is(begun: Any) -> None:
     model = tiny_model("llama")
     tokens = evaluation_tokens("prose", begun, 16, 160)
     with torch.no_grad():
@@ -369,7 +369,7 @@ def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer: Any, begun: Any) 
     assert not ((ids[:, 0] == BOS) & (ids[:, 1] == BOS)).any()
 
 
-def test_domains_are_those_of_the_text_behind_bos(tokenizer: Any, begun: Any) -> None:
+def test_domains_are_those_of_the_text_after_bos(tokenizer: Any, begun: Any) -> None:
     rows = [
         {"text": text, "domain": domain}
         for domain in ("prose", "code")

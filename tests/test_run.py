@@ -253,7 +253,7 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
     assert found.active_ratio == pytest.approx((attention + wanted) / (attention + 4 * 3 * 32 * 64))
 
 
-def test_a_run_that_failed_goes_on_with_its_own_request_and_files_alone(
+def test_a_failed_run_continues_only_with_its_own_request_and_files(
     llama_folder, tmp_path, monkeypatch
 ):
     plain = MoRE.decide
@@ -335,7 +335,7 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     first = record.layers[0]
     assert len(first.shape["kept"]) == 5
     assert 0 < first.shape["beta"] < 1
-    assert "5 of 8 experts stay; " in first.told
+    assert "5 of 8 experts kept; " in first.told
     assert first.analysis.keys() >= {"loss", "calls"}
     assert record.model == str(moe_folder)
     assert not record.native

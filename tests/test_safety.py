@@ -166,8 +166,8 @@ def test_a_model_of_somebody_elses_is_not_replaced(
         check_out(tmp_path / "study", overwrite=True)
 
 
-def test_a_folder_that_became_foreign_meanwhile_stays(tmp_path: Path) -> None:
-    """A run takes hours: what its OUT holds is looked at again before it goes."""
+def test_a_folder_that_became_foreign_meanwhile_is_kept(tmp_path: Path) -> None:
+    """A run takes hours: what its OUT holds is checked again before it is removed."""
     out = tmp_path / "out"
     with whole_folder(out):
         pass
@@ -259,7 +259,7 @@ def test_a_lock_of_a_killed_run_holds_nobody(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.thesis.writing", "out"]
 
 
-def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path: Path) -> None:
+def test_what_killed_runs_left_is_removed_but_never_the_only_result(tmp_path: Path) -> None:
     """Where names cannot be exchanged, a run may be killed when neither folder has the name."""
     out, old = tmp_path / "out", tmp_path / f".out.{'0' * 16}.replaced"
     with scratch_folder(out) as left:
@@ -276,8 +276,8 @@ def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("unfinished", [outputs.unfinished, outputs.searched])
-def test_an_unfinished_run_goes_whole_and_is_swept_if_its_removal_was_killed(
+@pytest.mark.parametrize("unfinished", [outputs.run_folder, outputs.search_folder])
+def test_an_unfinished_run_is_removed_whole_and_swept_if_that_was_killed(
     unfinished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layers without the request would be taken for those of another."""
@@ -447,8 +447,8 @@ def test_every_auto_class_is_told_to_run_no_code() -> None:
                 continue
             of = ast.unparse(node.func.value)
             if node.func.attr == "from_pretrained" and of.lower().startswith("auto"):
-                told = {k.arg: ast.unparse(k.value) for k in node.keywords}
-                assert told.get("trust_remote_code") == "False", (file.name, node.lineno)
+                given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert given.get("trust_remote_code") == "False", (file.name, node.lineno)
 
 
 def test_a_config_has_nothing_fetched(refused: Any, theirs: Path) -> None:

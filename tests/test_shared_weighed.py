@@ -19,7 +19,7 @@ from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.observation.stats import GRAM, gram_room, observed
+from moesaic.observation.stats import GRAM, gram_room, layer_stats
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import of_stacked
@@ -39,7 +39,7 @@ def model() -> Any:
     return model
 
 
-def test_rows_of_shared_experts_stay(model):
+def test_rows_of_shared_experts_are_kept(model):
     before = copy.deepcopy(model.model.layers[1].mlp.state_dict())
     apply_layer(model.model.layers, 1, moe_arch(model.config), CutLayer(torch.tensor([1, 4, 6])))
     after = model.model.layers[1].mlp.state_dict()
@@ -67,7 +67,7 @@ def test_gram_matrices_of_shared_experts_keep_to_their_memory_too(model):
     stream = LayerStream(model, arch, TEXT, [1], view=arch.mixture)
     for site in stream:
         room = gram_room(TEXT.count // 2, site.view.count + 2)
-        stats = observed(site, GRAM, TEXT, range(len(site)), room)
+        stats = layer_stats(site, GRAM, TEXT, range(len(site)), room)
         assert stats["gram_SP"].nbytes == room
 
 
@@ -78,10 +78,10 @@ def test_decided_from_statistics_as_from_the_model(model, tmp_path):
     observe(base, file, calibration=TEXT)
     config = PruneConfig(keep=3, refit=False)
     seen = prune(model, config, calibration=TEXT)
-    told = prune(base, config, stats=str(file))
-    assert seen.analyses == told.analyses
+    from_file = prune(base, config, stats=str(file))
+    assert seen.analyses == from_file.analyses
     assert all(analysis["loss"] > 0 for analysis in seen.analyses.values())
-    assert equal(weights(seen.save(tmp_path / "a")), weights(told.save(tmp_path / "b")))
+    assert equal(weights(seen.save(tmp_path / "a")), weights(from_file.save(tmp_path / "b")))
 
 
 def test_condensed_shared_experts_have_their_mean_weights(model, tmp_path):

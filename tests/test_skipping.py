@@ -20,7 +20,7 @@ from moesaic.hub import native_config
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.skip.method import mean_calls, quantile, ratios
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.forward import counted
+from moesaic.metrics.forward import count_routing
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import skip, survivors
 from moesaic.plan import Plan
@@ -35,7 +35,7 @@ def falling(tokens, top_k, seed=0):
 
 @torch.no_grad()
 def calls(model, tokens):
-    with counted(model) as routing:
+    with count_routing(model) as routing:
         model(tokens.input_ids)
     return {i: layer.calls for i, layer in routing.items()}
 
@@ -70,7 +70,7 @@ def test_at_two_experts_both_rules_are_one(seed, q, tokens):
 @given(st.integers(0, 1000), st.floats(0, 1.2), st.integers(2, 6))
 def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
     """App. A.2 by a plain loop."""
-    for weights_K, stays_K in zip(
+    for weights_K, kept_K in zip(
         falling(8, top_k, seed),
         survivors(falling(8, top_k, seed), beta, "tail"),
         strict=True,
@@ -80,8 +80,8 @@ def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
             if i == top_k or weights_K[i:].sum() < beta * total - 1e-12:
                 break
         near = abs(float(weights_K[i:].sum() - beta * total)) < 1e-9
-        assert near or int(stays_K.sum()) == i
-        assert stays_K.int().diff().le(0).all()
+        assert near or int(kept_K.sum()) == i
+        assert kept_K.int().diff().le(0).all()
 
 
 def test_weights_of_few_bits_are_shared_out_exactly_and_rounded_once():
@@ -135,9 +135,9 @@ def test_a_number_of_calls_can_be_asked_for(tokens):
     model = tiny_moe("qwen3_moe", top_k=4)
     result = moesaic.skip(model, SkipConfig(calls=3), calibration=tokens)
     assert all(layer.rule == "tail" for layer in result.plan.layers.values())
-    for told in result.analyses.values():
-        assert told["calls_per_token"] == pytest.approx(3, abs=0.02)
-        assert told["skipped"] == pytest.approx(1 - told["calls_per_token"] / 4)
+    for analysis in result.analyses.values():
+        assert analysis["calls_per_token"] == pytest.approx(3, abs=0.02)
+        assert analysis["skipped"] == pytest.approx(1 - analysis["calls_per_token"] / 4)
     assert calls(result.model, tokens)[0] == pytest.approx(3, abs=0.02)
     assert mean_calls(falling(10, 4), 0.0, "tail") == 4
 

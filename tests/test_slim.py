@@ -28,9 +28,9 @@ from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.methods.slim.config import BUILT_IN, SCORES, SlimConfig
-from moesaic.methods.slim.neurons import losses, removal_costs, uneven
+from moesaic.methods.slim.neurons import highest_in_layer, losses, removal_costs
 from moesaic.metrics.score import model_size
-from moesaic.observation.stats import tallied
+from moesaic.observation.stats import tally_of
 from moesaic.plans import recovery
 from moesaic.plans.cut import CutLayer
 
@@ -82,7 +82,7 @@ def silence(model, plan):
 def test_energy_is_what_a_neuron_writes(model_type, tokens):
     """sum over tokens of |w h_j d_j|^2, neuron by neuron, by the module's own weights."""
     site = site_of(any_model(model_type), tokens)
-    view, stats = site.view, tallied(site, {"energy_EM", "reach_EM"}).stats()
+    view, stats = site.view, tally_of(site, {"energy_EM", "reach_EM"}).stats()
     (x_TD,) = list(site.inputs())
     score_EM = SCORES["energy"].score(neurons(stats["energy_EM"], stats["reach_EM"]))
     for i in range(view.count):
@@ -107,7 +107,7 @@ def neurons(energy, reach, size=None, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize("block", [1, 7, 40])
 def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
-    """Against the matrices worked out anew, of those that stay, before every turn."""
+    """Against the matrices worked out anew, of those kept, before every turn."""
     draw = torch.Generator().manual_seed(0)
     h_TM = torch.randn(90, 40, generator=draw).double()
     down_DM = torch.randn(12, 40, generator=draw).double()
@@ -115,16 +115,16 @@ def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
     costs = removal_costs(h_TM.T @ h_TM, down_DM, ridge=0.1)
     gram_MM = h_TM.T @ h_TM
     gram_MM += 0.1 * gram_MM.diagonal().mean() * torch.eye(40)
-    target_MD, stay = gram_MM @ down_DM.T, list(range(40))
+    target_MD, kept = gram_MM @ down_DM.T, list(range(40))
     highest = 0.0
     for _ in range(40):
-        inverse = torch.linalg.inv(gram_MM[stay][:, stay])
-        # with those that went, the rest is (G_SS)^-1 (G D^T)_S
-        rest_DS = (inverse @ target_MD[stay]).T
+        inverse = torch.linalg.inv(gram_MM[kept][:, kept])
+        # with those removed, the rest is (G_SS)^-1 (G D^T)_S
+        rest_DS = (inverse @ target_MD[kept]).T
         trial = rest_DS.square().sum(0) / inverse.diagonal()
         place = int(trial.argmin())
         highest = max(highest, trial[place].item())
-        assert costs[stay.pop(place)].item() == pytest.approx(highest, rel=1e-6)
+        assert costs[kept.pop(place)].item() == pytest.approx(highest, rel=1e-6)
 
 
 def test_surgeon_takes_what_a_refit_makes_up_for_best():
@@ -176,7 +176,7 @@ def test_every_score_decides(score, tokens):
     ],
 )
 def test_loss_is_that_of_the_layer_as_it_will_be(model_type, options, tokens):
-    """The error of the converted block's own output, of the residual stream behind the layer."""
+    """The error of the converted block's own output, of the residual stream after the layer."""
     model = any_model(model_type)
     result = slimmed(model, tokens, keep=0.25, **options)
     i, layer = next(iter(result.plan.layers.items()))
@@ -189,9 +189,9 @@ def test_loss_is_that_of_the_layer_as_it_will_be(model_type, options, tokens):
     for x_TD in site.inputs():
         before_TD, after_TD = (output(view, x_TD) for view in (site.view, converted_view))
         wrong += (after_TD - before_TD).double().square().sum()
-    behind = model(input_ids=tokens.input_ids, output_hidden_states=True).hidden_states
-    assert i + 2 < len(behind)  # the last is behind the final norm
-    whole = behind[i + 1].double().square().sum()
+    states = model(input_ids=tokens.input_ids, output_hidden_states=True).hidden_states
+    assert i + 2 < len(states)  # the last is after the final norm
+    whole = states[i + 1].double().square().sum()
     assert found == pytest.approx((wrong / whole).sqrt().item(), rel=1e-3)
 
 
@@ -212,7 +212,7 @@ def test_experts_and_neurons_share_one_budget(tokens):
     assert result.model.config.num_experts == 4
 
 
-def test_auto_takes_the_number_of_experts_that_loses_least(tokens):
+def test_auto_takes_the_number_of_experts_of_least_error(tokens):
     """Measured by converting every layer to each of the sizes that was tried."""
     model = tiny_moe("mixtral")
     result = slimmed(model, tokens, keep=0.5, experts="auto")
@@ -238,8 +238,8 @@ def shape_of(layer):
     ("model_type", "experts"),
     [("mixtral", False), ("mixtral", True), ("llama", False)],
 )
-def test_widths_spread_by_what_layers_lose(model_type, experts, tokens):
-    """The budget is met, the result is moesaic_<base>, and no uniform width loses less."""
+def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
+    """The budget is met, the result is moesaic_<base>, and no uniform width has less error."""
     model = any_model(model_type)
     with torch.no_grad():  # a layer that does little, and one that does much
         for layer, factor in ((0, 0.25), (1, 4.0)):
@@ -262,8 +262,8 @@ def test_widths_spread_by_what_layers_lose(model_type, experts, tokens):
 
 
 OUTCOMES = {
-    # losses by window of widths by layer, and of equal ones; what is told
-    "surely less": ([1.0, 1.2], [2.0, 2.2], "would lose more: KL 2.1 beside 1.1"),
+    # losses by window of widths by layer, and of equal ones; the sentence
+    "surely less": ([1.0, 1.2], [2.0, 2.2], "are significantly worse: KL 2.1 beside 1.1"),
     "less, perhaps": ([1.0, 1.2], [1.1, 1.9], "were kept: KL 1.5 beside 1.1"),
     "as much": ([1.0, 1.2], [1.0, 1.2], "were kept: KL 1.1 beside 1.1"),
     "more": ([2.0, 2.2], [1.0, 1.2], "were kept: KL 1.1 beside 2.1"),
@@ -275,11 +275,11 @@ OUTCOMES = {
 @pytest.mark.parametrize(
     ("outcome", "experts"), [*((name, False) for name in OUTCOMES), ("more", True)]
 )
-def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outcome, monkeypatch):
+def test_widths_by_layer_are_kept_only_if_equal_ones_are_worse(experts, outcome, monkeypatch):
     """On windows that decided nothing; what is kept is what the result says that it is."""
     draw = torch.Generator().manual_seed(1)
     tokens = Tokens(torch.randint(1, 384, (6, 96), generator=draw))  # each layer's refit gains
-    own, equal, told = OUTCOMES[outcome]
+    own, equal, sentence = OUTCOMES[outcome]
     better = outcome != "surely less"
     compared = []
 
@@ -300,7 +300,7 @@ def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(experts, outco
     kls = {"result": fmean(own), "equal widths": fmean(equal)}
     assert result.summary["compared"] == pytest.approx(kls)
     words = result.current_record.steps[0].told
-    assert told in words
+    assert sentence in words
     assert ("no sure gain" in words) == (outcome in ("less, perhaps", "in one window"))
     if not experts:
         assert result.model.config.model_type == ("mixtral" if better else "moesaic_mixtral")
@@ -406,8 +406,8 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     assert found.active_parameters == wanted.active_parameters
     i = next(iter(layers))
     assert found.layers[i].width == 8 * 8 + 24
-    told = result.record("model", "out").steps[0].title
-    assert told.endswith("to 8 of 16 neurons an expert in the mean by optimal brain surgeon")
+    title = result.record("model", "out").steps[0].title
+    assert title.endswith("to 8 of 16 neurons an expert in the mean by optimal brain surgeon")
     with pytest.raises(MoesaicError, match="not slimmed again"):
         slimmed(result.model, tokens, keep=0.5)
     with pytest.raises(MoesaicError, match="no native form"):
@@ -439,9 +439,9 @@ def test_neurons_that_no_token_reached_go_by_their_reach(options, tokens):
     assert min(kept) >= 8
 
 
-def test_of_equal_blocks_those_of_more_reach_stay():
+def test_of_equal_blocks_those_of_more_reach_are_kept():
     score, reach = torch.zeros(2, 4), torch.tensor([[1.0, 1, 1, 1], [2, 2, 2, 9]])
-    assert uneven(score, 6, reach, step=2).tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
+    assert highest_in_layer(score, 6, reach, step=2).tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
 
 
 @torch.no_grad()
@@ -483,7 +483,7 @@ def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypat
 def test_few_tokens_change_no_expert_that_they_reach(padded):
     plain, refit = (slimmed(any_model("mixtral"), padded, keep=0.5, refit=r) for r in (False, True))
     site = site_of(any_model("mixtral"), padded, 0)
-    reached_E = tallied(site, {"calls_E"}).stats()["calls_E"] > 0
+    reached_E = tally_of(site, {"calls_E"}).stats()["calls_E"] > 0
     before, after = (
         base_arch(r.model.config).mixture(r.model.model.layers[0]).experts.down_proj
         for r in (plain, refit)
@@ -495,7 +495,7 @@ def test_few_tokens_change_no_expert_that_they_reach(padded):
 # --- wrong requests ------------------------------------------------------------------------------
 
 
-def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch):
+def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkeypatch):
     """Surgeon and refit; where that cannot be, the next best, in one sentence."""
     model = tiny_moe("qwen2_moe")
 
@@ -508,7 +508,7 @@ def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch
     assert not caplog.messages
     monkeypatch.setattr("moesaic.methods.slim.method.PAIRS_BYTES", 8 * 8 * 16 * 16 - 1)
     assert decided() == ("energy", True)
-    assert "surgeon, which loses less, would hold" in caplog.text
+    assert "surgeon, which has less KL, would hold" in caplog.text
     assert decided(SlimConfig(score="surgeon", refit=False)) == ("surgeon", False)
     stats = moesaic.observe(model, tmp_path / "stats", calibration=tokens)
     assert decided(stats=str(stats)) == ("energy", False)
@@ -520,10 +520,10 @@ def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):
     model, tokens = any_model("llama"), many_tokens()
     stats = moesaic.observe(model, tmp_path / "model.stats", calibration=tokens)
     config = moesaic.SlimConfig(keep=0.5, score="energy", refit=False)
-    told = moesaic.slim(model, config, calibration=moesaic.Calibration(stats=str(stats))).plan
+    plan = moesaic.slim(model, config, calibration=moesaic.Calibration(stats=str(stats))).plan
     seen = moesaic.slim(model, config, calibration=tokens).plan
     for i, layer in seen.layers.items():
-        assert same(layer, told.layers[i])
+        assert same(layer, plan.layers[i])
 
 
 def test_pairs_of_neurons_are_not_in_statistics_of_a_dense_model(tmp_path):

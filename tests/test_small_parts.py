@@ -45,12 +45,12 @@ def shown(view: object) -> str:
     return console.file.getvalue()
 
 
-def test_candidates_come_in_the_order_of_what_they_lose():
+def test_candidates_come_in_the_order_of_their_loss():
     def candidate(form: str, kl: float) -> dict[str, Any]:
         sizes = {"memory": 2**20, "active_parameters": 1000}
         return {"form": form, "kl": kl, "loss": 0.1, "estimated_kl": 0.2, **sizes}
 
-    text = shown(guide.tried([candidate("worse", 0.5), candidate("better", 0.25)]))
+    text = shown(guide.candidates_table([candidate("worse", 0.5), candidate("better", 0.25)]))
     assert text.index("better") < text.index("worse")
     row = next(line for line in text.splitlines() if "better" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
@@ -95,7 +95,7 @@ class OutOfMemoryError(RuntimeError):
 )
 def test_errors_have_their_own_codes(error, code, said, capsys, monkeypatch):
     monkeypatch.delenv("MOESAIC_DEBUG", raising=False)
-    with pytest.raises(SystemExit) as left, entry.explained():
+    with pytest.raises(SystemExit) as left, entry.exit_on_error():
         raise error
     assert left.value.code == code
     assert said in " ".join(capsys.readouterr().err.split())
@@ -111,7 +111,7 @@ def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
     assert [names.names_model(word) for word in [*yes, *no]] == [True] * 6 + [False] * 7
 
 
-def test_a_folder_is_foretold_by_what_it_holds(moe_folder, tmp_path):
+def test_a_folders_format_is_read_from_what_it_holds(moe_folder, tmp_path):
     assert headers_of_model(str(moe_folder), tmp_path).folder == moe_folder
     described, made = tmp_path / "described", tmp_path / "made"
     described.mkdir()
@@ -165,9 +165,9 @@ def test_nobody_returns_from_observe_before_the_file_is_there(monkeypatch, tmp_p
 def test_an_unfinished_observation_is_in_the_way_until_it_is_dropped(tmp_path):
     out, model, tokens = tmp_path / "model.stats", tiny_moe("mixtral"), many_tokens()
     left = tmp_path / "model.stats.unfinished"
-    from moesaic.io.outputs import unfinished
+    from moesaic.io.outputs import run_folder
 
-    left = unfinished(out)
+    left = run_folder(out)
     left.mkdir()
     with pytest.raises(MoesaicError, match="unfinished"):
         moesaic.observe(model, out, calibration=tokens, gram_mb=0)

@@ -23,12 +23,12 @@ from moesaic.io.checkpoint import Checkpoint
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.forward import InMemory
 from moesaic.modules.running import SpilledList
 from moesaic.observation import stats as module
 from moesaic.observation import stream as streaming
 from moesaic.observation.files import FILED, StatsFile
-from moesaic.observation.stats import Tally, observed, tallied
+from moesaic.observation.stats import Tally, layer_stats, tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 
@@ -168,7 +168,7 @@ def test_only_wanted_layers_are_run(tokens):
         layer.register_forward_hook(lambda *_, i=i: ran.append(i))
     sites = [site.index for site in dense_stream(model, tokens, [0, 2], tokens_per_batch=999)]
     assert sites == [0, 2]
-    assert 3 not in ran[len(arch.layers(model)) :], "the layer behind the last wanted one ran"
+    assert 3 not in ran[len(arch.layers(model)) :], "the layer after the last wanted one ran"
 
 
 def test_activations_are_the_down_projections_input(tokens):
@@ -207,14 +207,14 @@ def test_slimmed_layers_with_fewer_experts_have_no_loss_of_their_loads(tokens):
 def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
     """Blocks are stood in for, and have no router logits of which a loss could be made."""
     arch = base_arch(moe.config)
-    whole = next(iter(Whole(moe).run([padded]).logits))[0]
+    whole = next(iter(InMemory(moe).run([padded]).logits))[0]
     for name, value in ASKING.items():
         setattr(moe.config, name, value)
     stream = LayerStream(moe, arch, [padded], view=arch.view)
     states, kwargs = stream.record()
     for block in stream.blocks(kwargs):
         block.run(states)
-    for made in (stream.heads(states, logits=True), Whole(moe).run([padded]).logits):
+    for made in (stream.heads(states, logits=True), InMemory(moe).run([padded]).logits):
         assert torch.equal(next(made)[0], whole)
     assert {name: getattr(moe.config, name) for name in ASKING} == ASKING
 
@@ -252,7 +252,7 @@ def test_shares_of_the_batches_merge_to_the_whole(
         layers = arch.moe_layers(model)[:1]
         stream = LayerStream(model, arch, share, layers, view=arch.mixture, tokens_per_batch=24)
         for site in stream:
-            found = tallied(site, FILED, numbers, 0.5)
+            found = tally_of(site, FILED, numbers, 0.5)
             for x_TD in site.inputs():
                 found.add("own_D", x_TD.abs().sum(0))
         return found
@@ -275,7 +275,7 @@ def test_a_name_that_nothing_computes_is_an_error(tokens: Tokens) -> None:
     arch = moe_arch(model.config)
     for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
         with pytest.raises(ValueError, match="nothing computes loud_M of layer 1"):
-            observed(site, {"calls_E", "loud_M"}, tokens)
+            layer_stats(site, {"calls_E", "loud_M"}, tokens)
 
 
 CHANGES: dict[str, Any] = {

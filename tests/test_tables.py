@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
-from moesaic.arch.routing import replaced
+from moesaic.arch.routing import replace_removed
 from moesaic.data.text import Tokens
 from moesaic.exports.llamacpp import lacking
 from moesaic.methods.prune.config import PruneConfig
@@ -62,7 +62,7 @@ def test_experts_that_go_are_replaced_by_the_next_ones(model):
 def test_those_that_come_in_share_the_tokens():
     given_NK = torch.rand(4000, 8, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2]
     allowed_E = torch.tensor([True, False, True, True, True, False, True, True])
-    calls_E = replaced(given_NK, allowed_E.expand(4000, -1)).flatten().bincount(minlength=8)
+    calls_E = replace_removed(given_NK, allowed_E.expand(4000, -1)).flatten().bincount(minlength=8)
     assert not calls_E[~allowed_E].any()
     assert calls_E.max() < 2 * calls_E[allowed_E].min()
 
@@ -77,7 +77,7 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
 
 
 def test_neighbours_have_the_losses_of_their_sets(model):
-    """The search looks only at the tokens that an expert moves, and this router tells which."""
+    """The search looks only at the tokens that an expert moves, and this router has which."""
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, TEXT, [*tables(model)], view=arch.mixture)
     for site in stream:
@@ -85,7 +85,7 @@ def test_neighbours_have_the_losses_of_their_sets(model):
 
 
 def padded_and_short() -> tuple[Tokens, Tokens]:
-    """The same real tokens: windows with padding behind them, and windows cut there."""
+    """The same real tokens: windows with padding after them, and windows cut there."""
     mask = torch.ones_like(TEXT.input_ids, dtype=torch.bool)
     mask[:, 24:] = False
     return Tokens(TEXT.input_ids, mask), Tokens(TEXT.input_ids[:, :24])

@@ -35,7 +35,7 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader
 from moesaic.data.reader import check_apart, open_rows, shipped_texts
-from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, asked, text_of
+from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, pair_of, text_of
 from moesaic.data.sources import DOMAINS, MIXES, Mix, TextSource, sources_of, text_sources
 from moesaic.data.text import (
     IGNORED,
@@ -46,7 +46,7 @@ from moesaic.data.text import (
 )
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import score, scores
 from moesaic.recipe import check_run, load_recipe, parse_recipe
 from moesaic.surgery import apply_plan
@@ -140,7 +140,7 @@ PAPERS_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_rows_of_the_papers_sets_are_read_as_they_use_them(tokenizer: Any) -> None:
     """S6: training sees the prompt and learns the answer; distillation learns the whole text."""
     for name, (row, prompt, answer) in PAPERS_ROWS.items():
-        pair = asked(row)
+        pair = pair_of(row)
         assert pair is not None, name
         assert (pair.prompt, pair.answer) == (prompt, answer)
         assert text_of(row) == prompt + answer
@@ -422,13 +422,15 @@ def test_conversations_are_shown_in_the_models_own_template(row: Any, tokenizer:
     talking = copy.deepcopy(tokenizer)
     talking.chat_template = TEMPLATE
     assert text_of(row, talking) == "<user>Hi.</><assistant>Yes?</>"
-    pair = asked(row, talking)
+    pair = pair_of(row, talking)
     assert pair is not None
     assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes?</>")
     assert text_of(row, tokenizer) == text_of(row) == "Hi.\n\nYes?"
     for role in ("system", "developer"):
-        told = {"messages": [{"role": role, "content": "Be brief."}, *TALK]}
-        assert text_of(told, talking) == "<user>Be brief.\n\nHi.</><assistant>Yes?</>"
+        instructed = {"messages": [{"role": role, "content": "Be brief."}, *TALK]}
+        assert text_of(instructed, talking) == "<user>Be brief.
+
+Hi.</><assistant>Yes?</>"
     with pytest.raises(MoesaicError, match="has role and content"):
         text_of({"messages": ["Hi."]}, talking)
     learned = training_text([row], talking, 64, answers=True)[0]
@@ -453,8 +455,8 @@ def test_a_named_mix_is_its_sources(
     two = folder("two", train=[{"text": "plain words " * 9}] * 200, test=[{"text": "others"}] * 200)
     monkeypatch.setitem(MIXES, "chat", Mix("shipped:prose", (one, two)))
     tokens = calibration_tokens("chat=3,prose=1", tokenizer, 8, 16)
-    told = [origin.as_json() for origin in tokens.origins]
-    assert [(t["windows"], t.get("mix")) for t in told] == [(3, "chat"), (3, "chat"), (2, None)]
+    origins = [origin.as_json() for origin in tokens.origins]
+    assert [(t["windows"], t.get("mix")) for t in origins] == [(3, "chat"), (3, "chat"), (2, None)]
     measured = evaluation_tokens("chat", tokenizer, 16, 64)
     assert [origin.as_json()["split"] for origin in measured.origins] == ["test", "test"]
     check_apart(["chat"], "chat")
@@ -503,7 +505,7 @@ def test_without_a_network_what_is_in_the_cache_is_read(folder: Any) -> None:
     assert read("owner/set", "evaluation") == {f"{i}" for i in range(30, 40)}
 
 
-def test_the_page_tells_of_every_named_mix() -> None:
+def test_the_page_lists_every_named_mix() -> None:
     lines = (RECIPES.parent / "docs" / "text.md").read_text("utf-8").splitlines()
     for name, mix in MIXES.items():
         (row,) = [line for line in lines if line.startswith(f"| `{name}` |")]
@@ -575,7 +577,7 @@ def test_text_is_measured_by_the_domains_of_its_rows(tokenizer: Any) -> None:
         assert runs
         assert all(tokenizer.decode(ids_T[a : b - 2]).strip() in texts for a, b in runs)
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    whole = scores([Whole(model), Whole(other)], tokens)[0]
+    whole = scores([InMemory(model), InMemory(other)], tokens)[0]
     parts = whole.sources.values()
     assert sum(part.tokens for part in parts) == whole.tokens
     for name in ("kl", "top1_agreement"):
@@ -665,7 +667,7 @@ def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:
     left = Tokens(padded.input_ids.flip(1), padded.attention_mask.flip(1))
     assert score(model, left).tokens == scored
     nothing = Tokens(padded.input_ids[:, :1])
-    with pytest.raises(MoesaicError, match="no token behind another"):
+    with pytest.raises(MoesaicError, match="no token after another"):
         score(model, nothing)
 
 
@@ -849,12 +851,12 @@ def test_a_stream_of_answers_learns_answers_alone(tokenizer: Any, tmp_path: Path
     row, _, answer = PAPERS_ROWS["GSM8K"]
     file = rows_file(tmp_path / "a.jsonl", [row] * 5)
     stream = training_text(f"{file}=1,prose=1", tokenizer, 64, steps=5, answers=True)
-    told = set()
+    answers = set()
     for example in islice(stream, 60):
         labels = [i for i in example["labels"] if i != IGNORED]
         if len(labels) < len(example["labels"]):
-            told.add(tokenizer.decode(labels))
-    assert told == {f"{answer}{tokenizer.eos_token}"}
+            answers.add(tokenizer.decode(labels))
+    assert answers == {f"{answer}{tokenizer.eos_token}"}
 
 
 def test_a_source_of_empty_rows_does_not_hang(tokenizer: Any, tmp_path: Path) -> None:
@@ -1020,7 +1022,7 @@ def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
     tokenizer: Any, moe_folder: Path, tmp_path: Path, command: Any, done: Any, caplog: Any
 ) -> None:
     """By every verb that calibrates, on the card and in the record; a mixture of text is not."""
-    words = "is multimodal and calibrated on text alone"
+    words = "is multimodal and calibrated only on text"
     folder = tmp_path / "whole"
     small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -23,11 +23,11 @@ from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.method import (
     active_ratio,
     decide,
-    learned,
+    learned_logits,
     least_ratio,
     threshold_for,
 )
-from moesaic.carving.tomoe.student import Masked, Student, layer_shapes
+from moesaic.carving.tomoe.student import MaskingHooks, Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_class
@@ -73,7 +73,7 @@ def converted(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple
     with torch.no_grad():
         student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
         plans, _ = decide(
-            student.masking, learned(student.masking, logits), arch.attention, threshold
+            student.masking, learned_logits(student.masking, logits), arch.attention, threshold
         )
     for module in base.modules():  # a copy of the student's base has its hooks; take them off
         module._forward_hooks.clear()
@@ -186,7 +186,7 @@ def test_the_converted_model_is_its_masks(model_type: str) -> None:
     student.masking.begin(torch.ones(6, 24, dtype=torch.bool), noise=False)
     student.release()
     dense = model(ids()).logits
-    masked = Masked(model, arch, ByHand(student, plan))
+    masked = MaskingHooks(model, arch, ByHand(student, plan))
     expected = model(ids()).logits
     masked.remove()
     assert not torch.allclose(expected, dense, atol=0.05)
@@ -195,7 +195,7 @@ def test_the_converted_model_is_its_masks(model_type: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "olmo2", "phi"])
-def test_queries_and_keys_are_masked_behind_their_norm(model_type: str) -> None:
+def test_queries_and_keys_are_masked_after_their_norm(model_type: str) -> None:
     """S17: the norm's mean counted zeros; kept dimensions came out 1.45 times too large.
 
     Of the first layer, whose input no mask has touched, every query and key is the dense model's.
@@ -295,7 +295,7 @@ def test_the_budget_is_met_and_counted_as_everywhere() -> None:
     student = student_of(model)
     logits = student.head_logits(Tokens(ids()))
     student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
-    layers = learned(student.masking, logits)
+    layers = learned_logits(student.masking, logits)
     assert active_ratio(layers, -100.0) == 1
     for target in (0.4, 0.6, 0.8):
         threshold = threshold_for(layers, target)
@@ -315,10 +315,10 @@ def test_materialised_experts_are_the_shared_ones() -> None:
         logits.append(result(ids()).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
     config = configured(ToMoEConfig, **SHORT, materialize=True)
-    told = moesaic.carve(tiny_model("llama"), config, calibration=ids())
-    blocks = [layer.mlp for layer in told.model.model.layers]
+    made = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+    blocks = [layer.mlp for layer in made.model.model.layers]
     weights = sum(p.weight.numel() for b in blocks for p in (b.gate_proj, b.up_proj, b.down_proj))
-    assert told.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
+    assert made.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
 
 
 def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
@@ -327,8 +327,8 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
         tiny_model("mistral"), configured(ToMoEConfig, **options), calibration=ids()
     )
     result.save(tmp_path / "carved")
-    told = moesaic.export(str(tmp_path / "carved"), tmp_path / "native")
-    assert told["model_type"] == "mixtral"
+    made = moesaic.export(str(tmp_path / "carved"), tmp_path / "native")
+    assert made["model_type"] == "mixtral"
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native").eval()
     torch.testing.assert_close(native(ids()).logits, result.model(ids()).logits, atol=1e-5, rtol=0)
     experts = torch.arange(24).repeat(4, 1) + torch.arange(4)[:, None]
@@ -365,7 +365,7 @@ def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
 
 
 def test_recomputing_changes_nothing_but_memory() -> None:
-    """Dropout stays off as well, and the same masks are tossed again."""
+    """Dropout is kept off as well, and the same masks are tossed again."""
     plain, again = (
         moesaic.carve(
             tiny_model("phi", resid_pdrop=0.5),

@@ -123,7 +123,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> 
 
 
 def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path: Path) -> None:
-    """With its weights outside, which stand behind the shared path's, while those are as many."""
+    """With its weights outside, which are after the shared path's, while those are as many."""
     condensed = condensed_model("deepseek_v2", tokens)
     (i,) = condensed.summary["layers"]
     g = factors(moe_arch(condensed.model.config), condensed.model.config, condensed.plan)
@@ -280,9 +280,9 @@ def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
     answers = ("three", " Because of it, I should say.")
     for text, example in zip(answers, examples[:2], strict=True):
         answer = tokenizer(text)["input_ids"]
-        told = [label for label in example["labels"] if label != -100]
-        assert told == [*answer, tokenizer.eos_token_id]
-        assert example["input_ids"][-len(told) :] == told
+        learned = [label for label in example["labels"] if label != -100]
+        assert learned == [*answer, tokenizer.eos_token_id]
+        assert example["input_ids"][-len(learned) :] == learned
     assert examples[2]["labels"] == examples[2]["input_ids"]
     assert len(examples[2]["labels"]) == 512
     batch = collate(examples)

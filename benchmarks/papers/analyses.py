@@ -25,7 +25,7 @@ from moesaic.carving.tomoe.masks import MaskingModules
 from moesaic.carving.tomoe.student import layer_shapes
 from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.io.models import shape_of
-from moesaic.io.names import RECORD, placed
+from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.forward import routers
@@ -37,7 +37,7 @@ JSON = dict[str, Any]
 
 def record(folder: str) -> JSON:
     """What a run kept of itself."""
-    found: JSON = json.loads(placed(Path(folder), RECORD).read_text("utf-8"))
+    found: JSON = json.loads(our_path(Path(folder), RECORD).read_text("utf-8"))
     return found
 
 
@@ -50,7 +50,7 @@ def three(layers: list[int]) -> list[int]:
 
 
 def overlap(first: str, second: str) -> JSON:
-    """Fig. 4: the experts that stay by two calibrations, layer by layer."""
+    """Fig. 4: the kept experts by two calibrations, layer by layer."""
     plans = [Plan.load(Path(folder)).layers for folder in (first, second)]
     sets = [{i: set(layer.kept) for i, layer in plan.items()} for plan in plans]  # type: ignore[attr-defined]
     layers = {i: [sorted(kept[i]) for kept in sets] for i in sorted(sets[0])}
@@ -98,7 +98,7 @@ def pairs(model: str, text: str, device: str = "cpu") -> JSON:
 
 
 def searched(folder: str) -> JSON:
-    """Tab. 6, Figs. 2 and 5: the search's CPU seconds, its first round, and JS by what stays."""
+    """Tab. 6, Figs. 2 and 5: the search's CPU seconds, its first round, and JS by what is kept."""
     run = record(folder)
     summary = run["steps"][-1]["summary"]
     search = summary.get("search") or [{}]

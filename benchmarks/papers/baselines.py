@@ -8,10 +8,10 @@ wanda      Sun et al., ICLR 2024, at 2:4, of the experts alone: the two of every
            weights with the least |W_ij| ||x_j|| become zero, layer by layer
 shortgpt   Men et al., 2024: the layers of least block influence go, 1 - cos(x_l, x_l+1)
 uidl       Gromov et al., ICLR 2025: the block of neighbouring layers with the least angle between
-           what enters and what leaves it goes; here by all tokens, not by the last one alone
-replaceme  Shopkhoev et al., 2025: the block with the least cosine distance goes, and the FFN before
+           what enters and what leaves it is removed; here by all tokens, not only by the last one
+replaceme  Shopkhoev et al., 2025: removes the block of least cosine distance, and the FFN before
            it gets a linear map, by least squares, into its down projection
-sleb       Song et al., ICML 2024: one layer at a time goes, the one that costs least perplexity
+sleb       Song et al., ICML 2024: removes one layer at a time, the one that costs least perplexity
 =========  =========================================================================================
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
-from moesaic.exports.rounder import tapped
+from moesaic.exports.rounder import tap
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.score import score
 from moesaic.observation.stats import Tally, square_sums
@@ -45,7 +45,7 @@ def opened(model: str, text: str, device: str = "cpu") -> tuple[Source, Any, Tok
 
 
 def kept(source: Source, live: Any, out: str, **figures: Any) -> dict[str, Any]:
-    """Write a live model as a folder; return what there is to tell."""
+    """Write a live model as a folder; return its figures."""
     live.save_pretrained(out)
     source.tokenizer.save_pretrained(out)
     return figures
@@ -55,7 +55,7 @@ def kept(source: Source, live: Any, out: str, **figures: Any) -> dict[str, Any]:
 
 
 def two_of_four(weight_OI: Tensor, norm_I: Tensor) -> Tensor:
-    """The weights that stay: of every four neighbours in a row the two of most |W| ||x||, bool.
+    """The kept weights: of every four neighbours in a row the two of most |W| ||x||, bool.
 
     >>> two_of_four(torch.tensor([[3.0, -2.0, 1.0, 1.0]]), torch.tensor([1.0, 1.0, 5.0, 1.0]))
     tensor([[ True, False,  True, False]])
@@ -67,7 +67,7 @@ def two_of_four(weight_OI: Tensor, norm_I: Tensor) -> Tensor:
 
 @torch.no_grad()
 def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any]:
-    """Experts at 2:4; one that no token reached goes by |W| alone."""
+    """Experts at 2:4; one that no token reached, by only |W|."""
     source, live, tokens = opened(model, text, device)
     arch = moe_arch(live.config)
     wanted = arch.moe_layers(live)
@@ -86,7 +86,7 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
         ) -> None:
             tally.add(path, square_sums(x_NI), expert, count)
 
-        with tapped(block.layer, arch, (into, down), note):
+        with tap(block.layer, arch, (into, down), note):
             for _ in block.outputs(states):
                 pass
         for i in range(view.count):
@@ -136,7 +136,7 @@ def _layers(arch: Arch, live: nn.Module, active: float | str) -> int:
 
 @torch.no_grad()
 def shortgpt(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """The share ``active`` of the layers stays, by block influence."""
+    """The share ``active`` of the layers is kept, by block influence."""
     source, live, tokens = opened(model, text, device)
     arch = base_arch(live.config)
     states = entering(live, arch, tokens)
@@ -158,7 +158,7 @@ def _block(states: Sequence[Tensor], count: int, angle: bool) -> tuple[int, list
 
 @torch.no_grad()
 def uidl(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """The share ``active`` of the layers stays; those that go are neighbours."""
+    """The share ``active`` of the layers is kept; those removed are neighbours."""
     source, live, tokens = opened(model, text, device)
     arch = base_arch(live.config)
     count = _layers(arch, live, active)
@@ -192,7 +192,7 @@ def replaceme(model: str, out: str, text: str, active: str, device: str = "cpu")
 
 @torch.no_grad()
 def sleb(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """One layer after the other goes, by the perplexity of the calibration text."""
+    """One layer after the other is removed, by the perplexity of the calibration text."""
     source, live, tokens = opened(model, text, device)
     arch = base_arch(live.config)
 

@@ -95,15 +95,15 @@ def lines(paper: str) -> Iterator[str]:
     rows = results(paper)
     yield "| entry | what | small run | agreement | GPU hours |"
     yield "| --- | --- | --- | --- | ---: |"
-    for entry, told in entries(paper).items():
-        figures, absent = cells(rows, entry, told["shows"])
+    for entry, about in entries(paper).items():
+        figures, absent = cells(rows, entry, about["shows"])
         shown = [f"{name.replace(' ', '&nbsp;')}:&nbsp;{said(f)}" for name, f in figures.items()]
         if absent:
             shown.append(f"not&nbsp;run:&nbsp;{','.join(absent).replace(' ', '&nbsp;')}")
-        order = agreement(figures, told["printed"], told["shows"]) if "printed" in told else "–"
-        hours = f"{told['hours']:,}" if told["hours"] else "0"
+        order = agreement(figures, about["printed"], about["shows"]) if "printed" in about else "–"
+        hours = f"{about['hours']:,}" if about["hours"] else "0"
         small = "<br>".join(shown) or "not run"
-        yield f"|`{entry}`|{told['title']}|{small}|{order}|{hours}|"
+        yield f"|`{entry}`|{about['title']}|{small}|{order}|{hours}|"
 
 
 def tables() -> dict[str, str]:

@@ -25,7 +25,7 @@ from moesaic.arch.dense import AttentionNames
 from moesaic.carving.tomoe import method
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MaskingModules
-from moesaic.carving.tomoe.method import Learned
+from moesaic.carving.tomoe.method import Logits
 from moesaic.carving.tomoe.student import Student
 from moesaic.losses import next_token_loss, predicting
 
@@ -38,7 +38,7 @@ class LocalEmbeddings(MaskingModules):
 
 
 class StaticDimensions(MaskingModules):
-    """Proj_E is zero and stays so: V/O dimensions follow from the mean expert embedding alone."""
+    """Proj_E is zero and is kept so: V/O dimensions follow from only the mean expert embedding."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -66,11 +66,11 @@ class HeadPruning(MaskingModules):
 
 
 @dataclass(frozen=True)
-class ByHead(Learned):
+class ByHead(Logits):
     """``qk`` are the logits of groups of heads."""
 
     def widths(self, threshold: float) -> tuple[int, int, int]:
-        width, _, _ = Learned(self.shape, self.mlp_NM).widths(threshold)
+        width, _, _ = Logits(self.shape, self.mlp_NM).widths(threshold)
         assert self.qk is not None
         on = method._on(self.qk, threshold).float().mean()
         size = round(float(on) * self.shape.heads.size)
@@ -78,14 +78,14 @@ class ByHead(Learned):
 
 
 def by_head(shape: Any, mlp_NM: Tensor, qk: Tensor, vo_TA: Tensor) -> ByHead:
-    """Logits as :func:`moesaic.carving.tomoe.method.learned` has them."""
+    """Logits as :func:`moesaic.carving.tomoe.method.learned_logits` has them."""
     return ByHead(shape, mlp_NM, vo_TA[0, : shape.heads.keys], vo_TA)
 
 
 def pruned_heads(
     masking: MaskingModules, index: int, on: Tensor, vo: int, names: AttentionNames
 ) -> dict[str, Any]:
-    """The rows of the groups of heads that stay."""
+    """The rows of the kept groups of heads."""
     heads = masking.shapes[index].heads
     keys = on.bool().repeat_interleave(heads.size).nonzero().flatten()
     group = heads.queries // heads.keys * heads.size

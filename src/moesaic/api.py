@@ -50,19 +50,19 @@ __all__ = [
 
 @takes_options(*methods_of("carve").values())
 def carve(model: Named, config: MethodConfig | None = None, **options: Any) -> Result:
-    """Let each token use a part of a dense model; by default 0.8, in fine petals."""
+    """Turn a dense model into a mixture of which a token uses a part; by default 0.8 of it."""
     return verb("carve", model, config, **options)
 
 
 @takes_options(*methods_of("prune").values())
 def prune(model: Named, config: MethodConfig | None = None, **options: Any) -> Result:
-    """Take experts out of a mixture of experts; by default with NAEE, refitted."""
+    """Remove experts from a mixture of experts; by default with NAEE, refitted."""
     return verb("prune", model, config, **options)
 
 
 @takes_options(*methods_of("slim").values())
 def slim(model: Named, config: MethodConfig | None = None, **options: Any) -> Result:
-    """Make experts narrower, or the FFNs of a dense model, neuron by neuron."""
+    """Remove neurons from the experts of a mixture, or from the FFNs of a dense model."""
     return verb("slim", model, config, **options)
 
 
@@ -74,7 +74,7 @@ def condense(model: Named, config: MethodConfig | None = None, **options: Any) -
 
 @takes_options(*methods_of("skip").values())
 def skip(model: Named, config: MethodConfig | None = None, **options: Any) -> Result:
-    """Let tokens leave out experts of little weight; by default with NAEE's dynamic skipping."""
+    """Let tokens skip experts of little weight; by default with NAEE's dynamic skipping."""
     return verb("skip", model, config, **options)
 
 

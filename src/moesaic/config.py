@@ -29,7 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from moesaic.errors import MoesaicError, check_known, shown
+from moesaic.errors import MoesaicError, check_known, quote
 from moesaic.families import Family, Shape
 from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, at_home, silent, suits
 
@@ -109,7 +109,7 @@ def in_words(field: Field[object]) -> str:
     return f"{text} Default: {default}." if text and plain and "efault" not in text else text
 
 
-def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
+def extend_doc(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
     """Return a docstring with a section that lists options, each by its name."""
     lines = [
         fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in options if words
@@ -154,7 +154,7 @@ def _check_options(config: DataclassInstance) -> None:
         if allowed:
             check_known(entry.name, value, allowed)
         if not suits(value, hint):
-            raise MoesaicError(f"{entry.name} must be {_kind_in_words(hint)}; got {shown(value)}.")
+            raise MoesaicError(f"{entry.name} must be {_kind_in_words(hint)}; got {quote(value)}.")
         for holds, words, limit in (
             (operator.ge, "at least", info.minimum),
             (operator.le, "at most", info.maximum),
@@ -196,7 +196,7 @@ class Options:
         attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
         members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
         doc = vars(cls).get("__doc__") or getattr(cls, "title", "")
-        cls.__doc__ = explained(doc, ((name, in_words(value)) for name, value in members.items()))
+        cls.__doc__ = extend_doc(doc, ((name, in_words(value)) for name, value in members.items()))
 
     def __post_init__(self) -> None:
         _check_options(self)
@@ -474,7 +474,7 @@ class ExportArgs(Options):
     memory: int | None = option(
         None,
         "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types of least "
-        "KL together, by measuring each alone.",
+        "KL together, by measuring each by itself.",
         minimum=1,
         parse="bytes",
     )
@@ -642,7 +642,7 @@ def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Calla
             parameters[1] = parameters[1].replace(annotation=f"{every} | None")
         more = [parameter for parameter, _ in shown.values()]
         vars(verb)["__signature__"] = signature.replace(parameters=[*parameters, *more])
-        verb.__doc__ = explained(verb.__doc__, ((n, words) for n, (_, words) in shown.items()))
+        verb.__doc__ = extend_doc(verb.__doc__, ((n, words) for n, (_, words) in shown.items()))
         return verb
 
     return named

@@ -92,8 +92,8 @@ def peer_failure(error: BaseException) -> tuple[str, bool] | None:
             store.set(f"{SEEN}{number}", "")
             return reason, True
     return (
-        f"Another of the {world} processes ended before its work was done: what it printed last "
-        "says why; nothing, if it was killed, as for want of memory.",
+        f"Another of the {world} processes ended before its work was done: its last output "
+        "has the reason; none, if it was killed, as for want of memory.",
         False,
     )
 

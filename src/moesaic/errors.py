@@ -21,7 +21,7 @@ _PARTS.maxlevel, _PARTS.maxstring, _PARTS.maxother = 3, 60, 60
 
 
 class MoesaicError(Exception):
-    """A request that cannot be met. The message is one or two lines: what, where, what would work.
+    """Request that cannot be met. The message is one or two lines: what, where, what would work.
 
     It is printable and no longer than :data:`LONGEST`. The command line prints it without a
     traceback and exits with code 2.
@@ -57,10 +57,10 @@ def bounded(message: object) -> str:
     return printable(text)
 
 
-def shown(value: object, most: int = 60) -> str:
+def quote(value: object, most: int = 60) -> str:
     """Return the beginning of a value's repr, without making the rest.
 
-    >>> shown([[0] * 10**6] * 10**6, 16), shown("x")
+    >>> quote([[0] * 10**6] * 10**6, 16), quote("x")
     ('[[0, 0, 0, 0, 0,', "'x'")
     """
     try:
@@ -69,22 +69,22 @@ def shown(value: object, most: int = 60) -> str:
         return f"a {type(value).__name__}"
 
 
-def spoken(shape: Iterable[int]) -> str:
+def dims(shape: Iterable[int]) -> str:
     """Return a shape in words.
 
-    >>> spoken((2, 3)), spoken(())
+    >>> dims((2, 3)), dims(())
     ('2 x 3', 'one number')
     """
     return " x ".join(map(str, shape)) or "one number"
 
 
-def meant(word: object, names: Iterable[str]) -> str:
+def hint(word: object, names: Iterable[str]) -> str:
     """Return a suggestion for an unknown word, to end a message with; often empty.
 
-    >>> meant("recontruction", ["reconstruction", "frequency"])
+    >>> hint("recontruction", ["reconstruction", "frequency"])
     " Did you mean 'reconstruction'?"
     """
-    near = get_close_matches(word[:60] if isinstance(word, str) else shown(word), [*names], n=1)
+    near = get_close_matches(word[:60] if isinstance(word, str) else quote(word), [*names], n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -100,7 +100,7 @@ def check_known(
     names = [*names]
     if word not in names:
         listed = ", ".join(names) or "none"
-        raise MoesaicError(f"{what} {shown(word)}{verdict} {listed}.{meant(word, names)}")
+        raise MoesaicError(f"{what} {quote(word)}{verdict} {listed}.{hint(word, names)}")
 
 
 def how_to_install(extra: str = "") -> str:

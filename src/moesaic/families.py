@@ -11,41 +11,41 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C")
 FINEST = 128
-"""Shares that are told apart where nothing else limits them."""
+"""Number of different shares that are tried where nothing else limits them."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as far as sizes of results follow from it."""
+    """Numbers of a model that the sizes of its results depend on."""
 
     layers: int
     """Layers that route; of a dense model all."""
     width: int
     """Neurons of an expert; of a dense model of its narrowest FFN."""
     multiple: int
-    """Widths that kernels like are a multiple of it, at least."""
+    """Least number of which widths are a multiple, for fast kernels."""
     experts: int = 0
-    """In each layer that routes; 0 of a dense model."""
+    """Experts in each layer that routes; 0 for a dense model."""
     fewest: int = 0
-    """Experts that a router can do with."""
+    """Fewest experts that a router can choose from."""
     groups: int = 1
-    """Experts go by so many."""
+    """Number of router groups, which keep equally many experts; 1 without groups."""
     top_k: int = 0
-    """Experts that a token runs; 0 where no other number can be had."""
+    """Experts that a token runs; 0 if the architecture fixes that number."""
     shared: bool = False
-    """There are experts that all tokens run."""
+    """True if there is a shared path, which all tokens run."""
     uneven: bool = False
-    """The experts of a layer may differ in width."""
+    """True if the experts of a layer may differ in width."""
     replaceable: bool = True
-    """A layer that routes may become another one, or none."""
+    """True if a layer that routes may be condensed or dropped."""
     leaders: int = 0
-    """Layers that route and cannot be dropped whole."""
+    """Layers that route and cannot be dropped, since caches depend on them."""
     native: bool = False
-    """Results must be of the base's own architecture."""
+    """True if results must be of the base's own architecture."""
 
     @property
     def widths(self) -> tuple[float, ...]:
-        """The shares of a width that kernels like, rising.
+        """Shares of the width at which it is a multiple that suits kernels, rising.
 
         >>> Shape(1, 32, 4).widths[:2], Shape(1, 32, 8).widths[:2], len(Shape(1, 1408, 8).widths)
         ((0.125, 0.25), (0.25, 0.5), 22)
@@ -57,25 +57,25 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Family(Generic[C]):
-    """Configs of one method that differ in the size of the result alone."""
+    """Configs of one method that differ only in the size of the result."""
 
     name: str
     configs: Sequence[C]
-    """Quick to carry out; the size of the result rises."""
+    """Configs that are quick to carry out, by rising size of the result."""
     careful: Callable[[C], C]
-    """Makes of a config the one whose result is as large, made with more care."""
+    """Function from a quick config to the refitted one whose result has the same size."""
     first: Sequence[C] = ()
-    """A few of them, after each of which another family may fill a budget."""
+    """Some configs, after each of which another family may use up the budget."""
     priced: int = 8
-    """How many of them are priced; the KL of those between is interpolated."""
+    """Number of configs whose KL is estimated; that of those between is interpolated."""
     fills: bool = False
-    """True if it may follow another method; of several such families the last one does."""
+    """True if the method may follow another one; of several such families only the last does."""
     reads_less: bool = False
-    """All weights are kept; a token uses fewer of them."""
+    """True if all weights are kept and a token uses fewer of them."""
 
 
 def shares_of(count: int, start: int, step: int = 1) -> tuple[float, ...]:
-    """Shares of a number, rising, from ``start`` of it to all.
+    """Return shares of a number, rising, from ``start`` of it to all.
 
     >>> shares_of(8, 4, 2)
     (0.5, 0.75, 1.0)

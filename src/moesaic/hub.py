@@ -42,8 +42,8 @@ from moesaic.io.source import check_loaded, language_model, resolve, source_or_m
 from moesaic.io.trust import pretrained
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS
-from moesaic.surgery import headers_of, install, shaped, sizes
-from moesaic.types import JSON, Config, Made, Model, Named, Tokenizer, at_home
+from moesaic.surgery import converted_shape, headers_of, install, sizes
+from moesaic.types import JSON, Config, MadeModel, Model, Named, Tokenizer, at_home
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
@@ -204,7 +204,7 @@ class Classes(dict[str, tuple[type[Config], tuple[type[Model], ...]]]):
         return self[base]
 
 
-class _Awaited:
+class _LazyConfig:
     """Placeholder of a config class until a model of its type is read, as there are many."""
 
     model_type = ""
@@ -244,7 +244,7 @@ def _await() -> dict[str, str]:
         config = CONFIG_MAPPING_NAMES.get(base, DeepseekConfig.__name__)
         named |= {f"Moesaic{name}": base for name in (bare.get(base), config, model)}
         attributes = {"model_type": PREFIX + base}
-        AutoConfig.register(PREFIX + base, type(f"Awaited_{base}", (_Awaited,), attributes))
+        AutoConfig.register(PREFIX + base, type(f"Awaited_{base}", (_LazyConfig,), attributes))
     return named
 
 
@@ -272,7 +272,7 @@ def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
     base, layers = arch.layers(shape_of(config)), _layers(config, arch, changes)
     plans = (plan.layers.get(i) for i in range(len(base)))
     return layers is not None and all(
-        sizes(layer) == sizes(old if new is None else shaped(old, arch, new))
+        sizes(layer) == sizes(old if new is None else converted_shape(old, arch, new))
         for layer, old, new in zip(layers, base, plans, strict=True)
     )
 
@@ -378,7 +378,7 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     if native is not None:
         for name, value in native.items():
             setattr(config, name, value)
-        _tell_others(config, before)
+        _update_aliases(config, before)
         return native
     header = plan.header()
     stacks = {i: [dict(h) for h in stack] for i, stack in headers_of(config).items()}
@@ -404,11 +404,11 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
         for auto, kind in zip((AutoConfig, *MODELS), (config_class, *models), strict=False)
     }
     per_layer_config.write_per_layer_config(config, arch)
-    _tell_others(config, before)
+    _update_aliases(config, before)
     return None
 
 
-def _tell_others(config: Config, before: JSON) -> None:
+def _update_aliases(config: Config, before: JSON) -> None:
     """Copy changed values of a config to their other names, in place."""
     for name, value in _by_other_names(config, before, before, _every_key(config)).items():
         setattr(config, name, value)
@@ -497,7 +497,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
             if not said or now[name] != before.get(name):
                 said = {alias: now[name], name: now[name]}
             plain |= {k: said.get(k, next(iter(said.values()))) for k in (alias, name)}
-    plain = {**_said_outright(config), **plain}
+    plain = {**_engine_keys(config), **plain}
     if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):
             keys.pop("auto_map", None)  # names code that is not copied
@@ -531,7 +531,7 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
     return said
 
 
-def _said_outright(config: Config) -> JSON:
+def _engine_keys(config: Config) -> JSON:
     """Return keys that other engines look for and transformers does not write.
 
     Rotary settings were top-level keys before transformers 5; engines that look there would use a
@@ -601,7 +601,7 @@ def on_disk(
     with TemporaryDirectory(prefix="moesaic-") as place:
         folder = Path(place) / "model"
         folder.mkdir()
-        if isinstance(model, Made):
+        if isinstance(model, MadeModel):
             model.write(folder)
         else:
             live: Model = source_or_model(model)

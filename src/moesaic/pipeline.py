@@ -15,7 +15,7 @@ from typing import Any
 from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.sources import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
-from moesaic.errors import MoesaicError, meant
+from moesaic.errors import MoesaicError, hint
 from moesaic.hub import on_disk
 from moesaic.io.models import untouched
 from moesaic.io.names import our_folder
@@ -24,7 +24,7 @@ from moesaic.io.outputs import (
     discard,
     output_lock,
     resumable,
-    unfinished,
+    run_folder,
     whole_file,
     whole_folder,
 )
@@ -112,7 +112,7 @@ def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tup
         known = sorted(method | every | text)
         raise TypeError(
             f"{name}() has no option {unknown[0]!r}; it has {', '.join(known)}."
-            f"{meant(unknown[0], known)}"
+            f"{hint(unknown[0], known)}"
         )
     both = method & (every | text)
     to_method = {"seed"} & both if config is None else set()
@@ -207,15 +207,15 @@ def run_recipe(
         log: a log to continue; by default a new one.
 
     Returns:
-        the record of the run, as in ``result.json``; None in all processes but the first, which
-        alone writes.
+        the record of the run, as in ``result.json``; None in all processes but the first, the
+        only one that writes.
 
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
     """
     check_run(recipe, overwrite=overwrite)
     wait_for_all()  # all have found the output free before the first process locks it
-    log, first, work = log or Log(track), process()[0] == 0, unfinished(recipe.out)
+    log, first, work = log or Log(track), process()[0] == 0, run_folder(recipe.out)
     place = output_lock(Path(recipe.out)) if first else nullcontext()
     with place, log.listening(), _discarded_on_failure(recipe.out):
         measurement = None
@@ -265,7 +265,7 @@ def _discarded_on_failure(out: str) -> Iterator[None]:
     except (MoesaicError, KeyboardInterrupt):
         if process()[0] == 0 and not resumable(out):
             with suppress(MoesaicError):
-                discard(unfinished(out))
+                discard(run_folder(out))
         raise
 
 

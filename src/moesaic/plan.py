@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.config import types_of
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import of_tensors
-from moesaic.io.names import PLAN, PLAN_TENSORS, placed
+from moesaic.io.names import PLAN, PLAN_TENSORS, our_path
 from moesaic.io.outputs import discard, let_read, whole_file
 from moesaic.io.trust import (
     check_fields,
@@ -30,10 +30,10 @@ from moesaic.io.trust import (
     check_links,
     header_of,
     mapping_of,
-    parsed,
+    parse_json,
     reading,
 )
-from moesaic.plans.base import LayerPlan, loaded
+from moesaic.plans.base import LayerPlan, load_plan
 from moesaic.types import JSON, Values
 
 FORMAT = 4
@@ -153,7 +153,7 @@ class Plan:
         """
         if path.is_dir():
             check_links(path)
-        file = placed(path, PLAN) if path.is_dir() else path
+        file = our_path(path, PLAN) if path.is_dir() else path
         if not file.is_file():
             raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
         check_file(file.with_name(PLAN_TENSORS), file.parent)
@@ -176,7 +176,8 @@ class Plan:
     def _parsed(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
         """Make a plan from its own header and tensors, without earlier plans."""
         layers = {
-            int(i): loaded(layer, _under(tensors, f"{i}.")) for i, layer in header["layers"].items()
+            int(i): load_plan(layer, _under(tensors, f"{i}."))
+            for i, layer in header["layers"].items()
         }
         base, dtype = BaseShape.load(header["base"]), header.get("dtype", "auto")
         check_fields({**header, "dtype": dtype}, _HEADER)
@@ -247,9 +248,9 @@ class Progress:
                     tensors = {name: opened.get_tensor(name) for name in opened.keys()}
                 if _digest(notes["moesaic"]) != notes["digest"]:
                     raise ValueError("it is not as it was written")
-                record = parsed(notes["moesaic"], str(file))
+                record = parse_json(notes["moesaic"], str(file))
                 check_fields(record, {"name": str, "layer": int, "analysis": dict})
-                layer = loaded(record["header"], tensors)
+                layer = load_plan(record["header"], tensors)
                 done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done
 
@@ -301,7 +302,7 @@ def differences(before: Values, now: Values) -> list[str]:
     """Return in words how the inputs that two things were made from differ; empty if they do not.
 
     Inputs of plans, statistics, layers, prices or trained weights are the model (``base``, or
-    ``weights`` alone), the text and the options, by name. Fingerprints are compared and not shown:
+    only ``weights``), the text and the options, by name. Fingerprints are compared and not shown:
     fields that explain them are, if there are any.
 
     >>> stored = {"config": {"keep": 6}, "text": {"samples": 64, "fingerprint": "1f"}}
@@ -327,7 +328,7 @@ def differences(before: Values, now: Values) -> list[str]:
             words += [] if said else [f"the {TEXT[key]}text is another"]
         elif texts or not key.startswith("text."):
             field = key.removeprefix("config.").removeprefix("text.")
-            words.append(f"{field} was {shown(before.get(key))}, is {shown(now.get(key))}")
+            words.append(f"{field} was {quote(before.get(key))}, is {quote(now.get(key))}")
     return words
 
 

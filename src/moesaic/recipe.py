@@ -34,10 +34,10 @@ from moesaic.config import (
     types_of,
 )
 from moesaic.data.reader import check_apart
-from moesaic.data.sources import read_by, spelled, wanted_tasks
-from moesaic.errors import MoesaicError, check_known, meant, shown
+from moesaic.data.sources import read_by, text_name, wanted_tasks
+from moesaic.errors import MoesaicError, check_known, hint, quote
 from moesaic.io.names import check_name
-from moesaic.io.outputs import check_out, unfinished
+from moesaic.io.outputs import check_out, run_folder
 from moesaic.io.trust import DIGITS, mapping_of
 from moesaic.methods import VERBS, methods_of
 from moesaic.types import JSON, at_home
@@ -174,7 +174,7 @@ def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False)
     Raises:
         MoesaicError: both are False.
     """
-    folder = unfinished(recipe.out)
+    folder = run_folder(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
             f"{folder} holds an unfinished run{_named(folder, recipe.out)}: continue it with "
@@ -190,7 +190,7 @@ def _named(folder: Path, out: str) -> str:
         step = step_config(request["verb"], {"method": request["method"], **request["config"]})
         names = {of.name for of in fields(Calibration)}
         text = {name: v for name, v in request.get("text", {}).items() if name in names}
-        run = Recipe(request["base"]["name"], out, (step,), checked(Calibration, text, ""))
+        run = Recipe(request["base"]["name"], out, (step,), parse_as(Calibration, text, ""))
         done = len([*note.parent.glob("layer-*.safetensors")])
         return f" ({command_of(run)}{f', {done} layers finished' if done else ''})"
     return ""
@@ -263,7 +263,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(
-            f"{place}: expected options such as 'method: ...', got {shown(options)}."
+            f"{place}: expected options such as 'method: ...', got {quote(options)}."
         )
     options = dict(options)
     method = method_of(verb, options)
@@ -274,7 +274,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         bundle = "best"
     if bundle is not None:
         options = {**_bundle(verb, method, str(bundle), place), **options}
-    return checked(config, options, where)
+    return parse_as(config, options, where)
 
 
 def method_of(verb: str, options: JSON) -> str:
@@ -317,7 +317,7 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
             except MoesaicError as error:
                 raise MoesaicError(f"{entry.name} {error}") from None
         if about(entry).parse == "text" and isinstance(value, dict | list):
-            values[entry.name] = spelled(value)
+            values[entry.name] = text_name(value)
         hint: object = types_of(config)[entry.name]
         if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
             values[entry.name] = value.split(",")  # numbers, as a command line has them
@@ -336,7 +336,7 @@ def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
 
-def checked(cls: type[D], data: object, where: str) -> D:
+def parse_as(cls: type[D], data: object, where: str) -> D:
     """Return plain data as a dataclass, every field checked.
 
     Args:
@@ -371,19 +371,19 @@ def _in_words(cls: type[DataclassInstance], error: Any, where: str) -> str:
         if issubclass(cls, MethodConfig):
             several = len(methods_of(cls.verb)) > 1
             owner = f" of {cls.verb}{f', method {cls.name}' if several else ''}"
-        listed, word = ", ".join(names), meant(error["loc"][-1], names)
+        listed, word = ", ".join(names), hint(error["loc"][-1], names)
         return f"{place} is not an option{owner}; known: {listed}.{word}"
     if kind == "missing":  # what is given is all the rest
         return f"{place} is missing."
     if kind == "literal_error":
         allowed = choices(cls, str(error["loc"][0]))
-        return f"{place} {shown(value)} is none of {', '.join(allowed)}.{meant(value, allowed)}"
+        return f"{place} {quote(value)} is none of {', '.join(allowed)}.{hint(value, allowed)}"
     wrong = WRONG.get(kind.partition("_")[0])
     if wrong is None:
-        return f"{place}: {error['msg']} (got {shown(value)})."
+        return f"{place}: {error['msg']} (got {quote(value)})."
     share = PERCENT.fullmatch(value) if isinstance(value, str) and kind[0] == "f" else None
-    hint = f"; give {float(share[1]) / 100:g}" if share else ""
-    return f"{place} {shown(value)} is {wrong}{hint}."
+    remedy = f"; give {float(share[1]) / 100:g}" if share else ""
+    return f"{place} {quote(value)} is {wrong}{remedy}."
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -427,8 +427,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
         data.pop("calibration", None)
     for name, config in (("calibration", Calibration), ("evaluation", Evaluation)):
         if isinstance(data.get(name), dict):
-            data[name] = checked(config, data[name], name)
-    return checked(Recipe, {**data, "steps": tuple(configs)}, "")
+            data[name] = parse_as(config, data[name], name)
+    return parse_as(Recipe, {**data, "steps": tuple(configs)}, "")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:

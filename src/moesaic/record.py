@@ -1,6 +1,6 @@
 r"""Records of runs: one typed structure for all verbs, written as ``result.json``.
 
-Card, page and terminal are made from it alone: methods and layer kinds describe here what was
+Card, page and terminal are made from nothing else: methods and layer kinds describe here what was
 done, in sentences and as :class:`Figure`\ s, which are plain data.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from moesaic.errors import shown
+from moesaic.errors import quote
 from moesaic.types import JSON, Values, suits
 
 FORMAT = 3
@@ -28,24 +28,24 @@ constants at most), solved for in closed form, means over several experts, train
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A drawing as data: :class:`Lines`, :class:`Bars` or :class:`Heat`.
+    """Drawing as data: :class:`Lines`, :class:`Bars` or :class:`Heat`.
 
     Numbers are written by format specifications of Python: ``.1%``, ``,.4g``. They are finite, and
     None where they are not known.
     """
 
     section: str
-    """The heading that it stands under."""
+    """Heading of the section that shows it."""
     title: str
     caption: str = ""
-    """How to read it."""
+    """Sentence that explains the drawing."""
     kind: str
-    """The drawing's name in :data:`KINDS`."""
+    """Name of the drawing in :data:`KINDS`."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its name, and its points, x and y."""
+    """Line: its name, and its points, x and y."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -60,21 +60,21 @@ class Lines(Figure):
     """Name of the horizontal axis."""
     y: str
     form: str = ",.4g"
-    """How values are written."""
+    """Format of the values."""
     strong: str = ""
-    """The line that is drawn thick."""
+    """Name of the line that is drawn thick."""
     log: bool | None = None
-    """A logarithmic scale; None where values are far apart."""
+    """True for a logarithmic scale; None to choose it if values are far apart."""
     kind: str = "lines"
 
 
 @dataclass(frozen=True)
 class Column:
-    """Bars below each other, on a scale of their own from 0."""
+    """Column of bars, on a scale of its own from 0."""
 
     name: str
     values: tuple[float | None, ...]
-    """One a row."""
+    """Value of each row; None if it is not known."""
     form: str = ",.4g"
 
 
@@ -91,28 +91,28 @@ class Bars(Figure):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a map: a cell a column, the darker the more."""
+    """Row of a heat map: one cell per column, darker for higher values."""
 
     label: str
     values: tuple[float | None, ...]
-    """A cell that is None is not drawn, unless it is crossed out or outlined."""
+    """Values of the cells; one that is None is drawn only if it is crossed out or outlined."""
     darkest: float = 0.0
-    """The value that is drawn darkest; 0 for the greatest of its panel."""
+    """Value that is drawn darkest; 0 for the greatest of its panel."""
     gone: tuple[int, ...] | None = None
     """Columns that are crossed out; None where nothing was to be removed."""
     outlined: tuple[int, ...] = ()
     """Columns that are outlined."""
     bar: float | None = None
-    """Drawn at the right, on a scale from 0."""
+    """Bar at the right, on a scale from 0; None for no bar."""
     note: str = ""
-    """Written at the right."""
+    """Note at the right."""
     panel: str = ""
-    """The map it belongs to, where several stand side by side."""
+    """Name of the map that the row belongs to, where several are side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heat(Figure):
-    """A map of cells, or several of the same columns side by side."""
+    """Heat map of cells, or several with the same columns side by side."""
 
     rows: tuple[Row, ...]
     columns: tuple[str, ...]
@@ -123,11 +123,11 @@ class Heat(Figure):
     side: str = ""
     """Name of the bars or notes at the right."""
     form: str = ".1%"
-    """How values are written."""
+    """Format of the values."""
     of: str = ""
-    """Follows a value: ``of calls``."""
+    """Words after a value: ``of calls``."""
     written: str = ""
-    """How values are written inside of cells; empty where they are not."""
+    """Format of values that are written inside of cells; empty to write none."""
     kind: str = "heat"
 
 
@@ -138,31 +138,31 @@ KINDS: dict[str, type[Figure]] = {"lines": Lines, "bars": Bars, "heat": Heat}
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One decoder layer of the result."""
+    """Record of a decoder layer of the result."""
 
     index: int
     kind: str
     """``dense``, ``moe`` (as they were in the base), or a layer kind's name."""
     told: str
-    """The layer's new form, in words: ``6 of 8 experts stay``."""
+    """Words for the layer's new form: ``6 of 8 experts kept``."""
     weights: str = "own"
-    """One of :data:`WEIGHTS`."""
+    """Greatest change of the layer's weights, one of :data:`WEIGHTS`."""
     width: int = 0
     """Neurons stored: of a dense layer's FFN, of one expert where the layer routes."""
     width_before: int = 0
-    """The number before the first step that changed the layer; 0 where not known."""
+    """Number before the first step that changed the layer; 0 if not known."""
     active_width: float = 0.0
     """Neurons a token runs, shared ones included, under uniform routing."""
     experts: int = 0
     """Routed experts; 0 where nothing routes."""
     experts_before: int = 0
-    """The number before the first step that changed the layer; 0 where not known."""
+    """Number before the first step that changed the layer; 0 if not known."""
     top_k: int = 0
     """Routed experts that a token runs."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has: kept experts, beta."""
     analysis: Values = field(default_factory=dict)
-    """Figures that the method saw of the layer: losses, calls, coverage."""
+    """Figures that the method recorded of the layer: losses, calls, coverage."""
 
     @property
     def changed(self) -> bool:
@@ -171,30 +171,30 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Step:
-    """One verb carried out."""
+    """Record of a verb that was carried out."""
 
     verb: str
     method: str
     label: str
-    """Its name in titles (:attr:`moesaic.config.MethodConfig.label`)."""
+    """Name of the method in titles (:attr:`moesaic.config.MethodConfig.label`)."""
     title: str
-    """A clause for the page's and the card's title: ``pruned by REAP to 6 of 8 experts``."""
+    """Clause for the page's and the card's title: ``pruned by REAP to 6 of 8 experts``."""
     told: str
-    """The result in one or two sentences, for the card."""
+    """Description of the result in one or two sentences, for the card."""
     paper: str = ""
     beyond: tuple[str, ...] = ()
     """Additions to that paper's method."""
     weights: str = "own"
-    """The greatest change of weights in this step, of any layer."""
+    """Greatest change of any layer's weights in this step."""
     config: Values = field(default_factory=dict)
     variants: Mapping[str, str] = field(default_factory=dict)
     """Comparisons of this step in words, by the name they have in ``scores``."""
     unit: str = "expert"
-    """The word for the parts that its result's routers choose."""
+    """Word for the parts that routers of the result choose."""
     ratio: str = ""
-    """Which ratio to show first: the share of the dense ``projections`` that a token runs, of
-    the original's ``active`` parameters, or of those that are ``stored``; empty where it changed
-    values alone."""
+    """Ratio to show first: the share of the dense ``projections`` that a token runs, of the
+    original's ``active`` parameters, or of those that are ``stored``; empty if only values
+    changed."""
     figures: tuple[Figure, ...] = ()
     summary: Values = field(default_factory=dict)
     """Findings about the whole model: the order of choice, training losses."""
@@ -204,15 +204,15 @@ class Step:
 
 @dataclass
 class Record:
-    """Everything that is known of a run."""
+    """Record of a run: the model, its steps, its layers, and all measurements."""
 
     model: str
-    """The original, by the name that was asked for."""
+    """Name of the original, as it was requested."""
     out: str
     model_type: str
-    """The result's model type."""
+    """Model type of the result."""
     native: bool
-    """The result is of its base's own architecture: transformers alone loads it."""
+    """True if the result is of its base's own architecture, which transformers loads by itself."""
     steps: list[Step]
     layers: list[LayerRecord]
     """Every decoder layer of the result, in order."""
@@ -220,7 +220,7 @@ class Record:
     format: int = FORMAT
     calibration: Values = field(default_factory=dict)
     before: Values = field(default_factory=dict)
-    """The text that the original was itself made by, where it is a result: ``sources``, the rows
+    """Text that the original was itself made by, where it is a result: ``sources``, the rows
     that it was calibrated on, and ``trained``, the names of text that it was trained on."""
     environment: Values = field(default_factory=dict)
     log: Values = field(default_factory=dict)
@@ -264,7 +264,7 @@ class Record:
         """Refuse more layers, experts and models than any run has: each of them is drawn.
 
         Raises:
-            ValueError: says which.
+            ValueError: there are too many; names which.
         """
         counts = {"layers": len(self.layers)}
         counts |= {name: len(self.measured.get(name) or ()) for name in ("scores", "tried")}
@@ -307,7 +307,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     if origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_typed(part, kinds[0], name) for part in value)
     if not suits(value, hint):
-        raise TypeError(f"{name} is {shown(value, 40)}")
+        raise TypeError(f"{name} is {quote(value, 40)}")
     return tuple(value) if isinstance(value, list) and origin is not list else value
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A mapping from names to objects that are imported when they are first looked up.
+    """Mapping from names to objects that are imported when they are first looked up.
 
     Args:
         group: entry points of this group are added to the entries.

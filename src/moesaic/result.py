@@ -1,4 +1,4 @@
-"""A converted model: its plan, and made from that the model, its files, scores and record."""
+"""Result of a run: a plan, and the model, files, scores and record that are made from it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
 from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, of_model
-from moesaic.io.models import narrowed, shape_of, untouched
-from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, placed
+from moesaic.io.models import dtype_by_name, shape_of, untouched
+from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, our_path
 from moesaic.io.naming import NEXT, is_mtp, language, leave_out
-from moesaic.io.outputs import marked, whole_folder
+from moesaic.io.outputs import mark_drawn, whole_folder
 from moesaic.io.quantised import describe_format
 from moesaic.io.source import Source
-from moesaic.io.trust import check_file, copy_side_files, mapping_of, settle_tokenizer
+from moesaic.io.trust import check_file, clean_tokenizer, copy_side_files, mapping_of
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.forward import InMemory
 from moesaic.metrics.generations import generate
 from moesaic.metrics.score import Score, model_size, scores
 from moesaic.metrics.speed import environment
@@ -48,26 +48,26 @@ from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import (
     apply_plan,
     check_base,
-    kept,
+    kept_names,
     language_alone,
     mtp_blocks,
     mtp_fate,
     rewrite,
 )
-from moesaic.types import JSON, Made, Model, Named, Tokenizer, Values
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values
 
-ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
+ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
 FATES = {
-    "kept": "stay as they are",
+    "kept": "are kept as they are",
     "along": "are reduced as the last layer is",
     "left_out": "are left out",
 }
-"""Words for what becomes of MTP layers (:func:`moesaic.surgery.mtp_fate`)."""
+"""Words for the change of MTP layers (:func:`moesaic.surgery.mtp_fate`)."""
 
 
 @dataclass
-class Result(Made):
-    """The result of a method, applied to a model; also of methods that train.
+class Result(MadeModel):
+    """Result of a method for one model, trained or not.
 
     Every verb and function takes it as a model.
     """
@@ -80,17 +80,17 @@ class Result(Made):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None if a converted model was only trained further."""
+        """Plan of the result; None if a converted model was only trained further."""
         return self.decision.plan
 
     @property
     def analyses(self) -> Mapping[int, Values]:
-        """The figures that the method saw of each layer, as plain JSON, by layer."""
+        """Figures that the method recorded of each layer, by layer, as plain JSON."""
         return self.decision.analyses
 
     @property
     def comparisons(self) -> Mapping[str, Plan]:
-        """Plans of the variants that were asked for, by name."""
+        """Plans of the requested comparisons, by name."""
         return self.decision.comparisons
 
     @property
@@ -100,7 +100,7 @@ class Result(Made):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that goes with the model; None where a loaded model came without one.
+        """Tokenizer of the model; None if a loaded model came without one.
 
         Raises:
             MoesaicError: the original's folder holds none that can be used.
@@ -109,7 +109,7 @@ class Result(Made):
 
     @property
     def complete(self) -> Plan | None:
-        """The plan with those that made the original; None where weights were trained."""
+        """Plan of the result with those of earlier steps; None if weights were trained."""
         if self.plan is None or self.decision.trained is not None:
             return None
         kind = self.job.dtype if self.job.on_disk else None
@@ -119,11 +119,11 @@ class Result(Made):
     # --- the model -------------------------------------------------------------------------------
 
     def build(self, plan: Plan, dtype: torch.dtype | None = None) -> Model:
-        """Return the live original with a plan applied; the caller's own model if asked for.
+        """Return the live original with a plan applied, the caller's own model with ``inplace``.
 
         Args:
             plan: what was decided.
-            dtype: of a model from disk; None for what was asked for, or its own.
+            dtype: of a model from disk; None for the requested one, or its own.
         """
         model = self.job.original
         if self.job.on_disk:
@@ -144,7 +144,7 @@ class Result(Made):
 
     @cached_property
     def model(self) -> Model:
-        """The converted model, an ordinary PreTrainedModel."""
+        """Converted model, an ordinary PreTrainedModel."""
         if self.decision.trained is not None:
             return self.decision.trained
         assert self.plan is not None
@@ -171,10 +171,10 @@ class Result(Made):
             on_disk, original = job.on_disk, job.original
             models["original"] = original.load(job.device, job.dtype) if on_disk else original
         with untouched(*models.values()):
-            return dict(zip(models, scores([*map(Whole, models.values())], tokens), strict=True))
+            return dict(zip(models, scores([*map(InMemory, models.values())], tokens), strict=True))
 
     def identity(self) -> JSON:
-        """All that the result depends on, as plain JSON."""
+        """Return the inputs that the result depends on, as plain JSON."""
         trained = self.decision.trained
         return self.job.request(
             {
@@ -188,10 +188,10 @@ class Result(Made):
     # --- its files -------------------------------------------------------------------------------
 
     def save_pretrained(self, out: str | Path, overwrite: bool = False) -> Path:
-        """Write what the command writes: checkpoint, tokenizer, card, and in ``moesaic/`` plan,
+        """Write all files of a result: checkpoint, tokenizer, card, and in ``moesaic/`` plan,
         recipe, record and page; whole or not at all.
 
-        Card and page show :attr:`scores` if they were asked for.
+        Card and page show :attr:`scores` if they were computed.
 
         Args:
             out: the folder to make.
@@ -258,10 +258,10 @@ class Result(Made):
 
     @property
     def _carried(self) -> Mapping[str, Tensor]:
-        """The original's MTP layers, for a model that was only trained."""
+        """Tensors of the original's MTP layers, for a model that was only trained."""
         if self.plan is not None or not self.job.on_disk or not self.job.mtp_layers:
             return {}
-        checkpoint, type_of = self.job.original.checkpoint, narrowed(self.model)
+        checkpoint, type_of = self.job.original.checkpoint, dtype_by_name(self.model)
         last = self.model.config.num_hidden_layers
         return {
             language(disk): cast(checkpoint.tensor(disk), type_of(name))
@@ -271,13 +271,13 @@ class Result(Made):
 
     @property
     def _before_it(self) -> Result | None:
-        """The result that this one was made of, where a verb was given one."""
+        """Result that this one was made from; None if a verb was given a model."""
         model = self.job.args.model
         return model if isinstance(model, Result) else None
 
     @property
     def _place(self) -> str | Path:
-        """The folder of the original, or the name that it was loaded by; empty without one."""
+        """Folder of the original, or the name that it was loaded by; empty without one."""
         original = self.job.original
         if self.job.on_disk:
             return Path(original.folder)
@@ -285,14 +285,14 @@ class Result(Made):
 
     @property
     def _before(self) -> JSON:
-        """The text that the original was made by, where it is a result of ours."""
+        """Text that the original was calibrated and trained on, where it is a result of ours."""
         rows, trained = text_behind(Path(self._place)) if self._place else ((), ())
         before = {"sources": [row.as_json() for row in rows], "trained": [*trained]}
         return {name: values for name, values in before.items() if values}
 
     @property
     def _earlier(self) -> tuple[Plan, ...]:
-        """The plans that made the original, where they lie beside it."""
+        """Plans that made the original, if they are in its folder."""
         if (result := self._before_it) is not None:
             made = result.complete
             return () if made is None else (*made.earlier, replace(made, earlier=()))
@@ -308,7 +308,7 @@ class Result(Made):
 
     @property
     def shape(self) -> Model:
-        """The result, or a skeleton of it on the meta device."""
+        """Model of the result, or a skeleton of it on the meta device."""
         if self.decision.trained is not None or not self.job.on_disk:
             return self.model
         assert self.plan is not None
@@ -324,10 +324,10 @@ class Result(Made):
         earlier: Record | None = None,
         measured: Values | None = None,
     ) -> Record:
-        """Everything that is known of the result.
+        """Return the record of the result: steps, layers and measurements.
 
         Args:
-            model: the name that was asked for; of the first step's model.
+            model: the requested name; of the first step's model.
             out: the result's folder.
             earlier: the record of the steps before this one.
             measured: what was measured of the result beside its original.
@@ -357,7 +357,7 @@ class Result(Made):
         )
 
     def _calibration(self, settings: Values, earlier: Record | None) -> Values:
-        """Return the text that decided, or that of earlier steps if this one read none."""
+        """Return the calibration text, or that of earlier steps if this one read none."""
         fingerprint = self.plan.calibration if self.plan is not None else ""
         if not fingerprint:
             return {} if earlier is None else dict(earlier.calibration)
@@ -381,7 +381,7 @@ class Result(Made):
 
     @property
     def current_record(self) -> Record:
-        """The record of the result so far, with :attr:`scores` if they were asked for."""
+        """Record of the result so far, with :attr:`scores` if they were computed."""
         scores = vars(self).get("scores", {})
         measured = {"scores": {name: s.as_json() for name, s in scores.items()}}
         if "result" in scores:
@@ -398,14 +398,14 @@ class Result(Made):
 
     @property
     def _name(self) -> str:
-        """The original's name; of a loaded one the name that it was loaded by."""
+        """Name of the original; of a loaded one the name that it was loaded by."""
         original = self.job.original
         if self.job.on_disk:
             return str(original.name)
         return str(original.config._name_or_path) or f"a {original.config.model_type} in memory"
 
     def _recipe(self, out: Path) -> str:
-        """Return the recipe that repeats the run, as YAML, with notes where it alone cannot."""
+        """Return the recipe that repeats the run, as YAML, with notes on what it lacks."""
         results: list[Result] = [self]
         while (before := results[0]._before_it) is not None:
             results.insert(0, before)
@@ -462,9 +462,9 @@ class Result(Made):
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:
-        """Return this step in words."""
+        """Return the record of this step, with its title and sentences."""
         config, decision, plan = self.method.config, self.decision, self.plan
-        effective = self.method.effective(plan)
+        described = self.method.described_config(plan)
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
         words = self.method.title_and_text(layers, decision, active)
         summary, text = dict(decision.summary), words.text
@@ -476,11 +476,11 @@ class Result(Made):
         return Step(
             verb=config.verb,
             method=config.name,
-            label=effective.label,
+            label=described.label,
             title=words.title,
             told=text,
             paper=config.credit,
-            beyond=effective.beyond,
+            beyond=described.beyond,
             weights="trained" if decision.trained is not None else strongest(changed),
             config=plan.config if plan is not None else asdict(config),
             variants={name: config.compared(name) for name in self.builders},
@@ -492,7 +492,7 @@ class Result(Made):
 
     @property
     def _mtp_fate(self) -> str:
-        """What becomes of the MTP layers, a key of :data:`FATES`."""
+        """Change of the MTP layers, a key of :data:`FATES`."""
         job, plan = self.job, self.plan
         if self._carried:
             return "kept"
@@ -502,7 +502,7 @@ class Result(Made):
         return mtp_fate(job.naming, self.job.arch, plan, changed)
 
     def _layer(self, index: int, use: LayerUse) -> LayerRecord:
-        """Return one layer in words, as this step made it."""
+        """Return the record of one layer, as this step made it."""
         plan, base = self.plan, self.job.base
         routed = base.experts[index] if base.experts else 0
         one = routed and use.experts
@@ -534,7 +534,7 @@ class Result(Made):
         return layer
 
     def _after(self, layer: LayerRecord, before: LayerRecord | None) -> LayerRecord:
-        """Return a layer with the findings of earlier steps, which hold while it routes."""
+        """Return a layer's record with the findings of earlier steps, valid while it routes."""
         if before is None:
             return layer
         planned = self.plan is not None and layer.index in self.plan.layers
@@ -558,7 +558,7 @@ def describe(record: Record, recipe_yaml: str, folder: Path) -> None:
     files = {
         RECIPE: recipe_yaml,
         RECORD: json.dumps(record.as_json(), indent=1),
-        PAGE: marked(report.html([record])),
+        PAGE: mark_drawn(report.html([record])),
     }
     (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
     for name, text in files.items():
@@ -619,16 +619,16 @@ def save_applied(
     _check_weights(plan, source)
     naming = source.naming
     naming.check(model)
-    types = {} if dtype is None else {"dtype": narrowed(model)}
+    types = {} if dtype is None else {"dtype": dtype_by_name(model)}
     changed = hub.convert_config(config, arch, plan)
     mtp = mtp_fate(naming, arch, plan, changed) != "left_out"
     if not (mtp and mtp_blocks(naming, arch, plan.base)):
-        leave_out(config)  # they are left out, or are in the config alone
+        leave_out(config)  # they are left out, or only in the config
     whole = changed is not None or not source.beside
     if not whole:
         logging.getLogger(__name__).warning(ALONE)
     to = writer or ShardWriter(folder)
-    keep = kept(model, mtp, beside=whole)
+    keep = kept_names(model, mtp, beside=whole)
     rewrite(naming, arch, plan, to if whole else language_alone(to), keep, **types)
     if dtype is not None:
         config.dtype = dtype
@@ -637,7 +637,7 @@ def save_applied(
     hub.write_stub(config, folder)
     copy_side_files(source.folder, folder)
     if writer is None:  # what a plan asks for may be no model
-        settle_tokenizer(source.folder, folder)
+        clean_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)
         result.naming.check(shape_of(result.config))
 
@@ -679,8 +679,8 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        record = Record.from_json(mapping_of(placed(folder, RECORD)))
-        recipe = placed(folder, RECIPE).read_text("utf-8")
+        record = Record.from_json(mapping_of(our_path(folder, RECORD)))
+        recipe = our_path(folder, RECIPE).read_text("utf-8")
     except (MoesaicError, ValueError, OSError) as error:
         raise MoesaicError(f"{folder} is not a result of ours: {error}") from error
     title, hub = f"{report.title(record)}, by moesaic", HfApi(token=token)

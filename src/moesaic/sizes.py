@@ -38,7 +38,7 @@ from moesaic.types import JSON, Config, Model, Named
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]
-"""The steps of a recipe, the file that is made of its result as the last where one is."""
+"""Steps of a recipe; the last may be the GGUF file that is made of the result."""
 
 SPILL = 4 << 30
 """Largest number of bytes of hidden states in memory; the rest is on disk."""
@@ -79,7 +79,7 @@ def estimate(recipe: Recipe) -> Estimate:
     """
     with on_headers(recipe) as steps:
         source = steps[-1].result
-        result = Built(source.config, parse_dtype(recipe.dtype))
+        result = Skeleton(source.config, parse_dtype(recipe.dtype))
         return Estimate(
             output_bytes=weight_bytes(source.folder),
             output_parameters=result.size.total_parameters,
@@ -93,7 +93,7 @@ def estimate(recipe: Recipe) -> Estimate:
         )
 
 
-def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Built) -> int:
+def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Skeleton) -> int:
     """Return the estimated peak memory of a run in bytes, libraries included.
 
     A step holds its largest layer, as stored and as computed, the statistics of that layer, and
@@ -102,7 +102,7 @@ def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Built) -> int:
     """
     most = max(_held(step.job, step.outline) for step in steps)
     if recipe.evaluation is not None:
-        original = Built(steps[0].job.original.config, parse_dtype(recipe.dtype))
+        original = Skeleton(steps[0].job.original.config, parse_dtype(recipe.dtype))
         both = original.held(recipe.device) + result.held(recipe.device)
         most = max(most, both * (both * ROOM <= free_bytes(recipe.device)))
     return int(psutil.Process().memory_info().rss + most)
@@ -127,8 +127,8 @@ def on_headers(recipe: Recipe) -> Iterator[list[Step]]:
         MoesaicError: the request cannot be met.
     """
     with TemporaryDirectory(prefix="moesaic-") as work:
-        costs, steps = Costs(recipe, Path(work)), recipe.steps
-        yield [costs.step(steps[:count]) for count in range(1, len(steps) + 1)]
+        sizes, steps = RecipeSizes(recipe, Path(work)), recipe.steps
+        yield [sizes.step(steps[:count]) for count in range(1, len(steps) + 1)]
 
 
 def weight_bytes(folder: Path) -> int:
@@ -177,8 +177,8 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
     }
 
 
-class Built:
-    """Model without values, and the sizes of its parts.
+class Skeleton:
+    """Model without values, from which sizes are counted.
 
     Args:
         config: of the model.
@@ -201,16 +201,16 @@ class Built:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the model's weights."""
         return sum(sizes_in(self.model))
 
     def held(self, device: str) -> int:
-        """Bytes of its weights in the type in which it is run."""
+        """Return the bytes of the weights in the type in which the model is run on a device."""
         return sum(sizes_in(self.model, working_type(self.config, self._dtype, device)))
 
     @property
     def native(self) -> bool:
-        """True if it is of its base's own architecture."""
+        """True if the model is of its base's own architecture."""
         return not self.config.model_type.startswith(PREFIX)
 
 
@@ -218,7 +218,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Weight:
+class ResultSize:
     """Sizes of a recipe's result."""
 
     memory: int
@@ -230,21 +230,21 @@ class Weight:
 
 @dataclass(frozen=True)
 class Step:
-    """Step of a recipe that was carried out on headers."""
+    """Step of a recipe, carried out on headers."""
 
     job: Job[Arch]
     outline: Outline
     result: Source
     exact: bool
-    """False if sizes after it depend on text."""
+    """False if sizes after this step depend on text."""
 
 
-class Costs:
-    """Recipes of one model, carried out on headers; steps that they begin with are shared.
+class RecipeSizes:
+    """Sizes of the results of one model's recipes, which share the steps that they begin with.
 
     Args:
-        recipe: model, text, device and type; its steps are not looked at.
-        folder: an existing one, for headers.
+        recipe: model, text, device and type; its steps are not used.
+        folder: an existing folder, for headers.
         file_size: returns the bytes of a result's GGUF file, where recipes end in one.
     """
 
@@ -252,23 +252,23 @@ class Costs:
         self,
         recipe: Recipe,
         folder: Path,
-        file_size: Callable[[Built, ExportArgs], int] | None = None,
+        file_size: Callable[[Skeleton, ExportArgs], int] | None = None,
     ) -> None:
         self.recipe, self.folder, self.file_size = recipe, folder, file_size
         (folder / "original").mkdir()
         self._steps: dict[str, Step | str] = {}
-        self._built: dict[str, Built | str] = {}
+        self._skeletons: dict[str, Skeleton | str] = {}
         self._shapes: dict[Path, Model] = {}
         self._source = headers_of_model(recipe.model, folder / "original")
 
-    def weight(self, steps: Steps) -> Weight | None:
+    def of(self, steps: Steps) -> ResultSize | None:
         """Return the sizes of a result; None where the steps cannot be carried out."""
         with suppress(MoesaicError):
-            built, memory = self.built(steps), None
+            built, memory = self.skeleton(steps), None
             if steps and isinstance(file := steps[-1], ExportArgs):
                 assert self.file_size is not None
                 memory = self.file_size(built, file)
-            return Weight(
+            return ResultSize(
                 memory=built.bytes if memory is None else memory,
                 parameters=built.size.total_parameters,
                 active_parameters=built.size.active_parameters,
@@ -277,25 +277,25 @@ class Costs:
             )
         return None
 
-    def built(self, steps: Steps) -> Built:
+    def skeleton(self, steps: Steps) -> Skeleton:
         """Return a result without values, the original where there are no steps.
 
         Raises:
             MoesaicError: the steps cannot be carried out.
         """
         converted = conversions(steps)
-        return _once(self._built, converted, lambda: self._convert(converted))
+        return _once(self._skeletons, converted, lambda: self._convert(converted))
 
-    def _convert(self, steps: tuple[MethodConfig, ...]) -> Built:
+    def _convert(self, steps: tuple[MethodConfig, ...]) -> Skeleton:
         if not steps:
-            return Built(self._source.config, parse_dtype(self.recipe.dtype))
+            return Skeleton(self._source.config, parse_dtype(self.recipe.dtype))
         source, job, outline, exact = self._outlined(steps)
         config = copy.deepcopy(source.config)
         convert_config(config, job.arch, outline.plan)
-        return Built(config, job.dtype, exact)
+        return Skeleton(config, job.dtype, exact)
 
     def step(self, steps: tuple[MethodConfig, ...]) -> Step:
-        """Return the last of some steps, carried out on headers after the others.
+        """Carry out steps on headers, and return the last of them.
 
         Its result has small files, and headers of weights.
 

@@ -1,6 +1,6 @@
 """Application of a plan to a loaded model, or to a checkpoint read tensor by tensor.
 
-Both go through the layer kinds' ``convert``, a pure function of tensors.
+Both use the layer kinds' ``convert``, a pure function of tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.trust import reading
@@ -107,13 +107,13 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
     with reading("config.json, moesaic"):
         if section.get("format") != FORMAT:
             raise MoesaicError(
-                f"This {config.model_type} was written in format {shown(section.get('format'))}; "
+                f"This {config.model_type} was written in format {quote(section.get('format'))}; "
                 f"this version reads {FORMAT}. Convert the original again."
             )
         stacks = {int(i): list(stack) for i, stack in section["layers"].items()}
         for header in (header for stack in stacks.values() for header in stack):
             if header["kind"] not in KINDS:
-                raise ValueError(f"there are no layers of kind {shown(header['kind'])}")
+                raise ValueError(f"there are no layers of kind {quote(header['kind'])}")
     return stacks
 
 
@@ -198,7 +198,7 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
 
 
 @contextmanager
-def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module]:
+def converted_copy(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module]:
     """Yield a converted copy of a loaded decoder layer, which itself is not changed.
 
     Yields:
@@ -212,7 +212,7 @@ def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module
         yield layers[0]
 
 
-def shaped(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
+def converted_shape(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
     """Return a copy of a decoder layer on the meta device with the modules of a plan."""
     layers = nn.ModuleList([copy.deepcopy(layer).to("meta")])
     plan.install(layers, 0, arch, plan.header())
@@ -260,7 +260,7 @@ def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
 
 
 def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> str:
-    """Return what becomes of MTP layers: ``kept``; ``along``, some reduced as the last layer is; or
+    """Return the change of MTP layers: ``kept``; ``along``, some reduced as the last layer is; or
     ``left_out``, as they would not fit the result's config.
 
     Args:
@@ -270,17 +270,17 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
         changed: the config's changed attributes; None if the result has a class of our own, as
             then nothing else reads the config.
     """
-    following, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
+    reduced, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
     # a mixture's experts and dense layers may have their width from one config attribute
     dense = arch.width == "intermediate_size" or not plan.base.routed
     for start, count in mtp_blocks(naming, arch, plan.base).items() if changes else ():
-        fits = start in following if count else not dense
+        fits = start in reduced if count else not dense
         if not fits and changes & (arch.with_experts if count else arch.with_width)(0).keys():
             return "left_out"
-    return "along" if following else "kept"
+    return "along" if reduced else "kept"
 
 
-def kept(model: Model, mtp: bool, beside: bool) -> Callable[[str], bool]:
+def kept_names(model: Model, mtp: bool, beside: bool) -> Callable[[str], bool]:
     """Return a function that is True for names in memory of tensors that are kept in a result.
 
     Args:
@@ -298,7 +298,7 @@ class ChangedWriter:
 
     writer: Writer
     change: Callable[[str, Value], tuple[str, Value] | None]
-    """Returns name and value to be written; None for a tensor that is left out."""
+    """Function that returns the name and value to write; None for a tensor that is left out."""
 
     def add(self, name: str, value: Value) -> None:
         changed = self.change(name, value)
@@ -310,7 +310,7 @@ class ChangedWriter:
 
 
 def language_alone(writer: Writer) -> Writer:
-    """Return a writer of the language model alone from a multimodal checkpoint."""
+    """Return a writer of only the language model from a multimodal checkpoint."""
     return ChangedWriter(writer, lambda name, value: (language(name), value))
 
 
@@ -363,7 +363,7 @@ def rewrite(
                 writer.add(full, tensor)
                 continue
             origin = state.stored_prefix + layer.origin(name)
-            for written in checkpoint.written(full, tensor, origin):
+            for written in checkpoint.encode(full, tensor, origin):
                 writer.add(*written)
     writer.close()
 

@@ -27,7 +27,7 @@ else:
     Config = Model = Tokenizer = object
 
 
-class Made(ABC):
+class MadeModel(ABC):
     """Model that this package made from another, as :class:`moesaic.result.Result` holds it."""
 
     @property
@@ -45,7 +45,7 @@ class Made(ABC):
         """Write the model's checkpoint into an existing folder."""
 
 
-Named: TypeAlias = str | Path | Model | Made
+Named: TypeAlias = str | Path | Model | MadeModel
 """Model: its name, its folder, a loaded one, or what a verb returned."""
 
 JSON: TypeAlias = dict[str, Any]
@@ -68,7 +68,7 @@ class Track(Protocol):
 
 
 def silent(items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]:
-    """Show nothing."""
+    """Iterate over the items without showing progress."""
     return items
 
 

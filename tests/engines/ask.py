@@ -69,7 +69,7 @@ def vllm():
     compiled = RotaryEmbedding.forward_cpu
 
     def rotated(self, positions, query, key=None):
-        """0.32's compiled rotary product goes wrong where heads are a dimension, as DeepSeek's."""
+        """0.32's compiled rotary product is wrong where heads are a dimension, as DeepSeek's."""
         way = RotaryEmbedding.forward_native if query.dim() == 3 else compiled
         return way(self, positions, query, key)
 

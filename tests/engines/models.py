@@ -20,7 +20,7 @@ from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide, write
-from moesaic.io.formats import BlockScaled, Compressed, Microscaled
+from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4Experts
 from moesaic.io.source import resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
@@ -190,7 +190,7 @@ def base(called: str, folder: Path) -> Path:
     with torch.no_grad():
         for bias, values in model.named_buffers():
             if bias.endswith("e_score_correction_bias"):
-                values.abs_()  # a score below zero loses to the zero of other groups in mlx-lm
+                values.abs_()  # a score below zero is below the zero of other groups in mlx-lm
     if FORMATS.get(called) == "bfloat16":
         model.bfloat16()
     model.save_pretrained(folder)
@@ -205,13 +205,13 @@ def base(called: str, folder: Path) -> Path:
         ]
         quantised = FP8 | {"modules_to_not_convert": ["lm_head", *others]}
         quantise(
-            folder, BlockScaled(quantised), lambda n, t: ".mlp." in n and n.endswith("_proj.weight")
+            folder, BlockFp8(quantised), lambda n, t: ".mlp." in n and n.endswith("_proj.weight")
         )
     elif FORMATS.get(called) == "mxfp4":
         projections = ("experts.down_proj", "experts.gate_up_proj")
-        quantise(folder, Microscaled(MXFP4), lambda name, _: name.endswith(projections))
+        quantise(folder, Mxfp4Experts(MXFP4), lambda name, _: name.endswith(projections))
     elif FORMATS.get(called) == "int4":
-        form = Compressed(int4_config(group=32))
+        form = CompressedTensors(int4_config(group=32))
         quantise(folder, form, lambda n, t: ".mlp." in n and n.endswith("_proj.weight"))
     return folder
 

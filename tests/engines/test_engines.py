@@ -2,7 +2,7 @@
 
 ``make test-vllm``, ``make test-mlx`` and ``make test-llamacpp`` set an engine up and run this file
 for it. All models of an engine are answered by one process (``ask.py``), since most of the
-time goes into its imports.
+time is spent on its imports.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def disk_full(command, number: int, place: Path, whole, seconds: float) -> Outco
     elif (cwd / command.out).exists():
         wrong = "OUT was made nonetheless"
     elif any(".writing" in str(p) for p in cwd.rglob("*")):
-        wrong = "something half-written stays"
+        wrong = "something half-written is left"
     wrong = wrong or finished(command, cwd, whole, output)
     shutil.rmtree(cwd)
     return name, wrong
@@ -175,12 +175,12 @@ def at_once(tasks: Sequence[Callable[[], Outcome]], jobs: int, place: Path) -> l
                     outcome = task()
                 except BaseException as error:
                     outcome = (f"task {number}", f"the test itself failed: {error!r}")
-                (place / f"told-{number}").write_bytes(pickle.dumps(outcome))
+                (place / f"outcome-{number}").write_bytes(pickle.dumps(outcome))
                 os._exit(0)
             running[child] = number
         child, _ = os.wait()
         number = running.pop(child)
-        file = place / f"told-{number}"
+        file = place / f"outcome-{number}"
         outcomes[number] = pickle.loads(file.read_bytes())
         file.unlink()
         name, wrong = outcomes[number]
@@ -206,8 +206,8 @@ def fuzz(names: Sequence[str], sound: Path) -> list[Outcome]:
         if wrong:
             print(f"WRONG fuzz {number} ({kind})\n      {wrong}", flush=True)
     for kind, count in counts.items():
-        told = ", ".join(f"{count[name]} {name}" for name in ("result", "refused", "faults"))
-        print(f"fuzz, {kind}: {told}", flush=True)
+        listed = ", ".join(f"{count[name]} {name}" for name in ("result", "refused", "faults"))
+        print(f"fuzz, {kind}: {listed}", flush=True)
     return outcomes
 
 

@@ -213,7 +213,7 @@ RECIPE: dict[str, Any] = {
 
 
 def recipe_file(random: Random, where: Path) -> None:
-    """A recipe; its paths stay relative, so that nothing large is read."""
+    """A recipe; its paths are kept relative, so that nothing large is read."""
     content = mutated(random, json.loads(json.dumps({**RECIPE, "steps": [random.choice(STEPS)]})))
     text = json.dumps(content) if random.random() < 0.5 else None
     try:
@@ -504,18 +504,18 @@ def prepare(place: Path) -> None:
         plan.Progress.add = add  # type: ignore[method-assign]
         assert (place / "out.partial").exists(), (code, said)
     if not (place / "out.search").exists():
-        measured = trials.Trials.measured
+        measure = trials.Trials.measure
 
         def once(self: trials.Trials, candidate: Any) -> Any:
-            measured(self, candidate)
+            measure(self, candidate)
             raise KeyboardInterrupt
 
-        trials.Trials.measured = once  # type: ignore[method-assign]
+        trials.Trials.measure = once  # type: ignore[method-assign]
         there = {"BUDGET": budget(place), "TEXT": str(place / "text.jsonl")}
         line = [there.get(part, part) for part in (*FITTING, "--calibration", "TEXT")]
         prices = ["--prices", str(place / "prices.json")]
         code, said = called(["fit", str(place / "moe"), str(place / "found"), *line, *prices])
-        trials.Trials.measured = measured  # type: ignore[method-assign]
+        trials.Trials.measure = measure  # type: ignore[method-assign]
         assert (place / "found.search").exists(), (code, said)
         (place / "found.search").rename(place / "out.search")
         assert (place / "prices.json").exists(), (code, said)

@@ -23,10 +23,10 @@ from contract import STEPS
 from transformers import AutoConfig
 from transformers.models.auto import CONFIG_MAPPING
 
-from moesaic.arch import tried
+from moesaic.arch import support_table
 from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import architectures, base_arch, dense_arch, moe_arch
-from moesaic.hub import _said_outright
+from moesaic.hub import _engine_keys
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.naming import NEXT, Naming
 from moesaic.io.source import Source
@@ -72,7 +72,7 @@ def test_every_entry_is_registered():
     assert {*DENSE} <= {*known["dense"]}
     assert {*MOE} <= {*known["moe"]}
     types = {*known["dense"], *known["moe"]}
-    if transformers.__version__ != tried()["transformers"]:  # an older one lacks some
+    if transformers.__version__ != support_table()["transformers"]:  # an older one lacks some
         types &= {*CONFIG_MAPPING}
     for model_type in types:
         assert PREFIX + model_type in CONFIG_MAPPING
@@ -93,7 +93,7 @@ def test_config_round_trips_key_for_key(any_type, tmp_path):
     for alias, name in config.attribute_map.items():  # transformers writes one of two names
         if name in out:
             assert out.pop(alias) == out[name]
-    for name, value in _said_outright(config).items():  # for engines; transformers writes no such
+    for name, value in _engine_keys(config).items():  # for engines; transformers writes no such
         if name not in base:
             assert out.pop(name) == value
             again.pop(name, None)
@@ -136,7 +136,7 @@ def test_names_on_disk_and_in_memory_cover_each_other(any_type, tmp_path):
 
 @torch.no_grad()
 def test_reading_from_disk_is_loading(any_type, tokens, tmp_path):
-    """bfloat16, where some tensors stay wide."""
+    """bfloat16, where some tensors are kept wide."""
     any_model(any_type).save_pretrained(tmp_path / "base", max_shard_size="50KB")
     source = Source("base", tmp_path / "base")
     model = source.load(dtype=torch.bfloat16)

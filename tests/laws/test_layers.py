@@ -71,7 +71,7 @@ def shared_weights(i: int, **options: Any) -> OverlappingLayer:
 def cut_attention() -> Sample:
     model = tiny_model("llama")
     given = asdict(config_of("carve.tomoe"))
-    config = configured(ToMoEConfig, **given, head_bias=3.0)  # else attention stays whole
+    config = configured(ToMoEConfig, **given, head_bias=3.0)  # else attention is kept whole
     plan = moesaic.carve(model, config, calibration=many_tokens()).plan
     return model, dict(plan.layers)
 
@@ -281,7 +281,7 @@ def test_hooks_of_every_linear_module_fire(sample, tokens):
     assert seen == dict.fromkeys(linear, True)
 
 
-def test_layers_that_are_no_part_of_it_stay(sample):
+def test_layers_that_are_no_part_of_it_are_kept(sample):
     model, layers = sample
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     converted(model, layers)
@@ -304,7 +304,7 @@ def test_a_plan_saved_is_the_same_plan(sample, tmp_path):
 
 
 def test_a_second_layer_is_added_to_the_first(sample):
-    """Headers are stacked: what was converted stays converted, and the base's shape is kept."""
+    """Headers are stacked: what was converted is kept, and the base's shape is kept."""
     model, layers = sample
     config, base = converted(model, layers).config, base_shape(model, base_arch(model.config))
     first = headers_of(config)

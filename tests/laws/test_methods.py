@@ -145,7 +145,7 @@ PAPERS = {
 
 @pytest.mark.parametrize("key", PAPERS)
 def test_the_recipe_paper_is_its_papers_own_setting(key):
-    """It goes beyond nothing; whatever else is beyond the paper says so, unasked or in a bundle."""
+    """It has no additions; whatever else is beyond the paper says so, unasked or in a bundle."""
     verb, _, name = key.partition(".")
     asked = {"method": name, "recipe": "paper"}
     paper = step_config(verb, asked)
@@ -210,14 +210,14 @@ def test_what_stands_in_padding_changes_nothing(key, place):
 def test_its_outline_weighs_what_it_makes(key, place):
     """To the byte, before a weight is read; nearly, where text decides."""
     recipe = Recipe(str(start_of(key, place)), "out", (config_of(key),), evaluation=None)
-    told, out = estimate(recipe), whole(key, "disk", place, 1)
-    torch.randn(1)  # whatever was drawn before, the same is told again
-    assert estimate(recipe).output_bytes == told.output_bytes
-    assert told.exact or key in TEXT_DECIDES
-    off = 0 if told.exact else 0.05
+    sizes, out = estimate(recipe), whole(key, "disk", place, 1)
+    torch.randn(1)  # whatever was drawn before, the estimate is the same again
+    assert estimate(recipe).output_bytes == sizes.output_bytes
+    assert sizes.exact or key in TEXT_DECIDES
+    off = 0 if sizes.exact else 0.05
     made = model_size(loaded(out)).total_parameters
-    assert told.output_bytes == pytest.approx(weight_bytes(out), rel=off, abs=0)
-    assert told.output_parameters == pytest.approx(made, rel=off, abs=0)
+    assert sizes.output_bytes == pytest.approx(weight_bytes(out), rel=off, abs=0)
+    assert sizes.output_parameters == pytest.approx(made, rel=off, abs=0)
 
 
 @pytest.mark.parametrize("mode", MODES)

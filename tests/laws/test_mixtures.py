@@ -22,7 +22,7 @@ from shrunken import small_model
 from torch import Tensor
 
 from moesaic.api import verb as verb_of
-from moesaic.arch import tried
+from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import set_top_k
@@ -40,11 +40,11 @@ from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 SOME = (
-    "afmoe",  # a norm behind the block, a choice bias of its own
+    "afmoe",  # a norm after the block, a choice bias of its own
     "axk1",  # a norm that ends the block
     "deepseek_v4",  # layers whose experts a table gives to each token
     "deepseek_v3",  # router groups, a choice bias, a shared path that is counted
-    "ernie4_5_moe",  # a router that stays in float32 beside weights of fewer bits
+    "ernie4_5_moe",  # a router that is kept in float32 beside weights of fewer bits
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
     "hy_v4",  # a clamped gate, several residual streams, layers that hand on
@@ -54,7 +54,7 @@ SOME = (
     "nemotron_h",  # no gates, layers without FFN
     "qwen2_moe",  # a gated shared path
 )
-OTHERS = sorted({*tried()["moe"]} - {*SOME})
+OTHERS = sorted({*support_table()["moe"]} - {*SOME})
 WHOLE = {"dots3_note", "gemma4", "llama4", "qwen3_5_moe", "qwen4_exp"}
 """They have parts beside text; their language models are others of the list."""
 
@@ -127,7 +127,7 @@ class Tried:
         return found
 
     def handing(self, i: int) -> Any:
-        """Inside, a block is handed what goes with those inputs beside them."""
+        """Inside, a block is handed what belongs to those inputs beside them."""
         block = self.arch.ffn_of(self.arch.layers(self.model)[i])
         return self.arch.handing(block, {"input_ids": TEXT.input_ids}, torch.flatten)
 
@@ -328,13 +328,13 @@ def test_a_refit_never_raises_the_error_of_pruning(options, seen):
 
 def check_refit(seen, plain, refit, options):
     seen.check(plain.plan.layers, plain.model)
-    last = seen.layers[0] if options else seen.layers[-1]  # behind it tokens are others
+    last = seen.layers[0] if options else seen.layers[-1]  # after it tokens are others
     for i in seen.layers:
         if i <= last:
             before, after = (seen.error(i, result.model) for result in (plain, refit))
             assert after <= before * 1.0001
-            told = refit.analyses[i]["refit"]
-            assert told["recovered"] >= 0
+            analysis = refit.analyses[i]["refit"]
+            assert analysis["recovered"] >= 0
 
 
 def test_prune_by_counts_that_differ(seen):
@@ -408,7 +408,7 @@ def test_condense(keep, seen):
     result = seen.refused("condense", config, why)
     if result is None:
         return
-    layers, told = {last: result.plan.layers[last]}, result.analyses[last]
+    layers, analysis = {last: result.plan.layers[last]}, result.analyses[last]
     seen.check(layers, result.build(replace(result.plan, layers=layers)))  # without padding
     if keep == "shared+routed":
         g_E = dict(zip(layers[last].experts, layers[last].gates_K.tolist(), strict=True))
@@ -416,8 +416,8 @@ def test_condense(keep, seen):
             w_TE = seen.view(last).combine_weights(seen.inputs[last])
         for i, g in g_E.items():
             assert g == pytest.approx(w_TE[:, i][w_TE[:, i] != 0].mean().item(), rel=1e-4)
-        assert told["expert_losses"][-1] == pytest.approx(
-            told["divergence"]["shared+routed"], rel=2e-3
+        assert analysis["expert_losses"][-1] == pytest.approx(
+            analysis["divergence"]["shared+routed"], rel=2e-3
         )
         refit = seen.refused("condense", replace(config, refit=True), set())
         assert seen.error(last, refit.model) <= seen.error(last, result.model) * 1.0001
@@ -487,7 +487,7 @@ def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
         assert done >= {"prune", "slim"}
 
 
-# --- from disk, told beforehand, exported --------------------------------------------------------
+# --- from disk, estimated beforehand, exported ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -516,11 +516,11 @@ def test_saved_told_and_exported(verb, options, seen, tmp_path):
     again = loaded(disk.save(out))
     assert equal(dict(again.state_dict()), dict(live.model.state_dict()))
     assert torch.equal(logits(again, TEXT), logits(live.model, TEXT))
-    told = estimate(Recipe(str(base), "out", (config,), evaluation=None))
-    if told.exact:
+    sizes = estimate(Recipe(str(base), "out", (config,), evaluation=None))
+    if sizes.exact:
         # which layers are condensed moves offsets in the header, which is padded to 64
-        assert abs(told.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense")
-        assert told.output_parameters == model_size(again).total_parameters
+        assert abs(sizes.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense")
+        assert sizes.output_parameters == model_size(again).total_parameters
     refused = ""
     try:
         decided, _ = same_model(Source("out", out), tmp_path / "native", TEXT)

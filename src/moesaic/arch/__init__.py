@@ -12,7 +12,7 @@ FILE = "assets/architectures.json"
 
 
 @cache
-def tried() -> JSON:
+def support_table() -> JSON:
     """Return the findings for every causal language model of the installed transformers.
 
     Returns:

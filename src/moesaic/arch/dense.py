@@ -478,7 +478,7 @@ class DenseFFN:
 
     @property
     def shared_ffn(self) -> None:
-        """None: a dense block has no shared path."""
+        """Shared path of the block: None, as dense blocks have none."""
 
     def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> None:
         """Return None: a dense block has no shared path."""
@@ -503,7 +503,7 @@ class DenseFFN:
         """Return neurons ``start`` to ``stop`` as a block: views, and no output bias."""
         return self._part(lambda tensor, axis: tensor.narrow(axis, start, stop - start))
 
-    def chosen(self, neurons: Tensor) -> DenseFFN:
+    def select(self, neurons: Tensor) -> DenseFFN:
         """Return some neurons as a block of their own: copies, and no output bias."""
         return self._part(lambda tensor, axis: tensor.index_select(axis, neurons))
 
@@ -522,7 +522,7 @@ class DenseFFN:
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     """Return the view of a feed-forward module; its tensors share the module's storage."""
     projections = {name: getattr(module, name) for name in names.projections}
-    return assembled(
+    return assembled_ffn(
         names,
         {name: p.weight for name, p in projections.items()},
         {name: p.bias for name, p in projections.items()},
@@ -530,7 +530,7 @@ def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     )
 
 
-def assembled(
+def assembled_ffn(
     names: FFNNames,
     weights: Mapping[str, Tensor],
     biases: Mapping[str, Tensor | None],

@@ -36,7 +36,7 @@ from moesaic.types import JSON, Config, Model
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 GATES = ("gate", "w1", "wi_0", "c_fc_0")
-"""Words in the name of the projection whose output goes through the activation function."""
+"""Words in the name of the projection whose output enters the activation function."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "W_pack", "Wqkv")
 OUTPUTS = ("o_proj", "dense", "out_proj", "o")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
@@ -78,7 +78,7 @@ transformers' interface and are stored as (inputs, outputs): no rule finds them.
 _CACHE: dict[str, Arch] = {}
 
 
-def discovered(config: Config) -> Arch:
+def discover(config: Config) -> Arch:
     """Return the architecture of a config's model.
 
     Raises:
@@ -160,10 +160,10 @@ def _acting(module: nn.Module, names: FFNNames, has_act: bool) -> FFNNames | Non
         h = custom(gate, up)
         if torch.allclose(act(gate) * up, h, rtol=1e-4, atol=1e-4):
             return names
-        alone = torch.allclose(custom(gate[:, few], up[:, few]), h[:, few])
+        local = torch.allclose(custom(gate[:, few], up[:, few]), h[:, few])
     except (RuntimeError, TypeError, AttributeError, ValueError):  # it needs more than x
         return names if has_act else None
-    return replace(names, custom_act=True) if alone else None
+    return replace(names, custom_act=True) if local else None
 
 
 def _projections(linears: dict[str, nn.Linear], act: str) -> FFNNames | None:
@@ -297,7 +297,7 @@ def _mixture(
     layer, block = routed[first], blocks[first]
     experts = block.get_submodule(leaf)
     if getattr(experts, "has_post_expert_norm", False):  # in transformers from 5.20 on
-        raise MoesaicError(f"{name}: a norm is behind every expert.")
+        raise MoesaicError(f"{name}: a norm follows every expert.")
     down: Tensor = experts.get_parameter("down_proj")
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))
     count, width = down.shape[0], down.shape[1 if transposed else 2]
@@ -478,7 +478,7 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
     if missing:
         raise MoesaicError(
             f"{name}: {type(router).__name__} chooses by {' and '.join(missing)} too, and not by "
-            "hidden states alone."
+            "hidden states only."
         )
     return None
 
@@ -522,7 +522,7 @@ def _counting(name: str, config: Config, count: int) -> str:
     keys = (key for key in _keys(settings, ("expert",), never) if settings[key] == count)
     key = _likeliest(keys, config)
     if key is None:
-        raise MoesaicError(f"{name}: no attribute of its config says that it has {count} experts.")
+        raise MoesaicError(f"{name}: its config has no attribute for the {count} experts.")
     return key
 
 
@@ -533,7 +533,7 @@ def _widening(name: str, config: Config, width: int) -> str:
     key = _likeliest((key for key in keys if settings[key] == width), config)
     if key is None:
         raise MoesaicError(
-            f"{name}: no attribute of its config says that experts are {width} wide."
+            f"{name}: its config has no attribute for the {width} neurons of experts."
         )
     return key
 
@@ -596,7 +596,7 @@ def _routing_twin(
     rows = len(attrgetter(parts.weight)(block))
     counts = {rows - parts.always: count, rows: count + parts.always}
     twin, router = shallow_copy(block), copy.deepcopy(block.get_submodule(parts.router))
-    # to_empty would go through torch's references, and import sympy
+    # to_empty would use torch's references, and import sympy
     twin._modules[parts.router] = router._apply(
         lambda t: torch.ones(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype)
     )
@@ -620,8 +620,8 @@ def _per_group(arch: MoEArch, block: nn.Module) -> int:
     if arch.groups is None:
         return 1
     try:
-        alone = _routing_twin(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
-        alone.weights(torch.ones(2, 2, dtype=torch.float32))
+        trial = _routing_twin(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
+        trial.weights(torch.ones(2, 2, dtype=torch.float32))
     except (RuntimeError, IndexError):
         return 2
     return 1

@@ -6,9 +6,9 @@ from inspect import Parameter, signature
 
 from transformers.models.auto import CONFIG_MAPPING
 
-from moesaic.arch import tried
+from moesaic.arch import support_table
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.discovery import discovered
+from moesaic.arch.discovery import discover
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.io.models import predicts_tokens, shape_of
@@ -37,8 +37,8 @@ def architectures() -> dict[str, list[str]]:
     """Return every architecture known by name: ``moe`` and ``dense``, lists of ``model_type``."""
     mixtures = {name for name, arch in EXCEPTIONS.items() if isinstance(arch, MoEArch)}
     return {
-        "moe": sorted({*tried()["moe"], *mixtures}),
-        "dense": sorted({*tried()["dense"], *(EXCEPTIONS.keys() - mixtures)}),
+        "moe": sorted({*support_table()["moe"], *mixtures}),
+        "dense": sorted({*support_table()["dense"], *(EXCEPTIONS.keys() - mixtures)}),
     }
 
 
@@ -54,11 +54,11 @@ def base_arch(config: Config) -> Arch:
     try:
         if not predicts_tokens(base):
             raise MoesaicError("transformers has no causal language model of it.")
-        return discovered(plain_config(config, base))
+        return discover(plain_config(config, base))
     except MoesaicError as error:
         reason = str(error).removeprefix(f"{base}: ")
         reason = reason[:1].upper() + reason[1:]
-        if base in tried()["moe"] + tried()["dense"]:
+        if base in support_table()["moe"] + support_table()["dense"]:
             raise MoesaicError(
                 f"This {base} is not supported, though others of its type are. {reason}"
             ) from error

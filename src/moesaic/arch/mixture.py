@@ -483,12 +483,12 @@ class MoEFFN:
     def hidden(self, i: int, x_TD: Tensor) -> Tensor:
         """Return the input of expert ``i``'s down projection (T, M), from the block's input."""
         if not self.parts.inward:
-            return self.activated(i, self.before(x_TD))
+            return self.activate(i, self.before(x_TD))
         w_TE = self.routing.of_fewer(self.count).weights(self.logits(x_TD))
         w_T1 = w_TE[:, i, None].to(x_TD.dtype).clamp(min=torch.finfo(x_TD.dtype).tiny)
-        return self.activated(i, w_T1 * x_TD) / w_T1
+        return self.activate(i, w_T1 * x_TD) / w_T1
 
-    def activated(self, i: int, x_TD: Tensor) -> Tensor:
+    def activate(self, i: int, x_TD: Tensor) -> Tensor:
         """Return the input of expert ``i``'s down projection (T, M), from its own input."""
         m, name = self.experts, self.matrices[0]
         up = getattr(m, name)[i]
@@ -524,7 +524,7 @@ class MoEFFN:
             if len(rows):
                 yield i, rows, x_RD[rows], x_RD.new_ones(len(rows), 1)
 
-    def written(self, i: int, h_TM: Tensor) -> Tensor:
+    def project_down(self, i: int, h_TM: Tensor) -> Tensor:
         """Return the output of expert ``i``'s down projection for its input (T, D)."""
         m = self.experts
         down = m.down_proj[i].T if self.arch.transposed else m.down_proj[i]
@@ -532,7 +532,7 @@ class MoEFFN:
 
     def expert(self, i: int, x_TD: Tensor) -> Tensor:
         """Return f_i(x), the output of expert ``i`` without its weight (T, D)."""
-        return self.written(i, self.hidden(i, x_TD))
+        return self.project_down(i, self.hidden(i, x_TD))
 
     def weighted(
         self, x_TD: Tensor, allowed_E: Tensor | None = None
@@ -618,7 +618,7 @@ class MoEFFN:
             rows = wanted_TE[:, i].nonzero().flatten()
             h_NM = self.hidden(i, x_TD[rows])
             show(i, rows, h_NM)
-            f_TED[rows, i] = self.written(i, h_NM)
+            f_TED[rows, i] = self.project_down(i, h_NM)
         return f_TED
 
     def shared_outputs(self, x_TD: Tensor) -> Tensor:

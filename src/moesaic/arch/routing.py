@@ -265,7 +265,7 @@ class RoutingFunction:
         if self._parts.table is not None and self._parts.key is not None:
             table_NK = table_NK[:, : self.top_k]
             if allowed_NE is not None:
-                table_NK = replaced(table_NK, allowed_NE)
+                table_NK = replace_removed(table_NK, allowed_NE)
             place(self._router, self._parts.table.removeprefix(f"{self._parts.router}."), table_NK)
             rows_N = torch.arange(len(table_NK), device=table_NK.device)
             handed = {**handed, self._parts.key: rows_N}
@@ -307,7 +307,7 @@ class RoutingFunction:
         return w_NA.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 
 
-def replaced(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:
+def replace_removed(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:
     """Return a table's experts with removed ones replaced.
 
     A token runs the first K available of its own, in their order, and then of all others in order
@@ -319,7 +319,7 @@ def replaced(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:
         allowed_NE: bool: the available experts, at least K.
 
     >>> table = torch.tensor([[0, 2], [3, 1], [1, 0]])
-    >>> replaced(table, torch.tensor([True, False, True, True]).expand(3, 4)).tolist()
+    >>> replace_removed(table, torch.tensor([True, False, True, True]).expand(3, 4)).tolist()
     [[0, 2], [3, 0], [0, 2]]
     """
     (tokens, k), count = table_NK.shape, allowed_NE.shape[1]

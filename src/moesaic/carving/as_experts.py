@@ -8,7 +8,7 @@ changes no value and costs time and memory.
 If a token runs k petals, each has weight one, while native routers give weights that sum to one:
 about 1 / k each if the logits are small. So logits are made small and down projections k times as
 large: weights are then within :data:`SMALL` of one, nearly exact. With much smaller logits weights
-would be more even, but engines that compare probabilities could not tell them apart.
+would be more even, but engines that compare probabilities could not distinguish them.
 
 Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
+from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled_ffn
 from moesaic.errors import MoesaicError
-from moesaic.exports.native import Export, aligned, base_config, head_dim_of
+from moesaic.exports.native import Export, base_config, head_dim_of, multiple_of_8
 from moesaic.io.checkpoint import Checkpoint, Writer
 from moesaic.io.models import shape_of
 from moesaic.io.source import Source
@@ -113,7 +113,7 @@ def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
     return Sizes(
         shared=max(map(backbone_of, headers, widths)),
         experts=max((len(header["petals"]) for header in carved), default=0),
-        width=aligned(max(petals, default=0)),
+        width=multiple_of_8(max(petals, default=0)),
         top_k=max((header["top_k"] for header in carved), default=0) or 1,
     )
 
@@ -380,4 +380,4 @@ def _read_ffn(
     state = checkpoint.under(prefix)
     weights = {name: state[f"{name}.weight"] for name in names.projections}
     biases = {name: state.get(f"{name}.bias") for name in names.projections}
-    return assembled(names, weights, biases, nn.Identity()), state.get("router.weight")
+    return assembled_ffn(names, weights, biases, nn.Identity()), state.get("router.weight")

@@ -37,7 +37,7 @@ from moesaic.carving.routers import (
     make_router,
     norm_scale,
 )
-from moesaic.errors import shown
+from moesaic.errors import quote
 from moesaic.modules.running import LayerTokens, Phase, RunningTokens
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import of_ffn
@@ -303,7 +303,7 @@ class CarvedLayer(LayerPlan):
         if min(self.backbone, *self.petals, 0) < 0:
             raise ValueError("a number of neurons is below 0")
         if self.petals and self.routing not in (*CHOOSING, *WEIGHING):
-            raise ValueError(f"routing {shown(self.routing)} is unknown")
+            raise ValueError(f"routing {quote(self.routing)} is unknown")
         if self.order_M.unique().numel() != width:
             raise ValueError("a neuron is placed twice")
         if not 0 <= self.top_k <= len(self.petals):
@@ -311,7 +311,7 @@ class CarvedLayer(LayerPlan):
         if (self.router_RD is None) != (not self.petals):
             raise ValueError("a router is needed for experts, and only for experts")
         if self.prompts not in PROMPTS:
-            raise ValueError(f"prompts {shown(self.prompts)} is none of {', '.join(PROMPTS)}")
+            raise ValueError(f"prompts {quote(self.prompts)} is none of {', '.join(PROMPTS)}")
         if self.routing in WEIGHING and len(set(self.petals)) > 1:
             raise ValueError("experts that are weighed are of one size")
 
@@ -410,7 +410,7 @@ class CarvedLayer(LayerPlan):
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
         if header.get("prompts") == "dense":
-            return "No native format routes at decoding alone: carve with prompts=petals."
+            return "No native format routes only at decoding: carve with prompts=petals."
         if header["petals"] and header["routing"] not in ("cosine", "linear"):
             return f"Routing by {header['routing']!r} has no native form yet."
         return None

@@ -27,7 +27,7 @@ from moesaic.arch.dense import (
     weight_of,
 )
 from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, carved_like
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.modules.running import RunningTokens, gumbel
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import narrow_linear, of_ffn
@@ -58,7 +58,7 @@ class OverlappingFFN(CarvedFFN):
         return self.form == "moe" and not self._called()
 
     def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
-        return map(ffn.chosen, self.experts)
+        return map(ffn.select, self.experts)
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
         on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)
@@ -310,7 +310,7 @@ class OverlappingLayer(LayerPlan):
         device = next(iter(tensors.values())).device
         for projection, rows in self.rows.items():
             if projection not in arch.attention.projections:
-                raise ValueError(f"attention has no {shown(projection, 40)}")
+                raise ValueError(f"attention has no {quote(projection, 40)}")
             _check_norm(arch, state, projection, rows)
             for name in (f"{attention}{projection}.{part}" for part in ("weight", "bias")):
                 if name in tensors:
@@ -419,7 +419,7 @@ def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None
     kept = torch.bincount(rows // span)
     if not set(kept.tolist()) <= {0, span}:
         raise MoesaicError(
-            f"{projection} of {arch.model_type} cannot lose rows: {norm} takes the mean over "
+            f"{projection} of {arch.model_type} must keep all rows: {norm} takes the mean over "
             f"{span} of them."
         )
 

@@ -51,7 +51,7 @@ class Router(nn.Module):
     one; the norm of x changes no comparison, so it is not computed.
 
     ``random``: a fixed pseudo-random choice, uniform over petals and unrelated to what they hold
-    (MoRE-Random): a function of the token's id, position and layer alone.
+    (MoRE-Random): a function of only the token's id, position and layer.
 
     ``linear``: scores are a linear function of x, as in native routers.
 

@@ -1,4 +1,4 @@
-"""The commands. Text for people goes through rich; ``--json`` puts one JSON object on stdout.
+"""Command line: rich prints text for people, and ``--json`` one JSON object on stdout.
 
 Nothing here imports torch before it is needed: help, the version and wrong arguments are answered
 at once.

@@ -1,4 +1,4 @@
-"""Commands and their help, and how the outcome of a run is shown."""
+"""Commands, their help texts, and the printing of what a run returned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import click
 
 from moesaic import __version__
 from moesaic.cli.options import COMMON, OWN, RUN, Argument, Option
-from moesaic.errors import MoesaicError, bounded, meant
+from moesaic.errors import MoesaicError, bounded, hint
 from moesaic.io.names import FOLDER, MODELS, NAMES, PAGE, check_repository, names_model
-from moesaic.io.outputs import resumable, searched, unfinished
+from moesaic.io.outputs import resumable, run_folder, search_folder
 from moesaic.recipe import Recipe, check_run
 
 ALL = "--help-all"
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 class Command(click.Command):
-    """A command whose help is brief, unless ``--help-all`` asks for every option."""
+    """Command whose help is brief, unless ``--help-all`` asks for every option."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Command(click.Command):
                 raise MoesaicError(self.in_flags(str(error), named)) from error
             except (KeyboardInterrupt, EOFError):
                 made = given.get("out") or given.get("stats")
-                interrupted(made if "resume" in given else None)
+                fail_interrupted(made if "resume" in given else None)
 
         self.example, words = example, help or run.__doc__ or ""
         super().__init__(
@@ -86,7 +86,7 @@ class Command(click.Command):
     def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
         """Return a message that there is no such option; ``others`` may have been meant, too."""
         flags = [flag for p in self.params for flag in (*p.opts, *p.secondary_opts)]
-        return f"No such option of {self.name}: {flag}.{meant(flag, [*flags, *others])}"
+        return f"No such option of {self.name}: {flag}.{hint(flag, [*flags, *others])}"
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_usage(ctx, formatter)
@@ -116,7 +116,7 @@ class Command(click.Command):
             formatter.write_text(sentence)
 
     def titles(self) -> dict[str, str]:
-        """Return other titles of groups."""
+        """Return titles of option groups that differ from their names."""
         return {}
 
     def remarks(self, ctx: click.Context) -> list[str]:
@@ -131,15 +131,15 @@ def _print_all(ctx: click.Context, _: object, value: bool) -> None:
         ctx.exit()
 
 
-class Guided(click.Group):
-    """Commands; a model in a command's place is looked at, and asked about."""
+class GuidedCommands(click.Group):
+    """Group of commands, in which a model's name in a command's place starts the guide."""
 
     guide: Command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that words are of, its name, and its own words."""
+        """Return the command that the words name, its name, and its own words."""
         word = args[0]
         if word == "help":
             named = [name for name in args[1:2] if name in self.commands]
@@ -151,7 +151,7 @@ class Guided(click.Group):
             return "MODEL", self.guide, args
         if word not in self.commands and not word.startswith("-") and not ctx.resilient_parsing:
             raise MoesaicError(
-                f"No such command: {word}.{meant(word, [*self.commands, *NAMES])} Commands: "
+                f"No such command: {word}.{hint(word, [*self.commands, *NAMES])} Commands: "
                 f"{', '.join(self.commands)} (moesaic --help describes them). Models by name: "
                 f"{MODELS}."
             )
@@ -165,7 +165,7 @@ class Guided(click.Group):
 
 
 @click.group(
-    cls=Guided,
+    cls=GuidedCommands,
     invoke_without_command=True,
     context_settings=SETTINGS,
     epilog="Examples: moesaic tiny-moe, moesaic prune tiny-moe out --keep 6. Options of a command: "
@@ -176,7 +176,7 @@ class Guided(click.Group):
 def app(ctx: click.Context) -> None:
     """Make language models smaller: mixtures of experts and dense ones.
 
-    `moesaic MODEL` says whether a model fits this machine, and finds a smaller one that does.
+    `moesaic MODEL` prints whether a model fits this machine, and finds a smaller one that does.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -185,10 +185,10 @@ def app(ctx: click.Context) -> None:
 def register(
     name: str, run: Callable[..., None], example: str, params: Sequence[click.Parameter]
 ) -> None:
-    """Add a command that a function carries out.
+    """Register a command that a function carries out.
 
     Args:
-        name: of the command.
+        name: the command's name.
         run: takes the values of ``params`` by name; its docstring is the command's help.
         example: a command line that works.
         params: arguments and options.
@@ -209,11 +209,11 @@ def emit(as_json: bool, data: object, view: object) -> None:
         console.print(view)
 
 
-def pushed(folder: str, repo: str) -> dict[str, str]:
-    """Upload a result where that was asked for.
+def push_result(folder: str, repo: str) -> dict[str, str]:
+    """Upload a result if a repository is named.
 
     Returns:
-        ``pushed``, the repository's address; nothing where it was not.
+        ``pushed``, the repository's address; empty without one.
     """
     if not repo:
         return {}
@@ -232,7 +232,7 @@ def carry_out(
     dry_run: bool = False,
     push: str = "",
 ) -> None:
-    """Run a recipe and show what came of it, or what would."""
+    """Run a recipe and print its record, or the sizes that a dry run computes."""
     for step in recipe.steps:
         if step.idle:
             raise MoesaicError(f"{step.idle}: give another value.")
@@ -248,25 +248,25 @@ def carry_out(
     from moesaic.report.numbers import memory
     from moesaic.sizes import on_headers
 
-    if unfinished(recipe.out).exists() and not (overwrite or resume):
+    if run_folder(recipe.out).exists() and not (overwrite or resume):
         with on_headers(recipe) as steps:  # what is wrong with the request is said first
             if recipe.calibration.source:
                 _ = steps[0].job.tokens
     try:
         record = pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
-        interrupted(recipe.out)
+        fail_interrupted(recipe.out)
     if record is None:  # another process wrote the result
         return
     files = record.measured["files"]
     before, after = (memory(files[name]) for name in ("original", "result"))
     print_made(recipe.out, f" ({before} -> {after})")
-    upload = pushed(recipe.out, push)
+    upload = push_result(recipe.out, push)
     emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
 
 def _print_sizes(recipe: Recipe, as_json: bool) -> None:
-    """Show the sizes of a recipe's result."""
+    """Print the sizes of a recipe's result."""
     from rich.table import Table
 
     from moesaic.report.numbers import memory
@@ -303,7 +303,7 @@ def print_made(folder: str | Path, more: str = "") -> None:
 
 
 def print_words(text: str, style: str = "") -> None:
-    """Print a text on stderr; a terminal's lines are broken between words alone."""
+    """Print a text on stderr, its lines broken only between words."""
     from rich.text import Text
 
     from moesaic.progress import err_console
@@ -317,10 +317,10 @@ def print_words(text: str, style: str = "") -> None:
     err_console.print(shown, soft_wrap=True)
 
 
-def interrupted(out: str | Path | None) -> NoReturn:
-    """Print that a command was interrupted, and what is kept of what it was to make."""
+def fail_interrupted(out: str | Path | None) -> NoReturn:
+    """Exit with a message that a command was interrupted, and what is kept of its output."""
     message = "Interrupted."
-    if out and (resumable(out) or searched(out).exists()):
+    if out and (resumable(out) or search_folder(out).exists()):
         message += " What is finished is kept; --resume continues from it."
     elif out and not Path(out).exists():
         message += " Nothing is finished yet: the same command begins anew."
@@ -328,7 +328,7 @@ def interrupted(out: str | Path | None) -> NoReturn:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Print what is wrong on stderr and leave."""
+    """Print a message on stderr and exit."""
     print_words(f"{'' if code == 130 else 'Error: '}{bounded(message)}")
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""The commands that make a model of a model: one for each verb, made from its methods' configs."""
+"""Commands that convert a model: one for each verb, made from its methods' configs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import STATISTICS, check_file, check_out
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, load_recipe, method_of, step_config
+from moesaic.recipe import Recipe, load_recipe, method_of, parse_as, step_config
 from moesaic.types import JSON, at_home
 
 TEXT = given.TEXT
 RUN = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
 MEASURED = ("data", "max_tokens", "compare", "baselines")
-"""The fields of Evaluation that verbs have as options; ``-o`` takes the others."""
+"""Fields of Evaluation that verbs have as options; ``-o`` takes the others."""
 
 
 class VerbCommand(Command):
-    """A verb's command: its method is chosen first, and that method's options are the command."""
+    """Command of a verb, whose options are those of the method that its arguments name."""
 
     def __init__(self, verb: Verb) -> None:
         self.verb, self.methods = verb, methods_of(verb.name)
@@ -43,7 +43,7 @@ class VerbCommand(Command):
 
     @property
     def config(self) -> type[MethodConfig]:
-        """The chosen method's config."""
+        """Config class of the chosen method."""
         return self.methods[self.method]
 
     def _named(self, args: Sequence[str]) -> str:
@@ -142,11 +142,11 @@ class VerbCommand(Command):
         as_json: bool = False,
         **options: Any,
     ) -> None:
-        """Make the recipe that the arguments say, and carry it out."""
+        """Make a recipe of the arguments, and carry it out."""
         extra, own = given.pairs(option), {field.name for field in fields(self.config)}
-        device = given.taken(options, given.PLACE)
-        calibration = given.taken(options, (*TEXT, "stats") if self.verb.calibrates else ("stats",))
-        measured = given.taken(options, MEASURED)
+        device = given.take(options, given.PLACE)
+        calibration = given.take(options, (*TEXT, "stats") if self.verb.calibrates else ("stats",))
+        measured = given.take(options, MEASURED)
         for name in options.keys() & extra.keys():  # without text, of which -o may mean a method's
             raise MoesaicError(f"{name} is given twice; give one value.")
         if not self.verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
@@ -155,7 +155,7 @@ class VerbCommand(Command):
                 "or --train shipped for the text that ships."
             )
         seldom = [f.name for f in fields(Evaluation) if about(f).seldom and f.name not in own]
-        measured |= given.taken(extra, seldom)
+        measured |= given.take(extra, seldom)
         if measured and not evaluate:
             name = next(iter(measured)).replace("baselines", "baseline")
             raise MoesaicError(f"--{name} is for measuring: not with --no-eval.")
@@ -168,8 +168,8 @@ class VerbCommand(Command):
                 model=model,
                 out=str(out),
                 steps=(step_config(self.verb.name, {**options, **extra}),),
-                calibration=checked(Calibration, calibration, ""),
-                evaluation=checked(Evaluation, measured, "") if evaluate else None,
+                calibration=parse_as(Calibration, calibration, ""),
+                evaluation=parse_as(Evaluation, measured, "") if evaluate else None,
                 **device,
             ),
             overwrite, resume, as_json, dry_run, push or "",
@@ -216,8 +216,8 @@ def observe(
     check_file(stats, STATISTICS, overwrite, [model])
     check_name(model)
     where = given.place(options)
-    gram = given.taken(options, ("gram_mb",))
-    calibration = checked(Calibration, options, "")
+    gram = given.take(options, ("gram_mb",))
+    calibration = parse_as(Calibration, options, "")
     from moesaic import api
     from moesaic.distributed import process
     from moesaic.observation.files import StatsFile

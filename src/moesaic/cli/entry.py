@@ -15,7 +15,7 @@ import click
 import wrapt
 
 from moesaic.cli import conversions, guide, measure
-from moesaic.cli.commands import app, fail, interrupted
+from moesaic.cli.commands import app, fail, fail_interrupted
 from moesaic.errors import MoesaicError, bounded
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,7 +39,7 @@ for group in (conversions, measure, guide):
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Turn exceptions into one message and an exit code: 2 for a wrong request, 1 for our fault."""
     try:
         yield
@@ -50,16 +50,16 @@ def explained() -> Iterator[None]:
             publish_refusal(str(error))
         fail(str(error), 2)
     except click.Abort:
-        interrupted(None)
+        fail_interrupted(None)
     except click.ClickException as error:
         fail(error.format_message(), 2)
     except BrokenPipeError:
         sys.exit(1)
     except KeyboardInterrupt:
-        interrupted(None)
+        fail_interrupted(None)
     except Exception as error:
         if any(isinstance(one, KeyboardInterrupt) for one in _with_causes(error)):
-            interrupted(None)  # modules that are imported turn it into an error of theirs
+            fail_interrupted(None)  # modules that are imported turn it into an error of theirs
         if os.environ.get("MOESAIC_DEBUG"):
             raise
         if _several():
@@ -108,7 +108,7 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def quiet_libraries() -> None:
     """Keep other libraries' bars and notices out of the output, as soon as they are imported."""
-    for name in ("torchao", "torch.utils._pytree", "lm_eval"):  # what they say while imported
+    for name in ("torchao", "torch.utils._pytree", "lm_eval"):  # they print while they are imported
         logging.getLogger(name).setLevel(logging.ERROR)
 
     @wrapt.when_imported("transformers.utils.logging")
@@ -142,7 +142,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters
         sys.stdout.reconfigure(errors="replace")
     set_environment()
-    with explained():
+    with exit_on_error():
         if _several():
             from moesaic.distributed import join_processes
 

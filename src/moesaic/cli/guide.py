@@ -1,6 +1,6 @@
-"""``fit``, which looks for the recipe itself, and ``moesaic MODEL``, without a verb.
+"""Commands that search for a recipe: ``fit``, and ``moesaic MODEL`` without a verb.
 
-The latter prints whether a model fits, searches, and asks what to make of it.
+The latter prints whether a model fits this machine, searches, and asks what to save.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moesaic.config import ROUNDED, Calibration, Evaluation, GgufType, in_unit
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.io.names import check_repository
-from moesaic.io.outputs import discard, output_lock, searched
+from moesaic.io.outputs import discard, output_lock, search_folder
 from moesaic.io.trust import mapping_of
-from moesaic.recipe import Recipe, check_anew, check_run, checked, command_of
+from moesaic.recipe import Recipe, check_anew, check_run, command_of, parse_as
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def fit(
 ) -> None:
     """Find the recipe of least KL within a budget, and carry it out."""
     recipe = search_recipe(model, out, options)
-    config = checked(FitConfig, options, "")
+    config = parse_as(FitConfig, options, "")
     if push:
         check_repository(push)
     check_run(recipe, overwrite=overwrite)  # before anything slow is imported
@@ -62,40 +62,40 @@ def fit(
     from moesaic.progress import bars
 
     again = {"overwrite": overwrite, "resume": resume}
-    record = search_and_make(recipe, config, **again, track=bars, tell=print_notice)
+    record = search_and_make(recipe, config, **again, track=bars, notify=print_notice)
     assert record is not None
-    shown = Group(tried(record.measured["tried"]), report.terminal(record))
+    shown = Group(candidates_table(record.measured["tried"]), report.terminal(record))
     if record.steps:
         shared.print_made(out)
     else:
-        outcome = f"No step is worth it at that size. The file alone is in {out}."
+        outcome = f"No step is worth it at that size. Only the file is in {out}."
         outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
         print_notice(outcome)
-    upload = shared.pushed(str(out), push or "") if record.steps else {}
+    upload = shared.push_result(str(out), push or "") if record.steps else {}
     shared.emit(as_json, {**record.output(), **upload}, shown)
 
 
 def search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Recipe:
-    """Return what a search is asked for, without steps; what it reads is taken out of ``options``.
+    """Return the recipe of a search, without steps; the options that it reads are removed.
 
     Args:
         model: the original.
         out: the folder to make.
-        options: of the search, and others.
-        measured: of :class:`~moesaic.config.Evaluation`, where ``options`` does not say otherwise.
+        options: those of the search, and others.
+        measured: defaults for :class:`~moesaic.config.Evaluation`.
     """
     return Recipe(
         model=model,
         out=str(out),
         steps=(),
-        calibration=checked(Calibration, given.taken(options, given.TEXT), ""),
-        evaluation=checked(Evaluation, measured | given.taken(options, ("data", "max_tokens")), ""),
-        **given.taken(options, given.PLACE),
+        calibration=parse_as(Calibration, given.take(options, given.TEXT), ""),
+        evaluation=parse_as(Evaluation, measured | given.take(options, ("data", "max_tokens")), ""),
+        **given.take(options, given.PLACE),
     )
 
 
 def search_options(*names: str) -> list[click.Parameter]:
-    """Return options of a search: some of its own, text, measuring, and where to compute."""
+    """Return the options of a search: some of its own, text, evaluation, device and type."""
     text = [given.option(Calibration, name, given.COMMON) for name in given.TEXT]
     evaluation = [given.option(Evaluation, name, given.COMMON) for name in ("data", "max_tokens")]
     return [
@@ -107,8 +107,8 @@ def search_options(*names: str) -> list[click.Parameter]:
     ]
 
 
-def tried(candidates: list[Any]) -> Any:
-    """Return a table of candidates, those of least KL first."""
+def candidates_table(candidates: list[Any]) -> Any:
+    """Return a table of measured candidates, those of least KL first."""
     from rich.table import Table
 
     from moesaic.report.numbers import memory
@@ -128,9 +128,9 @@ def tried(candidates: list[Any]) -> Any:
 SHARES = (0.8, 0.65, 0.5)
 """Shares of the original's bytes that are tried, beside a budget."""
 MAX_KL = 0.05
-"""The KL that a result may have where nobody said anything: hardly noticed."""
+"""Largest KL of a result by default: hardly noticed."""
 ROOM = 0.8
-"""The share of the free memory that weights may take: running them takes the rest."""
+"""Share of the free memory that weights may take: running them takes the rest."""
 QUANTISED = tuple(type for type in ROUNDED if type in get_args(GgufType))
 """Types that the original is measured in, and that it can be written in."""
 BELOW, FEW_BITS = 0.75, ("q8_0", "q4_k_m", "q2_k", "iq2_xxs")
@@ -140,7 +140,7 @@ GOAL = "goal.json"
 
 @dataclass(frozen=True)
 class Goal:
-    """Bytes that the weights may take, or the KL that a result may have."""
+    """Goal of a search: bytes that the weights may take, or the KL that a result may have."""
 
     memory: int | None = None
     max_kl: float | None = None
@@ -156,7 +156,7 @@ class Goal:
         return [FitConfig(memory=int(s), native=native, confirm=1) for s in sizes]
 
     def best(self, points: Sequence[Point]) -> Point | None:
-        """Return the point that meets it best; None where none does."""
+        """Return the point that meets the goal best; None if none does."""
         if self.memory:
             fitting = [point for point in points if point.memory <= self.memory]
             return min(fitting, key=lambda point: point.kl, default=None)
@@ -166,28 +166,28 @@ class Goal:
 
 @dataclass(frozen=True)
 class Point:
-    """A result that can be had, with its figures on evaluation text."""
+    """Possible result, with its figures on evaluation text."""
 
     form: str
     memory: int
     figures: JSON
     candidate: Candidate | None = None
-    """None of the original quantised alone."""
+    """Candidate of the search; None for the original in a quantised type."""
     type: str = ""
-    """The GGUF type of the latter."""
+    """GGUF type of the quantised original; empty for a candidate."""
 
     @property
     def kl(self) -> float:
-        """Nats a token."""
+        """KL from the original in nats a token."""
         return float(self.figures["kl"])
 
     @property
     def native(self) -> bool:
-        """True of a checkpoint that engines load as it is."""
-        return self.candidate is not None and self.candidate.weight.native
+        """True if engines load the result as it is."""
+        return self.candidate is not None and self.candidate.size.native
 
     def as_json(self) -> JSON:
-        """Return form, bytes and figures; of a candidate its steps, too."""
+        """Return form, bytes and figures, and the steps of a candidate."""
         found = self.candidate.as_json() if self.candidate else {"form": self.form}
         return {**found, "memory": self.memory, **self.figures}
 
@@ -205,7 +205,7 @@ def guide(
     """Print whether a model fits this machine, find a smaller one, and save what you choose."""
     name = Path(model).expanduser().resolve().name.removesuffix(".gguf")
     recipe = search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=ROUNDED)
-    config = checked(FitConfig, {"memory": 1, **options}, "")
+    config = parse_as(FitConfig, {"memory": 1, **options}, "")
     asked_for = Goal(config.memory if "memory" in options else None, max_kl)
     if asked_for.memory and max_kl is not None:
         raise MoesaicError("memory and max_kl are two goals: give one.")
@@ -215,26 +215,26 @@ def guide(
     check_anew(recipe, overwrite=overwrite, resume=resume)
     shared.print_start(model)
     from moesaic import report
-    from moesaic.fitting.run import opened
+    from moesaic.fitting.run import open_search
     from moesaic.progress import bars, err_console
 
     ask = not yes and not as_json and sys.stdin.isatty()
-    machine = look(recipe)
-    if (goal := _goal(machine, asked_for, searched(recipe.out), resume, ask)) is None:
+    machine = print_model(recipe)
+    if (goal := _goal(machine, asked_for, search_folder(recipe.out), resume, ask)) is None:
         return
     again = {"overwrite": overwrite, "resume": resume}
     with output_lock(Path(recipe.out)):
         budgets = goal.budgets(machine["weight_bytes"], config.native)
-        search = opened(recipe, budgets[0], **again, track=bars, tell=print_notice)
+        search = open_search(recipe, budgets[0], **again, track=bars, notify=print_notice)
         (search.work / GOAL).write_text(json.dumps(asdict(goal)), "utf-8")
         try:
-            points = measured(search, found(search, goal, budgets, machine["weight_bytes"]))
+            points = measure(search, front(search, goal, budgets, machine["weight_bytes"]))
         except MoesaicError:
             discard(search.work)
             raise
         except KeyboardInterrupt:
             _stopped()
-    err_console.print(drawn(points, machine["weight_bytes"]))
+    err_console.print(points_table(points, machine["weight_bytes"]))
     _suggest_both(search, points)
     choice = [p for p in points if p.candidate or (ask and _writes_gguf(search))]
     chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
@@ -254,7 +254,7 @@ def guide(
         return
     for better in (p for p in points if p.type and p.memory <= chosen.memory and p.kl < chosen.kl):
         command = _export(model, f"{name}-{better.type}.gguf", better.type)
-        print_words(f"{better.type} alone is no larger, at less KL: {command}")
+        print_words(f"The original in {better.type} is no larger, at less KL: {command}")
         break
     record = save(search, points, chosen, again)
     frontier, rounding = ([p.as_json() for p in points if bool(p.type) is b] for b in (False, True))
@@ -263,13 +263,13 @@ def guide(
 
 
 def _stopped() -> NoReturn:
-    """Print how a search that was interrupted goes on."""
+    """Exit with the command that continues an interrupted search."""
     again = shlex.join(["moesaic", *sys.argv[1:]])
     resumed = again if "--resume" in again else f"{again} --resume"
-    shared.fail(f"Interrupted; nothing was saved. To go on:\n{resumed}", 130)
+    shared.fail(f"Interrupted; nothing was saved. To continue:\n{resumed}", 130)
 
 
-def asked(what: str, default: str, choices: Sequence[str] = ()) -> str:
+def prompt(what: str, default: str, choices: Sequence[str] = ()) -> str:
     """Ask a question, and return the answer."""
     from rich.prompt import Prompt
 
@@ -281,16 +281,16 @@ def asked(what: str, default: str, choices: Sequence[str] = ()) -> str:
 # --- what there is -------------------------------------------------------------------------------
 
 
-def look(recipe: Recipe) -> JSON:
-    """Print what a model is and whether it fits this machine, of which the facts are returned."""
+def print_model(recipe: Recipe) -> JSON:
+    """Print what a model is and whether it fits this machine; return facts about the machine."""
     from moesaic.config import parse_dtype
     from moesaic.io.source import resolve
     from moesaic.metrics.speed import environment, free_bytes
     from moesaic.report.numbers import count, memory
-    from moesaic.sizes import Built
+    from moesaic.sizes import Skeleton
 
     source, machine = resolve(recipe.model), environment(recipe.device)
-    built, free = Built(source.config, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
+    built, free = Skeleton(source.config, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
     size = built.size
     routed = [use for use in size.layers if use.experts]
     shape = f"{len(size.layers)} dense layers"
@@ -308,7 +308,7 @@ def look(recipe: Recipe) -> JSON:
 
 
 def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> Goal | None:
-    """Return the goal: given, of the search that is resumed, asked for, or by default."""
+    """Return the goal: the given one, the resumed search's, the user's answer, or the default."""
     size, room = machine["weight_bytes"], int(ROOM * machine["free_bytes"])
     if wanted.memory and wanted.memory >= size:
         raise MoesaicError(
@@ -319,18 +319,18 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
         return wanted
     if resume and (work / GOAL).is_file():
         goal = Goal(**mapping_of(work / GOAL))
-        print_words(f"Going on with: {goal}.")
+        print_words(f"Continuing with: {goal}.")
         return goal
     if size > room:
         return Goal(memory=room)
     if not ask:
         return Goal(max_kl=MAX_KL)
     print_words(
-        "It can be made smaller. KL says how differently the result predicts: 0.05 is hardly "
+        "It can be made smaller. KL measures how differently the result predicts: 0.05 is hardly "
         "noticed, 0.5 is clearly worse."
     )
     while True:
-        answer = asked("Largest KL (0: leave it as it is)", f"{MAX_KL:g}")
+        answer = prompt("Largest KL (0: leave it as it is)", f"{MAX_KL:g}")
         with suppress(ValueError):
             return Goal(max_kl=float(answer)) if float(answer) > 0 else None
         print_words(f"{answer!r} is not a number.")
@@ -339,24 +339,24 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
 # --- what came of it -----------------------------------------------------------------------------
 
 
-def found(search: Search, goal: Goal, budgets: Sequence[FitConfig], size: int) -> list[Candidate]:
-    """Return the candidates that no other one beats, among them one that engines load as it is."""
-    from moesaic.fitting.candidates import unbeaten
+def front(search: Search, goal: Goal, budgets: Sequence[FitConfig], size: int) -> list[Candidate]:
+    """Return the candidates that no other one beats, and a native one if none of them is."""
+    from moesaic.fitting.candidates import pareto_front
 
     points = search.frontier(budgets)
-    if not any(point.weight.native for point in points):
+    if not any(point.size.native for point in points):
         with suppress(MoesaicError):  # there may be none
             natives = goal.budgets(size, native=True)
             search.config = natives[0]
             search.frontier(natives)
-        every = unbeaten([c for c in search.tried if c.weight.native], "memory")
-        within = [c for c in every if not goal.memory or c.weight.memory <= goal.memory]
+        every = pareto_front([c for c in search.tried if c.size.native], "memory")
+        within = [c for c in every if not goal.memory or c.size.memory <= goal.memory]
         points += (within or every)[:1]
     return points
 
 
-def measured(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
-    """Return points with their figures on evaluation text, as results that are saved have them."""
+def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
+    """Measure candidates, and the quantised original, on evaluation text; return them as points."""
     import torch
 
     from moesaic.config import parse_dtype
@@ -373,22 +373,22 @@ def measured(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
     (tokens, _), reference = measured_text(source, settings), Layerwise(source, *place, keep=True)
     points = []
     for one in search.track(candidates, "Measuring what is shown", len(candidates)):
-        folder = search.trials.result(one.converted)
+        folder = search.trials.result(one.conversions)
         assert folder is not None
         run = Layerwise(Source("candidate", folder), *place)
         score = figures(*scores([run, reference], tokens))
-        points.append(Point(one.form, one.weight.memory, score, one))
+        points.append(Point(one.form, one.size.memory, score, one))
         remove(folder)
     if have_room((source,), place[0], torch.float32):
-        types = search.track(QUANTISED, "Quantising alone", len(QUANTISED))
+        types = search.track(QUANTISED, "Quantising the original", len(QUANTISED))
         for type, ours, theirs in rounded_scores(source, reference, tokens, types, place[0]):
             score = figures(ours, theirs)
             points.append(Point(f"quantised to {type}", int(ours.total_bytes), score, type=type))
     return points
 
 
-def drawn(points: Sequence[Point], size: int) -> Table:
-    """Return the points as a table."""
+def points_table(points: Sequence[Point], size: int) -> Table:
+    """Return a table of points."""
     from rich.table import Table
 
     from moesaic.report.numbers import count, memory, share
@@ -397,8 +397,7 @@ def drawn(points: Sequence[Point], size: int) -> Table:
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for n, point in enumerate(points, 1):
-        weight = point.candidate.weight if point.candidate else None
-        active = count(weight.active_parameters) if weight else ""
+        active = count(point.candidate.size.active_parameters) if point.candidate else ""
         native = "GGUF" if point.type else "yes" if point.native else "no"
         loss = f"{point.figures['loss']:+.1%}".replace("%", " %").replace("-0.0 ", "+0.0 ")
         table.add_row(
@@ -412,7 +411,7 @@ def drawn(points: Sequence[Point], size: int) -> Table:
 
 
 def _suggest_both(search: Search, points: Sequence[Point]) -> None:
-    """Print how weights and bits are reduced together, where quantising alone beats all points."""
+    """Print a command that removes and quantises weights if quantising only beats all points."""
     from moesaic.exports.llamacpp import lacking
 
     least = min((p for p in points if p.type), key=lambda p: p.memory, default=None)
@@ -423,8 +422,8 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
         size = f"{int(BELOW * least.memory / 1000)}KB"
         words = ["moesaic", "fit", search.recipe.model, "OUT", "--memory", size, *types]
         print_words(
-            f"{least.type} alone beats the others. For smaller files, fewer weights in fewer bits:"
-            f"\n{shlex.join(words)}"
+            f"The original in {least.type} beats the others. For smaller files, fewer weights in "
+            f"fewer bits:\n{shlex.join(words)}"
         )
 
 
@@ -432,7 +431,7 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
 
 
 def _writes_gguf(search: Search) -> bool:
-    """Return whether llama.cpp's converter is here, and knows the model."""
+    """Return True if llama.cpp's converter is installed and knows the model."""
     from moesaic.exports.llamacpp import find_converter, lacking
 
     with suppress(MoesaicError):
@@ -447,15 +446,15 @@ def _export(model: object, file: object, type: str) -> str:
 
 def save(search: Search, points: Sequence[Point], chosen: Point, again: JSON) -> Record:
     """Make, measure and save a candidate; print the command that would do it again."""
-    from moesaic.fitting.run import carried_out
+    from moesaic.fitting.run import make_chosen
 
     candidate = chosen.candidate
     assert candidate is not None
-    command = command_of(replace(search.recipe, steps=candidate.converted))
+    command = command_of(replace(search.recipe, steps=candidate.conversions))
     print_notice(f"$ {command}", "dim")
     tried = [p.candidate for p in points if p.candidate]
     rounding = [p.as_json() for p in points if p.type]
-    record = carried_out(search, candidate, tried, **again, rounding=rounding)
+    record = make_chosen(search, candidate, tried, **again, rounding=rounding)
     assert record is not None
     shared.print_made(search.recipe.out)
     return record
@@ -464,24 +463,24 @@ def save(search: Search, points: Sequence[Point], chosen: Point, again: JSON) ->
 def _choose(
     search: Search, points: list[Point], choice: list[Point], chosen: Point, again: JSON
 ) -> None:
-    """Ask which points to save, save them, and print what can be done with each."""
+    """Ask which points to save, save them, and print commands that use each."""
     from moesaic import report
     from moesaic.progress import console
 
     model, out = search.recipe.model, search.recipe.out
     numbers = ["0", *(str(points.index(p) + 1) for p in choice)]
     default, made = points.index(chosen) + 1, 0
-    while number := int(asked("Which one (0: none)", str(default), numbers)):
+    while number := int(prompt("Which one (0: none)", str(default), numbers)):
         point, default = points[number - 1], 0
         try:
             if point.type:
-                place = asked("File", f"{out}-{point.type}.gguf")
+                place = prompt("File", f"{out}-{point.type}.gguf")
                 if not place.endswith(".gguf"):
                     place += ".gguf"
                 print_notice(f"$ {_export(model, place, point.type)}", "dim")
                 shared.app(["export", model, place, "--type", point.type], standalone_mode=False)
             else:
-                folder = asked("Folder", f"{out}-{number}" if made else out)
+                folder = prompt("Folder", f"{out}-{number}" if made else out)
                 place = str(Path(folder).expanduser())
                 search.recipe = replace(search.recipe, out=place)
                 console.print(report.terminal(save(search, points, point, again)))
@@ -494,11 +493,11 @@ def _choose(
         if point.native and _writes_gguf(search):
             lines.append(_export(place, f"{place}-q8_0.gguf", "q8_0"))
         print_notice("\n".join(["What you may do with it:", *lines]))
-    discard(search.work)  # there is nothing to go on with
+    discard(search.work)  # nothing is left to continue
 
 
 def commands() -> None:
-    """Make the two commands."""
+    """Register the two commands."""
     names = (field.name for field in fields(FitConfig) if field.name != "confirm")
     run = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
     params = [given.MODEL, given.OUT, *search_options(*names), *run]

@@ -1,4 +1,4 @@
-"""The commands that measure, look at models and results, export and draw reports."""
+"""Commands that measure, inspect, generate, export and draw reports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moesaic.cli.commands import emit, figure, print_start, register
 from moesaic.config import Bench, Evaluation, ExportArgs, form_of
 from moesaic.data.sources import wanted_tasks
 from moesaic.errors import MoesaicError
-from moesaic.io.names import RECORD, check_name, placed
-from moesaic.io.outputs import DRAWING, GGUF, check_file, check_out, marked, whole_file
+from moesaic.io.names import RECORD, check_name, our_path
+from moesaic.io.outputs import DRAWING, GGUF, check_file, check_out, mark_drawn, whole_file
 from moesaic.io.trust import ODD, mapping_of
 from moesaic.types import JSON
 
@@ -47,7 +47,7 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
     from moesaic import report
 
-    record = judged(model, against, figures, evaluation)
+    record = eval_record(model, against, figures, evaluation)
     if card and not as_json:
         sys.stdout.write(report.verdict(record))
     else:
@@ -58,8 +58,8 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
         emit(as_json, figures, Group(report.terminal(record), limit))
 
 
-def judged(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
-    """Return the figures of ``eval`` as a record: of a model alone, or as made of the other."""
+def eval_record(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
+    """Return the figures of ``eval`` as the record of a model, or of a result and its original."""
     from moesaic.io.source import resolve
     from moesaic.record import Record
 
@@ -138,9 +138,9 @@ def inspect(model: str | None, as_json: bool) -> None:
 
 def _architectures(as_json: bool) -> None:
     """Print the model types that are supported, and those that are not, with the reason."""
-    from moesaic.arch import tried
+    from moesaic.arch import support_table
 
-    outcomes = tried()
+    outcomes = support_table()
     lines = [f"With transformers {outcomes['transformers']}:"]
     titles = ("mixtures of experts", "dense models", "multimodal models")
     for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
@@ -190,11 +190,11 @@ def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any
     from moesaic.progress import bars
 
     record = export(model, out, overwrite=overwrite, progress=bars, **chosen)
-    emit(as_json, record, exported(record))
+    emit(as_json, record, export_table(record))
 
 
-def exported(record: JSON) -> Table:
-    """Return a table of what was written and what it cost."""
+def export_table(record: JSON) -> Table:
+    """Return a table of an export: its files, and what padding cost."""
     from rich.table import Table
 
     from moesaic.report.numbers import memory
@@ -214,7 +214,7 @@ def exported(record: JSON) -> Table:
 
 
 def _record_of(run: Path) -> Record:
-    """Return what is known of a run, by its folder or by its ``result.json``.
+    """Return the record of a run, by its folder or by its ``result.json``.
 
     Raises:
         MoesaicError: it cannot be read.
@@ -226,7 +226,7 @@ def _record_of(run: Path) -> Record:
         raise MoesaicError(f"No run at {run}: give the folder that a command made.")
     if run.is_dir():
         check_links(run)
-    file = placed(run, RECORD) if run.is_dir() else run
+    file = our_path(run, RECORD) if run.is_dir() else run
     if not file.exists():
         raise MoesaicError(f"{run} has no result.json: give the folder that a command made.")
     try:
@@ -236,7 +236,7 @@ def _record_of(run: Path) -> Record:
 
 
 def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
-    """Draw one page about one or more results: what is lost, what is saved, layer by layer."""
+    """Draw one page about one or more results: quality, sizes and speed, layer by layer."""
     if out.suffix not in (".html", ".svg"):
         raise MoesaicError(f"{out}: the name of what is drawn ends in .html or .svg.")
     check_file(out, DRAWING, overwrite=True)
@@ -255,12 +255,12 @@ def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
     if not page:
         raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
     with whole_file(out) as partial:
-        partial.write_text(marked(page), "utf-8")
+        partial.write_text(mark_drawn(page), "utf-8")
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 
 def commands() -> None:
-    """Make these commands."""
+    """Register these commands."""
     names = ("data", "max_tokens", "length", "tasks", "limit", "shots", "generations", "stream")
     text = [given.option(Evaluation, name) for name in (*names, "baselines")]
     words = "Measured beside it, and compared with it token by token."
@@ -288,7 +288,7 @@ def commands() -> None:
     runs = given.Argument(
         "runs", "Result folders.", "RUN...", nargs=-1, type=given.PATH, required=True
     )
-    help = "The .html page to make, or the frontier alone as .svg. Default: report.html."
+    help = "The .html page to make, or only the frontier as .svg. Default: report.html."
     page = given.Option("--out", help, metavar="FILE", type=given.PATH, default="report.html")
     example = "moesaic report out-0.8 out-0.7 --out compare.html"
     register("report", report, example, [runs, page, given.AS_JSON])

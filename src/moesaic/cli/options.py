@@ -20,22 +20,22 @@ import yaml
 
 from moesaic.config import about, check_device, choices, flag_of, parse_dtype, types_of
 from moesaic.errors import MoesaicError
-from moesaic.recipe import Recipe, checked
+from moesaic.recipe import Recipe, parse_as
 from moesaic.types import JSON
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 TEXT = ("source", "samples", "length", "seed", "documents")
-"""The fields of Calibration that say which text."""
+"""Fields of Calibration that name the text."""
 PLACE = ("device", "dtype")
-"""The fields of Recipe that say where is computed."""
+"""Fields of Recipe that set device and type."""
 OWN, COMMON, RUN, SELDOM = "Options", "Text, measuring and device", "The run", "Seldom used"
 """Groups of options; a brief help shows the first, and names those of the next two."""
 
 
 class _Place(click.ParamType):  # type: ignore[type-arg]
-    """A path; one that begins with ~, which shells leave alone behind =, is in the user's home."""
+    """Path; ~ at its beginning, which shells do not expand after =, is the user's home."""
 
     name = "path"
 
@@ -47,7 +47,7 @@ PATH = _Place()
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]
-    """A number of a kind, ``int`` or ``float``."""
+    """Number of a kind, ``int`` or ``float``."""
 
     name = "number"
 
@@ -64,7 +64,7 @@ class Number(click.ParamType):  # type: ignore[type-arg]
 
 
 class Argument(click.Argument):
-    """An argument with its help text."""
+    """Argument with its help text."""
 
     def __init__(self, name: str, words: str, metavar: str = "", **more: Any) -> None:
         super().__init__([name], metavar=metavar or name.upper(), **more)
@@ -72,10 +72,10 @@ class Argument(click.Argument):
 
 
 class Option(click.Option):
-    """An option in a group of the help."""
+    """Option in a group of the help."""
 
     of_field = False
-    """It is left out of a command's values where it is not given: the config has the default."""
+    """True if a value that is not given is left out, since the config has the default."""
 
     def __init__(self, names: str, help: str, group: str = OWN, **more: Any) -> None:
         if not more.keys() & {"metavar", "is_flag", "flag_value"} and "/" not in names:
@@ -113,7 +113,7 @@ def option(
         bundle: values that stand in place of defaults.
     """
     field = next(entry for entry in fields(config) if entry.name == name)
-    kinds, default = kinds_of(config, name), shown(bundle.get(name, field.default))
+    kinds, default = kinds_of(config, name), value_text(bundle.get(name, field.default))
     text = help or help_of(config, field)
     if default and "efault" not in text:
         text = f"{text} Default: {default}."
@@ -153,8 +153,8 @@ def help_of(config: type[DataclassInstance], field: Field[object]) -> str:
     return text
 
 
-def shown(value: object) -> str:
-    """Return a value as a user would write it; empty for one that says nothing."""
+def value_text(value: object) -> str:
+    """Return a value as a user would write it; empty for None and empty values."""
     if value is None or value is MISSING or value is False or value in ("", ()):
         return ""
     if value is True:
@@ -177,25 +177,25 @@ def field_of(flag: str) -> str:
     return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
-def taken(options: JSON, names: Iterable[str]) -> JSON:
-    """Take the options of these names out, as far as they were given, and return them."""
+def take(options: JSON, names: Iterable[str]) -> JSON:
+    """Remove the options of these names from what was given, and return them."""
     return {name: options.pop(name) for name in names if name in options}
 
 
 def place(options: JSON) -> JSON:
-    """Take device and floating-point type out of what was given, and return them."""
+    """Remove device and floating-point type from what was given, and return them."""
     dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
     return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}
 
 
 def read(config: type[DataclassInstance], options: JSON) -> JSON:
-    """Take a config's options out, and return their values as its fields hold them.
+    """Remove a config's options from what was given, and return their checked values.
 
     Raises:
         MoesaicError: a value is of another type, or the options contradict each other.
     """
-    given = taken(options, [entry.name for entry in fields(config)])
-    made = checked(config, given, "")
+    given = take(options, [entry.name for entry in fields(config)])
+    made = parse_as(config, given, "")
     return {name: getattr(made, name) for name in given}
 
 

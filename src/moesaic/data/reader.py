@@ -153,7 +153,7 @@ class StreamedRows:
             rng.shuffle(shards)
             groups = (shards[i : i + OPEN] for i in range(0, len(shards), OPEN))
             in_turn = chain.from_iterable(chain.from_iterable(zip_longest(*g)) for g in groups)
-            yield from drawn_from((row for row in in_turn if row is not None), rng, BUFFER)
+            yield from shuffle_buffer((row for row in in_turn if row is not None), rng, BUFFER)
 
     def _shards(self) -> list[Iterable[Row]]:
         start, stop, data = self.taken.start, self.taken.stop, self._data
@@ -166,7 +166,7 @@ class StreamedRows:
 Rows = IndexedRows | StreamedRows
 
 
-def drawn_from(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
+def shuffle_buffer(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
     """Yield the same rows, each drawn from a buffer."""
     buffer = list(islice(rows, size))
     for row in rows:

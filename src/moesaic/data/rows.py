@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.types import JSON, Tokenizer, Values
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,15 @@ ALPACA_INPUT = (
 (commonsense170k) use it too."""
 
 
-class Unusable(MoesaicError):
+class RowError(MoesaicError):
     """Error for a row without text in its columns, or one that the chat template refuses. If other
     rows can be used, it is skipped and counted."""
 
 
-def usable(
+def usable_rows(
     rows: Iterable[Row], read: Callable[[Row], T], name: str, say: bool = True
 ) -> Iterator[tuple[Row, T]]:
-    """Yield rows, and the result of ``read`` for each, without those that are :class:`Unusable`.
+    """Yield rows, and the result of ``read`` for each, without those that are :class:`RowError`.
 
     Args:
         rows: rows of one source.
@@ -71,12 +71,12 @@ def usable(
         MoesaicError: all rows are unusable, or one has columns that are not known.
     """
     taken = left = 0
-    reason: Unusable | None = None
+    reason: RowError | None = None
     try:
         for row in rows:
             try:
                 item = read(row)
-            except Unusable as error:
+            except RowError as error:
                 left, reason = left + 1, reason or error
                 continue
             taken += 1
@@ -110,8 +110,8 @@ def checked(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        near = shown(text[max(0, error.start - 20) : error.end + 20])
-        raise Unusable(f"A row holds half of a surrogate pair, no character: {near}") from error
+        near = quote(text[max(0, error.start - 20) : error.end + 20])
+        raise RowError(f"A row holds half of a surrogate pair, no character: {near}") from error
     return text
 
 
@@ -129,7 +129,7 @@ def _choices(row: Values) -> tuple[str, str]:
     if isinstance(right, str):
         right = letters.find(right.strip().upper()) if right.strip() else -1
     if not 0 <= right < len(choices):
-        raise Unusable(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
+        raise RowError(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
     lines = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))
     return f"{row['question'].strip()}{lines}\nAnswer:", f" {letters[right]}"
 
@@ -165,12 +165,12 @@ def _pair(
     """
     for name in needs[:1] if read is _choices else needs:
         if not isinstance(row[name], str) or not row[name].strip():
-            raise Unusable(f"A row has no text in its column {name}: {shown(dict(row), 120)}")
+            raise RowError(f"A row has no text in its column {name}: {quote(dict(row), 120)}")
     try:
         return PromptAnswer(*read(row))
     except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise Unusable(
-            f"A row does not hold text in its columns {', '.join(needs)}: {shown(dict(row), 120)}"
+        raise RowError(
+            f"A row does not hold text in its columns {', '.join(needs)}: {quote(dict(row), 120)}"
         ) from error
 
 
@@ -215,8 +215,8 @@ def _turn(turn: object) -> JSON:
     role, content = fields.get("role"), fields.get("content")
     silent = content is None and any(fields.get(name) for name in SAID)
     if not isinstance(role, str) or not (silent or isinstance(content, str | list | tuple)):
-        raise Unusable(
-            f"A conversation's turn has role and content, or from and value; got {shown(turn, 70)}."
+        raise RowError(
+            f"A conversation's turn has role and content, or from and value; got {quote(turn, 70)}."
         )
     return {**fields, "role": ROLES.get(role, role)}
 
@@ -229,7 +229,7 @@ def _tools(row: Row) -> list[Values] | None:
     except ValueError:
         tools = ...
     if tools and not isinstance(tools, list | tuple):
-        raise Unusable(f"A conversation's tools are no list: {shown(row, 120)}")
+        raise RowError(f"A conversation's tools are no list: {quote(row, 120)}")
     return [*tools] if tools else None
 
 
@@ -245,7 +245,7 @@ def _words(content: object) -> str:
     found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(found):
-        raise Unusable(f"A conversation's turn has parts that are no text: {shown(content, 120)}")
+        raise RowError(f"A conversation's turn has parts that are no text: {quote(content, 120)}")
     return "".join(texts)
 
 
@@ -287,7 +287,7 @@ def _conversation(
 
     text = in_template(turns)
     odd = [turn.get("content") for turn in turns if not isinstance(turn.get("content"), str)]
-    # a template for text alone may refuse other content, or write it as Python's repr
+    # a template for only text may refuse other content, or write it as Python's repr
     if odd and (text is None or any(str(content) in text for content in odd)):
         plain = [{**turn, "content": _words(turn.get("content"))} for turn in turns]
         other = in_template(plain)
@@ -302,13 +302,13 @@ def _conversation(
         text = in_template([{**first, "content": content}, *others])
     if text is None:
         reason = " ".join(str(refusals[0]).split())
-        raise Unusable(
-            f"The chat template refuses a conversation ({reason:.120}): {shown(turns, 120)}"
+        raise RowError(
+            f"The chat template refuses a conversation ({reason:.120}): {quote(turns, 120)}"
         )
     return text
 
 
-def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
+def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
     """Return the prompt and the answer of a row; None for plain text.
 
     Args:
@@ -337,7 +337,7 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
         return None
     for name in (*PLAIN, *TURNS):
         if name in columns:
-            raise Unusable(f"A row has no text in its column {name}: {shown(dict(row), 120)}")
+            raise RowError(f"A row has no text in its column {name}: {quote(dict(row), 120)}")
     named = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     formats = "; ".join((*PLAIN, *TURNS, *map(" + ".join, SCHEMAS)))
     raise MoesaicError(
@@ -349,7 +349,7 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
 def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
     """Return the whole text of a row: its own, a conversation, or prompt and answer.
 
-    Arguments and errors are those of :func:`asked`.
+    Arguments and errors are those of :func:`pair_of`.
     """
     columns = row if isinstance(row, Mapping) else {PLAIN[0]: row}
     plain = next((columns[name] for name in PLAIN if isinstance(columns.get(name), str)), None)
@@ -357,7 +357,7 @@ def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
         return checked(plain)
     if turns := _turns(row):
         return checked(_conversation(turns, _tools(row), tokenizer))
-    pair = asked(row)
+    pair = pair_of(row)
     assert pair is not None
     return pair.prompt + pair.answer
 
@@ -426,7 +426,7 @@ class _Child:
     process: int
     pipe: Connection
     made_of: tuple[object, ...]
-    """Its parent, the tokenizer's class, template and special tokens."""
+    """Parent process, and the tokenizer's class, template and special tokens."""
 
 
 _CHILD: list[_Child] = []

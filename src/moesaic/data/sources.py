@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moesaic.config import about
-from moesaic.errors import MoesaicError, how_to_install, shown
+from moesaic.errors import MoesaicError, how_to_install, quote
 from moesaic.types import JSON, at_home
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ MIXES = {
         ),
     ),
 }
-"""Mixes by name; docs/text.md says what their text is and how it is licensed."""
+"""Mixes by name; docs/text.md describes their text and its licences."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     return tuple(sources)
 
 
-def spelled(value: object) -> str:
+def text_name(value: object) -> str:
     """Return a text's name as one string, from a recipe's string, mapping or list of mappings.
 
     Raises:
@@ -217,7 +217,7 @@ def _from_json(spec: str) -> Iterator[TextSource]:
         if not (right and words.get("name") and isinstance(weight, int | float)):
             raise MoesaicError(
                 f"A source of text is a mapping of words, with a name; known: {', '.join(FIELDS)}; "
-                f"weight is a number. Got {shown(part, 80)}."
+                f"weight is a number. Got {quote(part, 80)}."
             )
         yield TextSource(**words, weight=float(weight))
 

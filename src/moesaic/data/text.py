@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
-from moesaic.data.rows import DOMAIN, Row, text_of, usable
+from moesaic.data.rows import DOMAIN, Row, text_of, usable_rows
 from moesaic.data.sources import SHIPPED, Use, sources_of, text_sources
 from moesaic.errors import MoesaicError
 from moesaic.types import Config, Tokenizer
@@ -113,9 +113,9 @@ class Tokens:
     def labels(self) -> Tensor:
         """Labels, int64 (N, L): ids, but ``IGNORED`` on padding, after it, and on BOS."""
         real = self.real
-        behind = torch.nn.functional.pad(real[:, :-1], (1, 0), value=True)
-        behind[:, : self.begun] = False
-        return self.input_ids.where(real & behind, IGNORED)
+        follows = torch.nn.functional.pad(real[:, :-1], (1, 0), value=True)
+        follows[:, : self.begun] = False
+        return self.input_ids.where(real & follows, IGNORED)
 
     @property
     def count(self) -> int:
@@ -138,8 +138,8 @@ class Tokens:
             None if tensor is None else tensor[chosen]
             for tensor in (self.attention_mask, self.part_NL)
         )
-        alone = len(self.origins) == 1
-        origins = tuple(replace(o, windows=len(ids)) for o in self.origins if alone)
+        single = len(self.origins) == 1
+        origins = tuple(replace(o, windows=len(ids)) for o in self.origins if single)
         return Tokens(ids, mask, origins, self.parts, part, self.begun)
 
     def unpadded(self) -> list[list[int]]:
@@ -264,8 +264,8 @@ _KEPT: dict[tuple[str, Hashable], Tensor] = {}
 def _ids(text: str, tokenizer: Tokenizer) -> Tensor:
     """Return a text's tokens, cached by the tokenizer's rules."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    alone: Hashable = (tokenizer, len(tokenizer))
-    key = text, backend.to_str() if backend is not None else alone
+    by_object: Hashable = (tokenizer, len(tokenizer))
+    key = text, backend.to_str() if backend is not None else by_object
     if key not in _KEPT:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for old in [*_KEPT][:-1]:
@@ -401,7 +401,7 @@ def evaluation_tokens(
             so_far = tokens.real.sum(1).cumsum(0)
             tokens = tokens.rows(slice(int((so_far <= share).sum())))
         found.append(tokens)
-    tokens = joined(found)
+    tokens = concat(found)
     if config is not None:
         tokens.check(config)
     return tokens
@@ -451,7 +451,7 @@ def calibration_tokens(
             has = f"fills {{}} windows of {each} tokens"
             tokens = tokens.rows(_drawn(count, share, seed, has))
         found.append(tokens)
-    return joined(found)
+    return concat(found)
 
 
 def _windows(texts: Sequence[str], rows: Rows, tokenizer: Tokenizer, length: int) -> Tokens:
@@ -503,7 +503,7 @@ def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]
 
 
 def _texts(rows: Iterable[Row], taken: RowRange, tokenizer: Tokenizer) -> Iterator[tuple[Row, str]]:
-    return usable(rows, partial(text_of, tokenizer=tokenizer), taken.source or SHIPPED)
+    return usable_rows(rows, partial(text_of, tokenizer=tokenizer), taken.source or SHIPPED)
 
 
 def _some(texts: Iterable[tuple[Row, str]], limit: int | None) -> tuple[list[Row], list[str]]:
@@ -518,7 +518,7 @@ def _some(texts: Iterable[tuple[Row, str]], limit: int | None) -> tuple[list[Row
     return rows, first
 
 
-def joined(parts: Sequence[Tokens]) -> Tokens:
+def concat(parts: Sequence[Tokens]) -> Tokens:
     """Return the windows of all parts (at least one); the shorter ones are padded."""
     if len(parts) == 1:
         return parts[0]

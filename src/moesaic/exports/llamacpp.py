@@ -27,7 +27,7 @@ from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
 from moesaic.exports.native import base_config, export_native, head_dim_of
-from moesaic.exports.quantiser import OTHERS, Rounded, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, FileTensor, quantise, tensors_of, types_of
 from moesaic.exports.rounder import TYPES, Layout, Rounder
 from moesaic.io.models import shape_of
 from moesaic.io.naming import Naming, is_mtp
@@ -203,11 +203,11 @@ class Rounding:
         header = size - sum(tensor.bytes for tensor in tensors.values())
         return Layout(tensors, header, self.layers)
 
-    def uniform(self, out: Path, type: str, values: bool = True) -> dict[str, Rounded]:
+    def uniform(self, out: Path, type: str, values: bool = True) -> dict[str, FileTensor]:
         """Write a file of one type, or with ``values`` False a hole; return its tensors."""
         return quantise(self._reader, out, type, self.weights, values=values)
 
-    def mixed(self, out: Path, types: Mapping[str, str]) -> dict[str, Rounded]:
+    def mixed(self, out: Path, types: Mapping[str, str]) -> dict[str, FileTensor]:
         """Write a file with types by groups of tensors; return its tensors."""
         chosen = {name: types[group] for name, group in self.layout.rounded.items()}
         return quantise(self._reader, out, OTHERS, self.weights, chosen)
@@ -361,11 +361,12 @@ def _deepseek(config: Config) -> Iterator[str]:
         yield "groups scored by their best expert: it adds the two best, as DeepSeek-V3 does"
     lite = layers in (26, 27) or (layers, config.vocab_size) == (48, 128256)
     if lite != (config.q_lora_rank is None):
-        yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
+        yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, its rule for Lite models"
 
 
 def _deepseek_v4(config: Config) -> Iterator[str]:
-    if (quantization_of(config) or {}).get("expert_dtype") != "fp4":
+    stated = (quantization_of(config) or {}).get("expert_dtype")
+    if "fp4" not in (stated, getattr(config, "expert_dtype", None)):  # in 5.17
         yield "plain experts of DeepSeek-V4: its converter takes them packed, as released"
 
 

@@ -29,13 +29,13 @@ from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter, Value, Writer, mapped
+from moesaic.io.checkpoint import ShardWriter, Value, Writer, mapped_values
 from moesaic.io.models import shape_of
 from moesaic.io.naming import leave_out
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
-from moesaic.io.trust import copy_side_files, settle_tokenizer
+from moesaic.io.trust import clean_tokenizer, copy_side_files
 from moesaic.plan import Plan
 from moesaic.plans import neurons
 from moesaic.plans.base import KINDS, Header
@@ -43,11 +43,11 @@ from moesaic.plans.cut import CutLayer
 from moesaic.surgery import (
     ChangedWriter,
     base_shape,
+    converted_shape,
     headers_of,
-    kept,
+    kept_names,
     language_alone,
     rewrite,
-    shaped,
     sizes,
     spread,
 )
@@ -86,10 +86,10 @@ def base_config(config: Config, arch: Arch) -> Config:
     return plain
 
 
-def aligned(width: int) -> int:
+def multiple_of_8(width: int) -> int:
     """Return the next multiple of 8: grouped matrix products need rows of whole 16 bytes.
 
-    >>> aligned(250)
+    >>> multiple_of_8(250)
     256
     """
     return 8 * -(-width // 8)
@@ -164,13 +164,13 @@ def decide(source: Source, target: str = "") -> Export:
             raise MoesaicError(obstacle)
     if isinstance(arch, MoEArch):
         if target not in ("", arch.model_type):
-            raise MoesaicError(f"target {target!r}: a mixture stays what it is: {arch.model_type}.")
-        return reduced(source, arch, stacks)
+            raise MoesaicError(f"target {target!r}: a mixture is kept one, {arch.model_type}.")
+        return reduce_export(source, arch, stacks)
     if source.beside:
         raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
     ways = [KINDS[header["kind"]].exporter(header) for header in layers if header]
-    export: Callable[..., Export] = next(filter(None, ways), narrowed)
+    export: Callable[..., Export] = next(filter(None, ways), narrow_export)
     return export(source, arch, layers, target)
 
 
@@ -180,7 +180,7 @@ def write(source: Source, export: Export, folder: Path) -> None:
     export.write(writer)
     write_config(export.config, folder)
     copy_side_files(source.folder, folder)
-    settle_tokenizer(source.folder, folder)
+    clean_tokenizer(source.folder, folder)
 
 
 # --- is it the same model? -----------------------------------------------------------------------
@@ -241,10 +241,10 @@ def _text(source: Source, tokens: int) -> Tensor:
 # --- layers that are cut, condensed or dropped ---------------------------------------------------
 
 
-ALIGNED = aligned(1)
+ALIGNED = multiple_of_8(1)
 
 
-def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
+def reduce_export(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
     """Return the export with one number of experts and one dense width, padded if that is exact.
 
     Args:
@@ -264,7 +264,9 @@ def reduced(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]
     return Export(config, mixture.write, mixture.costs)
 
 
-def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
+def narrow_export(
+    source: Source, arch: Arch, headers: Sequence[Header | None], target: str
+) -> Export:
     """Return the export of narrower dense layers: one intermediate size, padded with zeros.
 
     Args:
@@ -311,14 +313,14 @@ class _Reduced:
         model = shape_of(source.config)
         self.layers = arch.layers(model)
         self.shape = base_shape(model, arch)
-        gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
-        stay = [i for i in range(len(self.shape.widths)) if i not in gone]
-        self.numbers = {old: new for new, old in enumerate(stay)}
+        drop = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
+        kept = [i for i in range(len(self.shape.widths)) if i not in drop]
+        self.numbers = {old: new for new, old in enumerate(kept)}
         """New index of each kept layer, by old index."""
         self.counts = {i: count for i, count in enumerate(self.shape.experts) if count}
         """Number of experts of the layers that route."""
-        self.dense = {i: self.shape.widths[i] for i in stay if i not in self.counts}
-        self.condensed = stacks.keys() - gone - self.counts.keys()
+        self.dense = {i: self.shape.widths[i] for i in kept if i not in self.counts}
+        self.condensed = stacks.keys() - drop - self.counts.keys()
         self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
         self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
         """Dense layers that are padded to the width of the widest."""
@@ -377,10 +379,10 @@ class _Reduced:
         Raises:
             MoesaicError: the architecture cannot have just these dense layers.
         """
-        gone = len(self.numbers) < len(self.shape.widths)
-        if gone:
+        dropped = len(self.numbers) < len(self.shape.widths)
+        if dropped:
             shorten(self.config, [*self.numbers])
-        if self.condensed or (gone and self.arch.dense_layers):
+        if self.condensed or (dropped and self.arch.dense_layers):
             mix = self.arch.dense_at(self.config, {self.numbers[i] for i in self.dense})
             if mix is None:
                 raise MoesaicError(
@@ -417,7 +419,7 @@ class _Reduced:
         """Return the shapes of a layer's tensors by name, as written."""
         layer = self.layers[index]
         if index in self.plans:
-            layer = shaped(layer, self.arch, self.plans[index])
+            layer = converted_shape(layer, self.arch, self.plans[index])
         return {name: self.widened(index, name, shape) for name, shape in sizes(layer).items()}
 
     def widened(self, index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -448,18 +450,18 @@ class _Reduced:
             if new != tuple(value.shape):
                 missing = [n - was for was, n in zip(value.shape, new, strict=True)]
                 assert min(missing) >= 0, f"{name} would be cut"
-                value = F.pad(mapped(value), (0, missing[1], 0, missing[0]))
+                value = F.pad(mapped_values(value), (0, missing[1], 0, missing[0]))
             return name, value
 
         to = ChangedWriter(language_alone(writer) if self.source.beside else writer, fitted)
-        keep = kept(model, mtp=False, beside=not self.source.beside)
+        keep = kept_names(model, mtp=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
         rewrite(naming, self.arch, plan, to, keep)
 
 
-def shorten(config: Config, stay: Sequence[int]) -> None:
+def shorten(config: Config, kept: Sequence[int]) -> None:
     """Restrict a config to the kept layers, including lists with an entry per layer."""
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(config, name, [value[i] for i in stay])
-    config.num_hidden_layers = len(stay)
+            setattr(config, name, [value[i] for i in kept])
+    config.num_hidden_layers = len(kept)

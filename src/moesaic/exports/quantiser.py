@@ -49,7 +49,7 @@ IQ_FALLBACK, WHOLE = "iq4_nl", "f32"
 
 
 @dataclass(frozen=True)
-class Rounded:
+class FileTensor:
     """Type and shape of a tensor in a GGUF file."""
 
     type: str
@@ -67,7 +67,7 @@ class Rounded:
         block, size = _block(self.type)
         return -(-(self.numel // block * size) // ALIGNED) * ALIGNED
 
-    def as_type(self, type: str, weighed: bool) -> Rounded:
+    def as_type(self, type: str, weighed: bool) -> FileTensor:
         """Return the tensor after a file is quantised to a type.
 
         Args:
@@ -78,7 +78,7 @@ class Rounded:
             return self
         return self.rounded(NARROW if by_text(type) and not weighed else type)
 
-    def rounded(self, type: str) -> Rounded:
+    def rounded(self, type: str) -> FileTensor:
         """Return the tensor in a type, or in the next one whose blocks divide its rows."""
         if self.shape[0] % _block(type)[0]:
             type = FALLBACK.get(type, IQ_FALLBACK if type.startswith("iq") else type)
@@ -161,7 +161,7 @@ def quantise(
     weights: Mapping[str, Tensor],
     chosen: Mapping[str, str] | None = None,
     values: bool = True,
-) -> dict[str, Rounded]:
+) -> dict[str, FileTensor]:
     """Quantise the matrices of a GGUF file in f32 or bf16, as llama.cpp's quantiser does.
 
     One of them is in memory at a time; other tensors are written in f32.
@@ -203,7 +203,7 @@ def quantise(
         for name, kind in (chosen or {}).items()
         if name in rows
     }
-    types = {n: Rounded(WHOLE, shapes[n]).rounded(kind).type for n, kind in wanted.items()}
+    types = {n: FileTensor(WHOLE, shapes[n]).rounded(kind).type for n, kind in wanted.items()}
     for name, kind in types.items():
         if by_text(kind) and kind != "iq3_s" and name not in weights:
             raise MoesaicError(f"{type} rounds {name} by its inputs, which are not known.")
@@ -233,14 +233,14 @@ def quantise(
         else:
             writer.write_tensor_data(held_rows(matrix, types[name], weights.get(name)))
     writer.close()
-    written = {name: Rounded(types[name], shapes[name]) for name in given}
+    written = {name: FileTensor(types[name], shapes[name]) for name in given}
     if not values:
         start = -(-out.stat().st_size // ALIGNED) * ALIGNED
         os.truncate(out, start + sum(tensor.bytes for tensor in written.values()))
     return written
 
 
-def _model(fields: Mapping[str, Any], arch: str) -> Model:
+def _model(fields: Mapping[str, Any], arch: str) -> ModelFacts:
     """Return the numbers of a file's model that determine types; of lists by layer the first."""
 
     def number(key: str, default: int = 0) -> int:
@@ -249,20 +249,20 @@ def _model(fields: Mapping[str, Any], arch: str) -> Model:
 
     heads = number("attention.head_count")
     key_heads = number("attention.head_count_kv", heads)
-    return Model(arch, number("block_count"), number("expert_count"), heads, key_heads)
+    return ModelFacts(arch, number("block_count"), number("expert_count"), heads, key_heads)
 
 
-def tensors_of(file: Path) -> dict[str, Rounded]:
+def tensors_of(file: Path) -> dict[str, FileTensor]:
     """Return the tensors of a GGUF file, by name."""
     from gguf import GGUFReader
 
     return {
-        tensor.name: Rounded(tensor.tensor_type.name.lower(), tuple(map(int, tensor.shape)))
+        tensor.name: FileTensor(tensor.tensor_type.name.lower(), tuple(map(int, tensor.shape)))
         for tensor in GGUFReader(file).tensors
     }
 
 
-def types_of(tensors: Mapping[str, Rounded]) -> dict[str, int]:
+def types_of(tensors: Mapping[str, FileTensor]) -> dict[str, int]:
     """Count the weights of a GGUF file's tensors in each of llama.cpp's types, the most first."""
     counts: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -295,7 +295,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFacts:
     """Numbers of a model that the rule of types needs."""
 
     arch: str
@@ -322,7 +322,7 @@ def is_quantised(name: str, shape: Sequence[int]) -> bool:
     return math.prod(shape[1:]) > 1 and name.endswith("weight") and not KEPT.search(name)
 
 
-def mixture(rows: Mapping[str, int], type: str, model: Model, weighed: bool) -> dict[str, str]:
+def mixture(rows: Mapping[str, int], type: str, model: ModelFacts, weighed: bool) -> dict[str, str]:
     """Return the types of tensors, whether or not a type's blocks divide their rows.
 
     Args:
@@ -352,7 +352,7 @@ def mixture(rows: Mapping[str, int], type: str, model: Model, weighed: bool) -> 
 
 
 def _choices(
-    part: str, place: int, values: int, model: Model, weighed: bool
+    part: str, place: int, values: int, model: ModelFacts, weighed: bool
 ) -> dict[str, str | None]:
     """Return a tensor's type for each type of file; None for the file's own type."""
 

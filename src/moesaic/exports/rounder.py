@@ -39,7 +39,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import in_unit
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import FILES, WHOLE, Rounded, bits, held_rows, values_of
+from moesaic.exports.quantiser import FILES, WHOLE, FileTensor, bits, held_rows, values_of
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
@@ -81,7 +81,7 @@ def importance(
     for block, states in track(stream.turns(), "Importance", len(stream)):
         layer = block.layer
         names = dict(names_in(layer, block.index, arch, named))
-        with tapped(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
+        with tap(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
             block.run(states)
     return means(tally.stats())
 
@@ -133,7 +133,7 @@ def names_in(
 
 
 @contextmanager
-def tapped(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) -> Iterator[None]:
+def tap(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) -> Iterator[None]:
     """Call ``notify`` with the inputs of a layer's projections while it runs, padding too.
 
     Experts run additionally, one by one.
@@ -164,7 +164,7 @@ def tapped(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify)
                     if up in experts:
                         notify(up, x_NI, i)
                     if down in experts:
-                        notify(down, view.activated(i, x_NI), i)
+                        notify(down, view.activate(i, x_NI), i)
 
             if experts:
                 hooks.callback(view.experts.register_forward_pre_hook(routed).remove)
@@ -211,7 +211,7 @@ def group_of(name: str) -> str:
 class Layout:
     """Tensors of a GGUF file, from which its size in other types is computed."""
 
-    tensors: Mapping[str, Rounded]
+    tensors: Mapping[str, FileTensor]
     """Tensors by name, from a file in any types."""
     header: int
     """Bytes of the file without the tensors."""
@@ -286,7 +286,7 @@ def choice(kls: Mapping[str, Mapping[str, float]], layout: Layout, budget: int) 
 
 
 def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
-    """Return types of tensors for types of files, the widest first; f32 only if alone.
+    """Return types of tensors for types of files, the widest first; f32 only if no other is given.
 
     >>> tensor_types(["q2_k", "q4_k_m", "f32", "q8_0", "q4_k_s"])
     ('q8_0', 'q4_k', 'q2_k')
@@ -350,7 +350,7 @@ their bytes."""
 
 
 class Rounder:
-    """A native model, of which groups of tensors are rounded while they are in memory.
+    """Native model, of which groups of tensors are rounded while they are in memory.
 
     Args:
         source: the checkpoint.
@@ -372,7 +372,7 @@ class Rounder:
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
         self.known: Mapping[str, Tensor] | None = None
-        """The weights, where they were found before."""
+        """Mean squares of inputs (:attr:`weights`) from an earlier run; None to compute them."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -385,7 +385,7 @@ class Rounder:
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
-        """The groups of what is rounded, each with its layer or its place around them.
+        """Groups of matrices that are rounded, each with its layer or its place around all layers.
 
         Raises:
             MoesaicError: of a tensor of the file no matrix of the model is known.
@@ -446,7 +446,7 @@ class Rounder:
             types: of tensors, by group.
             part: the layer of that number, or the model; its weights are present.
             place: the number; BEFORE for the embeddings, the number of layers for the head.
-            back: round some experts of many alone, and give them their weights back afterwards;
+            back: round only some experts of many, and give them their weights back afterwards;
                 otherwise the part is not used again.
         """
         held = self._held(part, place)
@@ -466,7 +466,7 @@ class Rounder:
                 some.copy_(values)
 
     def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
-        """Give a matrix the values that a file has where a type is asked for, some at a time."""
+        """Replace a matrix's values by those quantised to the requested types, part by part."""
         weights = self.weights.get(name)
         type = self.layout.tensors[name].as_type(type, weights is not None).type
         stacked, some = matrix.dim() > 2, max(1, AT_ONCE // matrix[0].numel())
@@ -502,7 +502,7 @@ class Rounder:
         ]
 
     def _called(self, group: str, type: str) -> tuple[str, ...]:
-        """Return a group, and the types that its tensors get where one is asked for."""
+        """Return a group, and the types that its tensors get for a requested type."""
         of_group = [n for n, other in self.layout.rounded.items() if other == group]
         weighed = group not in OUTSIDE
         return group, *(self.layout.tensors[n].as_type(type, weighed).type for n in of_group)
@@ -536,7 +536,7 @@ class Rounder:
             budget: bytes of the file.
 
         Raises:
-            MoesaicError: it is out of reach, which is said before anything is looked at.
+            MoesaicError: it is out of reach; raised before anything is read.
         """
         self.layout.check(among, budget)
         types = tensor_types(among)

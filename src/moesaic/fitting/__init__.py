@@ -1,1 +1,1 @@
-"""The result that loses least within a budget: candidates, their sizes, and a search."""
+"""Search for the result of least KL within a budget: candidates, their sizes, a price table."""

@@ -1,4 +1,4 @@
-"""Recipes that fit a budget, with their estimated KL, and with what came of them."""
+"""Candidates of a search: recipes that fit a budget, with estimated and measured KL."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from moesaic.config import ExportArgs, MethodConfig
 from moesaic.exports.rounder import Numbers
 from moesaic.metrics.score import Score
 from moesaic.plans.recovery import significantly_worse
-from moesaic.sizes import Steps, Weight, conversions, steps_as_json
+from moesaic.sizes import ResultSize, Steps, conversions, steps_as_json
 from moesaic.types import JSON
 
 BY_WINDOW = "kl_N"
-"""The key of ``kl`` by window."""
+"""Key of ``kl`` by window in a score."""
 ALIKE = 1.03
-"""Sizes of which one is less than so many times the other are alike: of two such candidates the one
-of less KL counts, or the plainer one."""
-PLAINER = 1.05
-"""A plainer candidate is preferred up to so many times the KL of the best."""
+"""Ratio below which two sizes count as equal: of two such candidates the simpler one is kept,
+unless it is significantly worse."""
+SIMPLER = 1.05
+"""Ratio to the KL of the best candidate up to which a simpler one is preferred."""
 FAR = 1.2
-"""Candidates estimated at more than this many times the KL of the best, by more than the error of
-estimates, are not measured."""
+"""Ratio to the estimated KL of the best candidate above which others are not measured, if they are
+significantly worse."""
 QUANTISE = "quantise"
 KINDS = {"slim": "narrow", "prune": "drop", "condense": "drop", "skip": "route less"}
-"""A word for what a step of each verb does."""
+"""Words for the kinds of changes, by verb."""
 NONE = np.zeros(1)
-"""The KL of no change."""
+"""KL of no change, by sample."""
 Levels = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe that fits, and what came of it."""
+    """Recipe that fits a budget, with its sizes, estimated KL and, once measured, figures."""
 
     form: str
     steps: Steps
-    weight: Weight
+    size: ResultSize
     score: JSON | None = None
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
     types: Mapping[str, str] | None = None
@@ -52,21 +52,21 @@ class Candidate:
     kl_N: tuple[float, ...] = ()
     """``kl`` by window of the text that chooses."""
 
-    def scored(self, score: JSON) -> Candidate:
-        """With its figures; ``memory`` among them is what a file came to."""
-        memory = score.get("memory", self.weight.memory)
-        told = {name: value for name, value in score.items() if name != BY_WINDOW}
-        weight = replace(self.weight, memory=memory)
-        return replace(self, score=told, weight=weight, kl_N=tuple(score[BY_WINDOW]))
+    def with_score(self, score: JSON) -> Candidate:
+        """Return the candidate with measured figures; ``memory`` among them replaces its bytes."""
+        memory = score.get("memory", self.size.memory)
+        rest = {name: value for name, value in score.items() if name != BY_WINDOW}
+        size = replace(self.size, memory=memory)
+        return replace(self, score=rest, size=size, kl_N=tuple(score[BY_WINDOW]))
 
     @property
-    def converted(self) -> tuple[MethodConfig, ...]:
-        """The steps without the file."""
+    def conversions(self) -> tuple[MethodConfig, ...]:
+        """Steps that convert the model, without the file that is made last."""
         return conversions(self.steps)
 
     @property
     def file(self) -> ExportArgs | None:
-        """The GGUF file that it ends in, if it does."""
+        """GGUF file that the recipe ends in; None if it ends in a checkpoint."""
         last = self.steps[-1]
         return last if isinstance(last, ExportArgs) else None
 
@@ -75,17 +75,17 @@ class Candidate:
         steps = steps_as_json(self.steps)
         recipe = {"form": self.form, "estimated_kl": self.estimate(), "steps": steps}
         types = {"types": dict(self.types)} if self.types else {}
-        return {**recipe, **types, **asdict(self.weight), **(self.score or {})}
+        return {**recipe, **types, **asdict(self.size), **(self.score or {})}
 
     @property
     def kind(self) -> str:
-        """A word for what each step does."""
-        words = [KINDS.get(step.verb, step.verb) for step in self.converted]
+        """Words for what the steps do: ``narrow``, ``drop and quantise``."""
+        words = [KINDS.get(step.verb, step.verb) for step in self.conversions]
         return " and ".join(words) or QUANTISE
 
     @property
     def plain(self) -> bool:
-        """True of the original quantised to one type alone.
+        """True if the candidate is the original, quantised to one type.
 
         It is always measured: llama.cpp gives some tensors wider types, and the estimate takes all
         to be of the one.
@@ -93,10 +93,10 @@ class Candidate:
         return self.kind == QUANTISE and self.types is None
 
     def estimate(self, levels: Levels | None = None) -> float:
-        """Estimated KL.
+        """Return the estimated KL in nats a token.
 
         Args:
-            levels: by kind how many times the estimate is measured; of quantising for types.
+            levels: measured over estimated KL by kind; that of quantising scales the types.
         """
         known = levels or {}
         of_types = known.get(QUANTISE, 1.0) * self.types_S.mean()
@@ -116,14 +116,14 @@ class Candidate:
 
     @property
     def loss(self) -> float:
-        """The relative rise of perplexity, infinite before it is measured."""
+        """Relative rise of perplexity, infinite before it is measured."""
         return float(self.score["loss"]) if self.score else math.inf
 
 
-def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
+def simplest(candidates: Iterable[Candidate]) -> Candidate | None:
     """Return the simplest candidate that is not significantly worse than the best.
 
-    It has at most :data:`PLAINER` times the best one's KL, as few windows cannot show small
+    It has at most :data:`SIMPLER` times the best one's KL, as few windows cannot show small
     differences. Simpler is an ordinary checkpoint, then fewer steps, then one type for all, then a
     lower KL. Two are compared by :func:`moesaic.plans.recovery.significantly_worse`, paired by
     window; with a single window the best one is returned. None if the list is empty.
@@ -131,17 +131,17 @@ def plainest(candidates: Iterable[Candidate]) -> Candidate | None:
 
     def order(candidate: Candidate) -> tuple[bool, int, bool, float]:
         mixed = candidate.types is not None
-        return not candidate.weight.native, len(candidate.steps), mixed, candidate.kl
+        return not candidate.size.native, len(candidate.steps), mixed, candidate.kl
 
     ordered = sorted(candidates, key=order)
     best = min(ordered, key=lambda c: c.kl, default=None)
     if best is None or len(best.kl_N) < 2:
         return best
-    best_N, near = torch.tensor(best.kl_N), [c for c in ordered if c.kl <= PLAINER * best.kl]
+    best_N, near = torch.tensor(best.kl_N), [c for c in ordered if c.kl <= SIMPLER * best.kl]
     return next(c for c in near if not significantly_worse(torch.tensor(c.kl_N), best_N))
 
 
-def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
+def pareto_front(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
     """Return the candidates that no other one beats in both size and KL, the largest first.
 
     Args:
@@ -149,9 +149,9 @@ def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
         size: what is counted, ``memory`` or ``active_parameters``.
     """
     best: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (getattr(c.weight, size), c.kl)):
-        if best and getattr(candidate.weight, size) < ALIKE * getattr(best[-1].weight, size):
-            chosen = plainest([best[-1], candidate])
+    for candidate in sorted(candidates, key=lambda c: (getattr(c.size, size), c.kl)):
+        if best and getattr(candidate.size, size) < ALIKE * getattr(best[-1].size, size):
+            chosen = simplest([best[-1], candidate])
             if chosen and (len(best) < 2 or chosen.kl < best[-2].kl):
                 best[-1] = chosen
         elif not best or candidate.kl < best[-1].kl:
@@ -160,7 +160,7 @@ def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
 
 
 def figures(ours: Score, theirs: Score) -> JSON:
-    """``perplexity``, ``loss``, ``kl`` and ``tokens`` of a candidate beside the original."""
+    """Return ``perplexity``, ``loss``, ``kl`` and ``tokens`` of a candidate beside the original."""
     return {
         "perplexity": ours.perplexity,
         "loss": ours.perplexity / theirs.perplexity - 1,

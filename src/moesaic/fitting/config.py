@@ -56,20 +56,20 @@ class FitConfig(Options):
             )
 
     @property
-    def plain(self) -> bool:
-        """Only results of the base's own architecture will do: llama.cpp knows no other."""
+    def native_only(self) -> bool:
+        """True if a result must be of the base's own architecture, as llama.cpp knows no other."""
         return self.native or bool(self.types)
 
     @property
-    def sized(self) -> bool:
-        """There is a budget of size."""
+    def has_size(self) -> bool:
+        """True if bytes, parameters or active parameters are limited, not only the loss."""
         return any(getattr(self, name) is not None for name in BUDGETS)
 
     def allows(self, sizes: object) -> bool:
-        """Return True if sizes, in fields that are named as the budgets are, keep within all."""
+        """Return True if sizes, in fields named like the budgets, are within all of them."""
         limits = ((getattr(sizes, name), getattr(self, name)) for name in BUDGETS)
         return all(limit is None or size <= limit for size, limit in limits)
 
 
 BUDGETS = tuple(field.name for field in fields(FitConfig))[:3]
-"""The fields that limit a result's size."""
+"""Fields that limit a result's size."""

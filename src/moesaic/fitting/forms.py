@@ -1,4 +1,4 @@
-"""Forms of recipes whose results differ in size alone: the families of all methods, and pairs."""
+"""Forms of recipes whose results differ only in size: the families of all methods, and pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesaic.io.source import Source
 from moesaic.methods import METHODS
 from moesaic.methods.mixtures import least_experts
 from moesaic.plans.condensed import cache_leaders
-from moesaic.sizes import Built
+from moesaic.sizes import Skeleton
 
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""
@@ -36,7 +36,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """The families' names, and the size of the first step."""
+        """Names of the families, and the size of the first step."""
         if self.before is None:
             return self.family.name
         ends = self.before.configs[0], self.before.configs[-1]
@@ -52,16 +52,16 @@ class Form:
 
     @property
     def single(self) -> bool:
-        """Its recipes are of one step."""
+        """True if the recipes have one step."""
         return self.first is None
 
     @property
     def count(self) -> int:
-        """How many recipes there are; the size of their results rises."""
+        """Number of recipes, whose results rise in size."""
         return len(self.family.configs)
 
     def steps(self, place: int, careful: bool = False) -> tuple[MethodConfig, ...]:
-        """Return the steps of the recipe of a number, as they are quickly made or with care."""
+        """Return the steps of recipe ``place``, quick to carry out or, if ``careful``, refitted."""
         steps = [] if self.first is None else [(self.before, self.first)]
         every = [*steps, (self.family, self.family.configs[place])]
         return tuple(family.careful(c) if careful and family else c for family, c in every)
@@ -78,7 +78,7 @@ def places_priced(family: Family[Any]) -> list[int]:
 
 
 def forms(source: Source, config: FitConfig) -> list[Form]:
-    """All forms of recipe that a model may be fitted by: families of methods, alone and in pairs.
+    """Return the forms of recipe that suit a model: families of methods, single and in pairs.
 
     Raises:
         MoesaicError: the model is of no architecture that can be made smaller.
@@ -86,12 +86,12 @@ def forms(source: Source, config: FitConfig) -> list[Form]:
     shape = _shape(source, config)
     every = [f for m in METHODS.values() for f in m.families(shape) if f.configs]
     size = config.memory or config.parameters
-    # where weights are to go, what keeps them all serves no budget
-    alone = [f for f in every if not f.reads_less or (config.active_parameters and not size)]
+    # a family that keeps all weights meets no budget of weights
+    single = [f for f in every if not f.reads_less or (config.active_parameters and not size)]
     first = [f for f in every if not f.reads_less or config.active_parameters]
     fills = [f for f in every if f.fills]
     pairs = [Form(fill, f, c) for fill in fills[-1:] for f in first for c in f.first]
-    return [*map(Form, alone), *pairs]
+    return [*map(Form, single), *pairs]
 
 
 def ending(config: FitConfig) -> ExportArgs:
@@ -102,18 +102,18 @@ def ending(config: FitConfig) -> ExportArgs:
 
 
 def _shape(source: Source, config: FitConfig) -> Shape:
-    """Read off headers the sizes that families follow from.
+    """Return the sizes of a model, read from headers, that families of configs depend on.
 
     Raises:
         MoesaicError: no layer routes, or the architecture is unknown.
     """
-    arch, model = base_arch(source.config), Built(source.config, None).model
+    arch, model = base_arch(source.config), Skeleton(source.config, None).model
     itemsize = next(model.parameters()).element_size()
     multiple = BLOCK if config.types else 16 // itemsize  # rows of 16 bytes are what kernels like
     layers = arch.layers(model)
     if not isinstance(arch, MoEArch):
         widths = [arch.width_of(layer) for layer in layers]
-        return Shape(len(layers), min(widths), multiple, native=config.plain)
+        return Shape(len(layers), min(widths), multiple, native=config.native_only)
     routed = arch.moe_layers(model)
     if not routed:
         raise MoesaicError("No layer of this model routes.")
@@ -127,10 +127,10 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         groups=arch.group_count(source.config),
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),
-        uneven=not view.odd and not config.plain,
+        uneven=not view.odd and not config.native_only,
         replaceable=arch.entry is None,
         leaders=len(cache_leaders(source.config) & {*routed}),
-        native=config.plain,
+        native=config.native_only,
     )
 
 

@@ -1,4 +1,4 @@
-"""Results as GGUF files: their bytes, by the original's tensors, and the files."""
+"""GGUF files of a search: their sizes, computed from the original's tensors, and the files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.exports.rounder import Layout, Rounder
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
-from moesaic.sizes import Built
+from moesaic.sizes import Skeleton
 from moesaic.types import JSON, Track, silent
 
 Sizes = tuple[int, int, int]
-"""Experts of a layer, their width, and that of what all tokens run."""
+"""Experts of a layer, their width, and that of the shared path."""
 
 
 class Files:
-    """GGUF files of a model and of what is made of it.
+    """GGUF files of a model and of its results.
 
     Args:
         source: the original.
@@ -63,7 +63,7 @@ class Files:
 
     @cached_property
     def original(self) -> Rounding:
-        """The original, to be rounded."""
+        """Original as a file in f32 or bf16, from which quantised files are made."""
         return self._converted(self.source.folder, self.folder / "original.gguf")
 
     def _converted(self, folder: Path, whole: Path) -> Rounding:
@@ -73,12 +73,12 @@ class Files:
                 convert(self._converter, folder, self.source.folder, partial, type)
         return Rounding(folder, whole, self.text, self.track, self.samples)
 
-    def rounder(self, result: Path | None, built: Built) -> Rounder:
-        """Return what quantises the layers of the original, or of a result, as in a file.
+    def rounder(self, result: Path | None, built: Skeleton) -> Rounder:
+        """Return the rounder that quantises the original's or a result's layers as a file has them.
 
         Args:
             result: the folder of a result; None for the original.
-            built: it without values.
+            built: skeleton of the result.
         """
         if result is None:
             return self.original.rounder
@@ -86,12 +86,12 @@ class Files:
         assert tokens is not None
         return Rounder(source, self.layout(built), self.original.named, tokens, self.track)
 
-    def layout(self, built: Built) -> Layout:
-        """Return the tensors of a result's file, of the original's architecture."""
-        return resized(self.original.layout, Built(self.source.config, None), built)
+    def layout(self, built: Skeleton) -> Layout:
+        """Return the tensors of the file of a result of the original's architecture."""
+        return resized_layout(self.original.layout, Skeleton(self.source.config, None), built)
 
-    def size(self, built: Built, file: ExportArgs) -> int:
-        """Bytes of a result's file, without making it."""
+    def size(self, built: Skeleton, file: ExportArgs) -> int:
+        """Return the bytes of a result's file, which is not made."""
         if file.memory is not None:
             return file.memory
         type = file.type
@@ -99,7 +99,7 @@ class Files:
         return self._original_size(type) + more
 
     def _original_size(self, type: str) -> int:
-        """Bytes of the original's file in one type: llama.cpp gives some tensors others."""
+        """Return the bytes of the original's file in one type of file, some tensors in others."""
         if type not in self._sizes:
             file = self.folder / f"original-{type}.gguf"
             self.original.uniform(file, type, values=False)
@@ -115,7 +115,7 @@ class Files:
         types: Mapping[str, str] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> JSON:
-        """Write a file.
+        """Write a GGUF file.
 
         Args:
             result: the folder of a result; None for the original.
@@ -138,7 +138,7 @@ class Files:
         return {"bytes": out.stat().st_size, "types": types_of(tensors)}
 
     @contextmanager
-    def opened(self, file: Path) -> Iterator[Source]:
+    def open(self, file: Path) -> Iterator[Source]:
         """Open a file as a model; the cache's copy of it is removed afterwards."""
         source = resolve(str(file))
         try:
@@ -147,7 +147,7 @@ class Files:
             shutil.rmtree(source.folder, ignore_errors=True)
 
 
-def resized(layout: Layout, original: Built, result: Built) -> Layout:
+def resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layout:
     """Return the tensors of a result's file, by the original's, and the most bytes it takes.
 
     Both files have one name and card; how many weights there are is said in words, which may be
@@ -155,13 +155,13 @@ def resized(layout: Layout, original: Built, result: Built) -> Layout:
 
     Args:
         layout: of the original's file.
-        original: without values.
-        result: of the same architecture, without values.
+        original: its skeleton.
+        result: skeleton of a result of the same architecture.
     """
     arch, tensors = base_arch(original.config), dict(layout.tensors)
     old, new = ([_sizes(arch, layer) for layer in arch.layers(b.model)] for b in (original, result))
     for name, tensor in tensors.items():
-        if match := re.match(r"blk\.(\d+)\.ffn_(.+)\.", name):
+        if match := re.match(r"blk\.(\d+)\.((?:ffn_|exp_probs_b).+)", name):
             i = int(match[1])
             shape = _shape(match[2], tensor.shape, old[i], new[i])
             tensors[name] = replace(tensor, shape=shape)
@@ -176,24 +176,23 @@ def _sizes(arch: Arch, layer: nn.Module) -> Sizes:
     return 0, 0, arch.width_of(layer)
 
 
-def _shape(part: str, shape: tuple[int, ...], old: Sizes, new: Sizes) -> tuple[int, ...]:
-    """Return the shape of a part of an FFN, the length of its rows first, where sizes change.
+def _shape(name: str, shape: tuple[int, ...], old: Sizes, new: Sizes) -> tuple[int, ...]:
+    """Return the shape of a tensor of an FFN, the length of its rows first, where sizes change.
 
-    >>> _shape("down_exps", (96, 256, 8), (8, 96, 0), (6, 64, 0))
+    >>> _shape("ffn_down_exps.weight", (96, 256, 8), (8, 96, 0), (6, 64, 0))
     (64, 256, 6)
-    >>> _shape("gate_inp", (256, 8), (8, 96, 0), (6, 96, 0))
+    >>> _shape("ffn_gate_exps.bias", (96, 8), (8, 96, 0), (6, 64, 0))
+    (64, 6)
+    >>> _shape("ffn_gate_inp.weight", (256, 8), (8, 96, 0), (6, 96, 0))
     (256, 6)
-    >>> _shape("up", (8, 9), (0, 0, 9), (0, 0, 3))
+    >>> _shape("ffn_up.weight", (8, 9), (0, 0, 9), (0, 0, 3))
     (8, 3)
     """
-    sizes = list(shape)
-    routed = part.endswith("_exps")
-    if part in ("gate_inp", "exp_probs_b"):
+    sizes, (part, kind) = list(shape), name.rsplit(".", 1)
+    routed, down, bias = part.endswith("_exps"), part.startswith("ffn_down"), kind == "bias"
+    if routed or part in ("ffn_gate_inp", "exp_probs_b"):
         sizes[-1] = new[0]
-    elif len(shape) > 1 and part != "gate_inp_shexp":
-        axis = 0 if part.startswith("down") else 1
-        width = 1 if routed else 2
+    if re.match(r"ffn_(gate|up|down)(_up)?(_exps|_shexp)?$", part) and not (down and bias):
+        axis, width = 0 if down or bias else 1, 1 if routed else 2
         sizes[axis] = shape[axis] * new[width] // old[width]
-        if routed:
-            sizes[2] = new[0]
     return tuple(sizes)

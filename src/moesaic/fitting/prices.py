@@ -40,7 +40,7 @@ class Price:
     """
 
     v_KN: Numbers
-    """The change of the log-likelihood of drawn labels (:mod:`moesaic.observation.estimates`), over
+    """Change of the log-likelihood of drawn labels (:mod:`moesaic.observation.estimates`), over
     the square root of twice the tokens of a window."""
     head: float = 0.0
     """KL of a changed head."""
@@ -50,13 +50,13 @@ class Price:
 
     @property
     def kl_S(self) -> Numbers:
-        """Nats a token, by draw and window: as many samples."""
+        """KL in nats a token, by draw and window: as many samples."""
         kl_S: Numbers = np.square(self.v_KN).ravel() + self.head
         return kl_S
 
     @property
     def kl(self) -> float:
-        """Nats a token."""
+        """Mean KL in nats a token."""
         return float(self.kl_S.mean())
 
 
@@ -69,7 +69,7 @@ class Prices:
     """Prices of alternatives of one model on one text."""
 
     request: JSON
-    """The weights, text and type that they depend on."""
+    """Weights, text and type that the prices depend on."""
     steps: dict[str, Price] = field(default_factory=dict)
     """Prices by config as JSON."""
     types: dict[str, dict[str, Price]] = field(default_factory=dict)
@@ -134,16 +134,16 @@ class Prices:
         track: Track,
         folder: Path | None = None,
     ) -> None:
-        """Estimate what is not in the table.
+        """Estimate the prices of changes and types, and add them to the table.
 
         Args:
             job: the model, and the tokens to estimate on.
             plans: by config the layers that it makes.
             types: of tensors.
-            rounder: of the model; None where no types are asked for.
+            rounder: of the model; None without types.
             track: shows progress.
             folder: keeps what is found of each layer until all is; another call with the same
-                request goes on from there.
+                request continues from there.
         """
         groups = [] if rounder is None or not types else [*rounder.groups]
         keys = [*product(groups, types)]
@@ -178,7 +178,7 @@ def key_of(config: MethodConfig) -> str:
     return json.dumps(steps_as_json((config,))[0])
 
 
-def asked(forms: Sequence[Form]) -> list[MethodConfig]:
+def priced_configs(forms: Sequence[Form]) -> list[MethodConfig]:
     """Return the configs that a table holds for some forms, each once."""
     configs = {key_of(c): c for form in forms for c in [form.first] if c is not None}
     for family in {id(form.family): form.family for form in forms}.values():

@@ -1,4 +1,4 @@
-"""A search carried out: begun or continued, and its result made."""
+"""Runs of a search: begin or continue it, then make and measure its result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moesaic.fitting.search import Search
 from moesaic.hub import on_disk
 from moesaic.io.models import untouched
 from moesaic.io.names import RECORD, our_folder
-from moesaic.io.outputs import discard, output_lock, searched, unfinished, whole_folder
+from moesaic.io.outputs import discard, output_lock, run_folder, search_folder, whole_folder
 from moesaic.io.source import Source
 from moesaic.metrics.speed import environment
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
 from moesaic.progress import Log
-from moesaic.recipe import Recipe, check_anew, check_run, checked
+from moesaic.recipe import Recipe, check_anew, check_run, parse_as
 from moesaic.record import Record
 from moesaic.result import Result
 from moesaic.types import JSON, Named, Track, silent
@@ -35,10 +35,10 @@ from moesaic.types import JSON, Named, Track, silent
 
 @takes_options(FitConfig, without=("compare", "plan", "teacher", "inplace", "stats"))
 def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result:
-    """Find the steps that lose least within a budget, and carry them out.
+    """Find the steps of least KL within a budget, and carry them out.
 
     A search takes minutes even of a small model: ``resume_from`` names a folder that keeps what was
-    measured, from which the same call goes on. The search itself measures as the command does.
+    measured, from which the same call continues. The search itself measures as the command does.
 
     Raises:
         MoesaicError: nothing fits, or the model cannot be made smaller; names what would work. A
@@ -49,7 +49,7 @@ def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result
         raise TypeError(f"Options are given by name: moesaic.fit(model, memory={config!r:.60})")
     budgets = {f.name for f in fields(FitConfig)}
     own = {name: options.pop(name) for name in [*options] if name in budgets}
-    config = checked(FitConfig, {**({} if config is None else asdict(config)), **own}, "")
+    config = parse_as(FitConfig, {**({} if config is None else asdict(config)), **own}, "")
     if config.types:
         raise MoesaicError("types: result.export(FILE, to='gguf', type=...) writes a GGUF file.")
     if process()[1] > 1:
@@ -78,7 +78,7 @@ def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result
             Progress(work, _request(search, config)).begin()
             chosen, _ = search.run()
         made, calibration = model, search.recipe.calibration
-        for step in chosen.converted:
+        for step in chosen.conversions:
             made = convert(
                 step, replace(args, model=made, calibration=calibration, resume_from=None)
             )
@@ -93,9 +93,9 @@ def search_and_make(
     overwrite: bool = False,
     resume: bool = False,
     track: Track = silent,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Record | None:
-    """Find the recipe that loses least within a budget, and carry it out.
+    """Find the recipe of least KL within a budget, and carry it out.
 
     Args:
         recipe: the model, the folder to make, text, and how the result is measured; without steps.
@@ -103,7 +103,7 @@ def search_and_make(
         overwrite: replace ``recipe.out`` if it exists, and drop an unfinished search.
         resume: continue an unfinished search; finished candidates are not measured again.
         track: shows progress.
-        tell: shows a line, of what pays.
+        notify: called with one line that compares the kinds of changes.
 
     Returns:
         the record of the result, with ``chosen`` and ``tried`` among what was measured.
@@ -118,7 +118,7 @@ def search_and_make(
     with output_lock(Path(recipe.out)):
         log = Log(track)
         again = {"overwrite": overwrite, "resume": resume}
-        search = opened(recipe, config, **again, track=log.track, tell=tell)
+        search = open_search(recipe, config, **again, track=log.track, notify=notify)
         try:
             with log.listening(), log.stage("search"):
                 chosen, tried = search.run()
@@ -129,24 +129,24 @@ def search_and_make(
         except KeyboardInterrupt:
             search.leave_best()
             raise
-        return carried_out(search, chosen, tried, **again, log=log)
+        return make_chosen(search, chosen, tried, **again, log=log)
 
 
-def opened(
+def open_search(
     recipe: Recipe,
     config: FitConfig,
     *,
     overwrite: bool = False,
     resume: bool = False,
     track: Track = silent,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Search:
     """Begin or continue a search; the arguments are those of :func:`search_and_make`.
 
     Raises:
         MoesaicError: an unfinished search is in the way.
     """
-    work = searched(recipe.out)
+    work = search_folder(recipe.out)
     if not resume:
         if work.exists() and not overwrite:
             raise MoesaicError(
@@ -154,13 +154,13 @@ def opened(
                 "with --overwrite."
             )
         discard(work)
-    search = Search(recipe, config, work, track, tell)
+    search = Search(recipe, config, work, track, notify)
     Progress(work, _request(search, config)).begin()
     return search
 
 
 def _request(search: Search, config: FitConfig) -> JSON:
-    """All that finished candidates depend on: a search continues only one of the same."""
+    """Return what finished candidates depend on; only a search of the same is continued."""
     return {
         "weights": search.source.fingerprint,
         "calibration": asdict(search.recipe.calibration),
@@ -170,7 +170,7 @@ def _request(search: Search, config: FitConfig) -> JSON:
     }
 
 
-def carried_out(
+def make_chosen(
     search: Search,
     chosen: Candidate,
     tried: Sequence[Candidate],
@@ -180,18 +180,18 @@ def carried_out(
     log: Log | None = None,
     **findings: object,
 ) -> Record | None:
-    """Make and measure what was chosen; what the search kept on disk goes.
+    """Make and measure the chosen candidate, and remove what the search kept on disk.
 
     Args:
-        search: that chose it.
+        search: the one that chose it.
         chosen: the candidate.
-        tried: all that were measured.
+        tried: all candidates that were measured.
         overwrite: replace the folder if it exists.
         resume: continue an unfinished run.
-        log: one that was begun; by default a new one.
-        findings: more that led to it, for the record.
+        log: of the run so far; by default a new one.
+        findings: further figures of the search, for the record.
     """
-    best = replace(search.recipe, steps=chosen.converted)
+    best = replace(search.recipe, steps=chosen.conversions)
     if search.files and best.evaluation:  # transformers' speed is not that of the file
         best = replace(best, evaluation=replace(best.evaluation, rounds=0))
     refused = [{"form": form, "reason": reason} for form, reason in search.trials.refused.items()]
@@ -202,11 +202,11 @@ def carried_out(
         **findings,
     }
 
-    more = partial(search.trials.filed, chosen)  # the file that was asked for, beside the result
+    more = partial(search.trials.write_file, chosen)  # the requested file, beside the result
     record: Record | None
     if best.steps:
         if not resume:
-            discard(unfinished(best.out))
+            discard(run_folder(best.out))
         begun = search.trials.hand_over(best.steps, best.out)
         record = run_recipe(
             best,
@@ -218,15 +218,15 @@ def carried_out(
             log=log,
         )
     else:
-        record = rounded(best, search.source, findings, more, overwrite)
+        record = write_gguf_alone(best, search.source, findings, more, overwrite)
     shutil.rmtree(search.work, ignore_errors=True)
     return record
 
 
-def rounded(
+def write_gguf_alone(
     recipe: Recipe, source: Source, findings: JSON, more: Callable[[Path], JSON], overwrite: bool
 ) -> Record:
-    """Write a folder with the original's GGUF file alone, where no step was worth it."""
+    """Write a folder with only the original's GGUF file, and return its record."""
     with whole_folder(Path(recipe.out), overwrite) as folder:
         record = Record(
             model=recipe.model,

@@ -1,4 +1,4 @@
-"""The search: all alternatives of a model priced once, the best few within a budget measured.
+"""Search of ``fit``: price all alternatives of a model once, then measure the best few.
 
 Candidates are decided on calibration text; they are priced and compared on other windows of it that
 none was decided on, and the one that is chosen is measured on evaluation text, as every result is:
@@ -21,18 +21,11 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import Numbers, Types, choice, tensor_types
-from moesaic.fitting.candidates import (
-    NONE,
-    QUANTISE,
-    Candidate,
-    Levels,
-    plainest,
-    unbeaten,
-)
+from moesaic.fitting.candidates import NONE, QUANTISE, Candidate, Levels, pareto_front, simplest
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.prices import IMPOSSIBLE, Prices, asked, key_of
+from moesaic.fitting.prices import IMPOSSIBLE, Prices, key_of, priced_configs
 from moesaic.fitting.texts import Texts
 from moesaic.fitting.trials import Trials
 from moesaic.io.outputs import remove
@@ -40,29 +33,29 @@ from moesaic.io.source import resolve
 from moesaic.observation.estimates import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
-from moesaic.sizes import Built, Costs, Steps
+from moesaic.sizes import RecipeSizes, Skeleton, Steps
 from moesaic.surgery import routing_in
 from moesaic.types import Track, silent
 
 SHARES = tuple(n / 40 for n in range(12, 38))
-"""Shares of the original's bytes among which the smallest is sought where only a loss is given."""
+"""Shares of the original's bytes that are tried if only a loss is given."""
 ACTIVE = "active_parameters"
 BEST, FILES, FOUND, PRICES = "best.yaml", "files", "found", "prices"
 ROUNDS = 2
-"""Candidates that are measured, at most, because others were found to have more KL than estimated
-or less."""
+"""Most candidates that are measured after the first ones, since these change the estimates of
+others."""
 
 
 class Search:
-    """Finds the recipe of least KL within a budget.
+    """Search for the recipe of least KL within a budget.
 
     Args:
-        recipe: model, text, device and type; its steps are not looked at. Where it does not say how
-            many windows calibrate, those that there are get divided.
+        recipe: model, text, device and type; its steps are not used. If it does not say how many
+            windows calibrate, the text is divided.
         config: the budget.
         work: a folder for what is finished.
         track: shows progress.
-        tell: shows a line, of what pays.
+        notify: called with one line that compares the kinds of changes.
     """
 
     def __init__(
@@ -71,42 +64,42 @@ class Search:
         config: FitConfig,
         work: Path,
         track: Track = silent,
-        tell: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
-        self.config, self.work, self.track, self.tell = config, work, track, tell
+        self.config, self.work, self.track, self.notify = config, work, track, notify
         self.source = resolve(recipe.model)
         self.texts = Texts(recipe.calibration, self.source, config.windows)
         self.recipe = replace(recipe, calibration=self.texts.drawn)
-        self.original = Built(self.source.config, parse_dtype(recipe.dtype))
+        self.original = Skeleton(self.source.config, parse_dtype(recipe.dtype))
         text = recipe.calibration.source
         context = text, work / FILES, track, self.recipe.calibration.samples
         self.files = Files(self.source, *context) if config.types else None
         self._tried: dict[Steps, Candidate] = {}
         self._single = False
-        """Only recipes of one step are looked at."""
+        """True if only recipes of one step are considered."""
 
     @property
     def tried(self) -> list[Candidate]:
-        """The candidates that were measured."""
+        """Candidates that were measured."""
         return [*self._tried.values()]
 
     @cached_property
     def forms(self) -> list[Form]:
-        """All forms of recipe that the model may have."""
+        """Forms of recipe that suit the model."""
         return forms(self.source, self.config)
 
     @cached_property
-    def costs(self) -> Costs:
-        """Sizes of recipes."""
+    def sizes(self) -> RecipeSizes:
+        """Sizes of the results of recipes, from headers."""
         folder = self.work / "headers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        return Costs(self.recipe, folder, self.files.size if self.files else None)
+        return RecipeSizes(self.recipe, folder, self.files.size if self.files else None)
 
     @cached_property
     def trials(self) -> Trials:
-        """How good candidates are."""
-        context = self.texts, self.costs, self.files, self.work, self.track
+        """Measurements of candidates, and what is made for them."""
+        context = self.texts, self.sizes, self.files, self.work, self.track
         return Trials(self.recipe, self.source, *context)
 
     # --- the search ------------------------------------------------------------------------------
@@ -115,50 +108,50 @@ class Search:
         """Return the candidate of least KL within the budget, and all that were measured.
 
         Raises:
-            MoesaicError: nothing fits, and names what would; or the model does as it is.
+            MoesaicError: nothing fits (names what would), or the model does as it is.
         """
         config, _ = self.config, self.texts.both  # too little text is said at once
         self._check_needed()
-        chosen = self._best(config) if config.sized else self._smallest()
+        chosen = self._best(config) if config.has_size else self._smallest()
         if chosen is None:
             raise MoesaicError(self._out_of_reach(self.forms))
         if config.max_loss is not None and chosen.loss > config.max_loss:
             raise MoesaicError(
                 f"max_loss {config.max_loss:g} is out of reach at that size: the best of "
-                f"{len(self._tried)} candidates loses {chosen.loss:.3g}. A larger budget, or "
-                f"max_loss={chosen.loss * 1.05:.2g}, would do."
+                f"{len(self._tried)} candidates raises perplexity by {chosen.loss:.3g}. A larger "
+                f"budget, or max_loss={chosen.loss * 1.05:.2g}, would do."
             )
         for form, reason in self.trials.refused.items():
             logging.getLogger(__name__).warning("Not possible: %s (%s)", form, reason)
         return chosen, self.tried
 
     def frontier(self, budgets: Sequence[FitConfig]) -> list[Candidate]:
-        """Return the candidates of one step that no other one beats, the largest first.
+        """Return the one-step candidates that no other one beats in size and KL, largest first.
 
         Args:
-            budgets: falling.
+            budgets: in falling order.
 
         Raises:
-            MoesaicError: nothing meets any of them; names what would.
+            MoesaicError: no candidate meets any of them; names what would.
         """
         _ = self.texts.both  # too little text is said at once
         self._single = True
         for budget in budgets:
-            self._measured(budget)
+            self._measure_best(budget)
         if not self._tried:
             raise MoesaicError(self._out_of_reach(self.forms))
-        return unbeaten(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
+        return pareto_front(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
 
     def leave_best(self) -> None:
-        """Write the recipe of the best candidate so far, for a search that ends before its end."""
+        """Write the recipe of the best candidate so far, for a search that is interrupted."""
         best = min(self._tried.values(), key=lambda c: c.kl, default=None)
-        if best is None or not best.converted or not self.config.sized:
+        if best is None or not best.conversions or not self.config.has_size:
             return
         file = self.work / BEST
-        file.write_text(replace(self.recipe, steps=best.converted).to_yaml(), "utf-8")
+        file.write_text(replace(self.recipe, steps=best.conversions).to_yaml(), "utf-8")
         logging.getLogger(__name__).warning(
             "Of %d candidates %s has the least KL so far. Its recipe is in %s, for moesaic run; "
-            "resumed, the search goes on.",
+            "resumed, the search continues.",
             len(self._tried),
             best.form,
             file,
@@ -166,15 +159,15 @@ class Search:
 
     def _best(self, config: FitConfig) -> Candidate | None:
         """Return the best candidate within a budget of size; None where nothing fits."""
-        candidates = self._measured(config)
-        return self._chosen(candidates) if candidates else None
+        candidates = self._measure_best(config)
+        return self._simplest(candidates) if candidates else None
 
-    def _measured(self, config: FitConfig) -> list[Candidate]:
-        """Measure the best options within a budget, and those that are best after it."""
+    def _measure_best(self, config: FitConfig) -> list[Candidate]:
+        """Measure the options of least estimated KL within a budget, then the next best."""
         options = sorted(self._options(config), key=Candidate.estimate)
         if not options:
             return []
-        self._say_what_pays(options, config)
+        self._notify_of_kinds(options, config)
         firsts = {option.form: option for option in reversed(options)}  # the best of each form
         near = [o for o in options if firsts[o.form] is o and not o.far(options[0])]
         some = [option for option in options if option.plain]
@@ -195,13 +188,13 @@ class Search:
     def _measure(
         self, option: Candidate, config: FitConfig, tried: dict[Steps, Candidate], levels: Levels
     ) -> bool:
-        """Measure an option, and what its kind comes to; False where it cannot be had."""
+        """Measure an option and update the level of its kind; False if it is impossible."""
         try:
-            candidate = self.trials.measured(option)
-        except MoesaicError as error:  # the weights have no such form: biases, other activations
+            candidate = self.trials.measure(option)
+        except MoesaicError as error:  # the layers cannot be changed so: biases, activations
             self.trials.refuse(option.form, error)
             return False
-        if not config.allows(candidate.weight):
+        if not config.allows(candidate.size):
             return False
         tried[option.steps] = self._tried[option.steps] = candidate
         of_types, of_steps = float(option.types_S.mean()), float(option.steps_S.mean())
@@ -213,21 +206,21 @@ class Search:
             levels[option.kind] = min(level, levels.get(option.kind, math.inf))
         return True
 
-    def _say_what_pays(self, options: Sequence[Candidate], config: FitConfig) -> None:
-        """Show the best of each kind, once for each budget."""
-        if self.tell is not None:
+    def _notify_of_kinds(self, options: Sequence[Candidate], config: FitConfig) -> None:
+        """Report the least estimated KL of each kind of change within a budget."""
+        if self.notify is not None:
             kinds: dict[str, float] = {}
             for option in options:
                 kinds.setdefault(option.kind, option.estimate())
             listed = ", ".join(f"{kind} {kl:.2g}" for kind, kl in kinds.items())
             sizes = [_size(n, getattr(config, n)) for n in BUDGETS if getattr(config, n)]
-            self.tell(f"Estimated KL at {' and '.join(map(str, sizes))}: {listed}.")
+            self.notify(f"Estimated KL at {' and '.join(map(str, sizes))}: {listed}.")
 
-    def _chosen(self, candidates: Sequence[Candidate]) -> Candidate | None:
+    def _simplest(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the simplest of the best within ``max_loss``; where none is, the nearest to it."""
         limit = self.config.max_loss
         within = [c for c in candidates if limit is None or c.loss <= limit]
-        return plainest(within) or min(candidates, key=lambda c: c.loss, default=None)
+        return simplest(within) or min(candidates, key=lambda c: c.loss, default=None)
 
     def _smallest(self) -> Candidate:
         """Return the smallest result whose perplexity rises by no more than ``max_loss``.
@@ -259,7 +252,7 @@ class Search:
 
     @cached_property
     def prices(self) -> Prices:
-        """The table, made where it is not there, and completed where it lacks something."""
+        """Price table, read from its file and completed; made if there is none."""
         deciding, pricing = self.texts.both
         request = {
             "weights": self.source.fingerprint,
@@ -270,7 +263,7 @@ class Search:
         }
         file = Path(self.config.prices or self.work / FOUND / "prices.json").expanduser()
         prices = Prices.load(file, request)
-        lacking = [c for c in asked(self.forms) if key_of(c) not in prices.steps]
+        lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]
         if lacking or types:
             plans = self.trials.plans(lacking)
@@ -285,12 +278,12 @@ class Search:
 
     @property
     def _tensor_types(self) -> tuple[str, ...]:
-        """Types of tensors among which groups choose; none where a file has one type."""
+        """Types of tensors that groups may get; empty if a file has one type."""
         mixed = self.files is not None and ending(self.config).memory is not None
         return tensor_types(self.config.types) if mixed else ()
 
     def _options(self, config: FitConfig) -> Iterator[Candidate]:
-        """Return the recipes that meet a budget, priced."""
+        """Yield the recipes that meet a budget, with their prices."""
         file = ending(config) if self.files else None
         if self.files and file:
             yield from self._quantised(config, file)
@@ -299,17 +292,17 @@ class Search:
             for place in self._places(form, config, file):
                 price, steps = self.prices.of(form, place), form.steps(place, careful=True)
                 quick: Steps = form.steps(place)
-                weight = self.costs.weight((*quick, file) if file else quick)
-                if price is IMPOSSIBLE or weight is None:
+                size = self.sizes.of((*quick, file) if file else quick)
+                if price is IMPOSSIBLE or size is None:
                     continue
                 if file is None:
-                    yield Candidate(form.name, steps, weight, steps_S=price.kl_S)
+                    yield Candidate(form.name, steps, size, steps_S=price.kl_S)
                     continue
                 with suppress(MoesaicError):
                     types, types_S = self._types(quick) if file.memory else (None, NONE)
                     name, ends = f"{form.name}, {file.called}", (*steps, file)
                     estimates = {"types": types, "steps_S": price.kl_S, "types_S": types_S}
-                    yield Candidate(name, ends, weight, **estimates)  # type: ignore[arg-type]
+                    yield Candidate(name, ends, size, **estimates)  # type: ignore[arg-type]
 
     def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Candidate]:
         """Yield the original's own files: of the best type that fits, and with types by layer."""
@@ -317,29 +310,30 @@ class Search:
         assert config.memory is not None
         plain = list[Candidate]()
         for type in config.types:
-            alone = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
-            weight = self.costs.weight((alone,))
-            if weight is not None and config.allows(weight):
-                alike = self.prices.types.get(tensor_types([type])[0], {})  # none where it is alone
+            whole = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
+            size = self.sizes.of((whole,))
+            if size is not None and config.allows(size):
+                # no prices if it is the only type
+                alike = self.prices.types.get(tensor_types([type])[0], {})
                 types_S = sum((price.kl_S for price in alike.values()), NONE)
-                plain.append(Candidate(alone.called, (alone,), weight, types_S=types_S))
+                plain.append(Candidate(whole.called, (whole,), size, types_S=types_S))
         if plain:
             yield min(plain, key=Candidate.estimate)
         layout = self.files.original.layout
-        weight = self.costs.weight((file,))
-        if file.memory is not None and weight and layout.least(config.types) <= config.memory:
+        size = self.sizes.of((file,))
+        if file.memory is not None and size and layout.least(config.types) <= config.memory:
             types, types_S = self._types(())
-            yield Candidate(file.called, (file,), weight, types=types, types_S=types_S)
+            yield Candidate(file.called, (file,), size, types=types, types_S=types_S)
 
     def _types(self, steps: Steps) -> tuple[Types, Numbers]:
-        """Types by groups for a result within the budget, and their KL by sample.
+        """Return the types by groups for a result within the budget, and their KL by sample.
 
         Raises:
-            MoesaicError: the budget is out of reach, which is said before anything is priced.
+            MoesaicError: the budget is out of reach; raised before anything is priced.
         """
         assert self.files is not None
         assert self.config.memory is not None
-        layout = self.files.layout(self.costs.built(steps))
+        layout = self.files.layout(self.sizes.skeleton(steps))
         layout.check(self.config.types, self.config.memory)
         prices = {type: self.prices.types[type] for type in self._tensor_types}
         kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
@@ -351,11 +345,11 @@ class Search:
 
     def _check_needed(self) -> None:
         """Refuse a budget that the model meets as it is."""
-        weight = self.costs.weight(())
-        if self.files or not self.config.sized or weight is None or not self.config.allows(weight):
+        size = self.sizes.of(())
+        if self.files or not self.config.has_size or size is None or not self.config.allows(size):
             return
         budgets = [name for name in BUDGETS if getattr(self.config, name) is not None]
-        sizes = ", ".join(f"{name} {_size(name, getattr(weight, name))}" for name in budgets)
+        sizes = ", ".join(f"{name} {_size(name, getattr(size, name))}" for name in budgets)
         raise MoesaicError(
             f"{self.recipe.model} is within this budget as it is ({sizes}): give a smaller one."
         )
@@ -368,8 +362,8 @@ class Search:
 
         def fits(place: int) -> bool:
             steps: Steps = form.steps(place)
-            weight = self.costs.weight((*steps, file) if file else steps)
-            return weight is not None and config.allows(weight)
+            size = self.sizes.of((*steps, file) if file else steps)
+            return size is not None and config.allows(size)
 
         if file is not None and file.memory is not None:
             native = (n for n in places_priced(form.family)[:-1] if self._possible(form, n))
@@ -377,7 +371,7 @@ class Search:
         first = self._first(form)
         if first is None:
             try:
-                self.costs.built(form.steps(form.count - 1))
+                self.sizes.skeleton(form.steps(form.count - 1))
             except MoesaicError as error:
                 self.trials.refuse(form.name, error)
         if first is None or not fits(first) or (not form.single and fits(form.count - 1)):
@@ -386,15 +380,15 @@ class Search:
         return [] if place is None else [place]
 
     def _possible(self, form: Form, place: int) -> bool:
-        """Whether a recipe can be carried out, and its result may be chosen."""
-        weight = self.costs.weight(form.steps(place))
-        return weight is not None and (weight.native or not self.config.plain)
+        """Return True if a recipe can be carried out, and its result may be chosen."""
+        size = self.sizes.of(form.steps(place))
+        return size is not None and (size.native or not self.config.native_only)
 
     def _least(self, every: Iterable[Form]) -> int:
-        """Bytes of the smallest file that any form comes to."""
+        """Return the bytes of the smallest file that any form gives."""
         assert self.files is not None
         firsts = [f.steps(n) for f in every if (n := self._first(f)) is not None]
-        results = [self.costs.built(steps) for steps in [(), *firsts]]
+        results = [self.sizes.skeleton(steps) for steps in [(), *firsts]]
         if self._tensor_types:
             return min(self.files.layout(built).least(self.config.types) for built in results)
         return min(self.files.size(built, ending(self.config)) for built in results)
@@ -410,7 +404,7 @@ class Search:
             budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least(every))
             return f"memory {budget} is out of reach: the least that works is {smallest}."
         reached = [(form, n) for form in every if (n := self._first(form)) is not None]
-        possible = [self.costs.weight(form.steps(n)) for form, n in reached]
+        possible = [self.sizes.of(form.steps(n)) for form, n in reached]
         if not possible:
             reasons = dict.fromkeys(self.trials.refused.values())
             return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"
@@ -420,12 +414,12 @@ class Search:
         sentences = [
             f"{name} {_size(name, budgets[name])} is out of reach: the least that works is "
             f"{_size(name, least[name])}"
-            for name in short or budgets  # where each alone would do, all of them
+            for name in short or budgets  # if each could be met by itself, all of them
         ]
         bits = " A GGUF file in fewer bits may be smaller (moesaic fit --type q4_k_m)."
         return "; ".join(sentences) + f".{bits if 'memory' in (short or budgets) else ''}"
 
 
 def _size(name: str, value: float) -> str | int:
-    """Return a size in the words of its budget."""
+    """Return a size as its budget is written."""
     return in_unit(int(value)) if name == "memory" else int(value)

@@ -1,4 +1,4 @@
-"""The text of a search: windows that candidates decide on, and others that choose among them."""
+"""Text of a search: windows that candidates decide on, and others that choose among them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moesaic.fitting.forms import largest
 from moesaic.io.source import Source
 
 LEAST = 4
-"""Windows that choose, at least."""
+"""Fewest windows that choose among candidates."""
 PART = 4
-"""Where there is too little text, every n-th window is used for choosing."""
+"""Share of the windows that choose where there is too little text: one of this many."""
 
 
 class Texts:
     """Windows of one length that share nothing with each other.
 
     Args:
-        drawn: what was asked for; where it does not say how many windows calibrate, those that
-            there are get divided.
+        drawn: the requested text; if it does not say how many windows calibrate, the text is
+            divided.
         source: the model, for its tokenizer.
-        windows: that choose.
+        windows: number of windows that choose.
     """
 
     def __init__(self, drawn: Calibration, source: Source, windows: int) -> None:
@@ -55,7 +55,7 @@ class Texts:
         return first, others.rows(slice(self.windows))
 
     def _with_number(self) -> Calibration:
-        """Return True if some windows are left to choose by."""
+        """Return the text with its number of windows, some left over to choose by."""
         if self.drawn.samples is not None:
             return self.drawn
         limit = None if tokenised(self.drawn) else SAMPLES + self.windows
@@ -63,7 +63,7 @@ class Texts:
         return replace(self.drawn, samples=available - min(self.windows, available // PART))
 
     def _available(self, limit: int | None) -> int:
-        """Windows that the text fills, up to a limit; None: all of a file's."""
+        """Return the number of windows that the text fills, up to a limit; None for no limit."""
 
         def fills(samples: float) -> bool:
             try:

@@ -1,4 +1,4 @@
-"""How good candidates are: they are made, measured beside the original, and their figures kept."""
+"""Measurements of candidates, made and compared with the original; figures are kept on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.texts import Texts
 from moesaic.io.names import FOLDER, our_folder
-from moesaic.io.outputs import remove, unfinished, whole_file, whole_folder
+from moesaic.io.outputs import remove, run_folder, whole_file, whole_folder
 from moesaic.io.source import Source
 from moesaic.io.trust import mapping_of, reading
 from moesaic.metrics.forward import Layerwise, Runner
@@ -29,30 +29,30 @@ from moesaic.observation.branches import Change
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
-from moesaic.sizes import Costs, steps_as_json
+from moesaic.sizes import RecipeSizes, steps_as_json
 from moesaic.types import JSON, Track, give_back
 
 STATS, LAYERS = "observed.stats", "layers"
 DECIDING = 4096
-"""Tokens on which alternatives decide, before any is made with care."""
+"""Tokens on which alternatives are decided, before any is made with a refit."""
 ROOM = 8
-"""Originals that the disk has room for, at least, while first steps are kept."""
+"""Free disk space, in originals, below which the results of first steps are removed."""
 
 
 @dataclass
 class Trials:
-    """Makes candidates and measures them."""
+    """Maker of candidates, which are measured beside the original."""
 
     recipe: Recipe
-    """Its model, device and type."""
+    """Recipe whose model, device and type are used."""
     source: Source
     texts: Texts
     """Text that decides and chooses."""
-    costs: Costs
+    sizes: RecipeSizes
     files: Files | None
-    """Where candidates end in one."""
+    """GGUF files; None if candidates are checkpoints."""
     work: Path
-    """A folder for what is finished."""
+    """Folder for what is finished."""
     track: Track
     refused: dict[str, str] = field(default_factory=dict)
     """Steps that the model cannot have, with the reason."""
@@ -62,7 +62,7 @@ class Trials:
     """Mean squares of the inputs of a result's matrices, by steps."""
 
     def refuse(self, name: str, error: MoesaicError) -> None:
-        """Note what the model cannot have, each reason once."""
+        """Record that the model cannot be changed so, each reason once."""
         if str(error) not in self.refused.values():
             self.refused[name] = str(error)
 
@@ -70,30 +70,30 @@ class Trials:
     def dtype(self) -> torch.dtype | None:
         return parse_dtype(self.recipe.dtype)
 
-    def measured(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with its figures, which are kept."""
+    def measure(self, candidate: Candidate) -> Candidate:
+        """Measure a candidate; its figures are kept on disk, and read if they are there."""
         steps, types = steps_as_json(candidate.steps), candidate.types
         file = self.work / f"tried-{_key([steps, dict(types)] if types else steps)}.json"
         if file.is_file():
             score = mapping_of(file)
             with reading(file, "Remove it, and that is measured anew."):
-                return candidate.scored(score)
+                return candidate.with_score(score)
         give_back()  # of the candidate before
         tokens = self.texts.both[1]
-        with self._opened(candidate) as (run, memory):
+        with self._open(candidate) as (run, memory):
             ours, theirs = scores([run, self._reference], tokens)
             score = {**figures(ours, theirs), BY_WINDOW: ours.kl_N}
             if memory is not None:
                 score["memory"] = memory
         with whole_file(file) as partial:
             partial.write_text(json.dumps(score), "utf-8")
-        if shutil.disk_usage(self.work).free < ROOM * self.costs.built(()).bytes:
+        if shutil.disk_usage(self.work).free < ROOM * self.sizes.skeleton(()).bytes:
             for folder in self.work.glob("made-*"):  # first steps that others would start from
                 remove(folder)
-        return candidate.scored(score)
+        return candidate.with_score(score)
 
     def plans(self, configs: Sequence[MethodConfig]) -> dict[MethodConfig, Change]:
-        """Return the layers that configs would make, decided as quickly as they say.
+        """Return by config the plans of its layers, decided on little text.
 
         Those that the model cannot have are left out, and noted as refused.
         """
@@ -109,7 +109,7 @@ class Trials:
                 plans[config] = plan.layers
         return plans
 
-    def filed(self, chosen: Candidate, folder: Path) -> JSON:
+    def write_file(self, chosen: Candidate, folder: Path) -> JSON:
         """Write the file of the chosen candidate beside its result.
 
         Args:
@@ -118,31 +118,31 @@ class Trials:
 
         Returns:
             ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its figures on the text that
-            results are measured on; nothing where no file was asked for.
+            results are measured on; empty if no file was requested.
         """
         if chosen.file is None or self.files is None:
             return {}
         type = chosen.file.called
         out = our_folder(folder) / f"model-{type}.gguf"
-        result = folder if chosen.converted else None
+        result = folder if chosen.conversions else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
-        weights = self._weights.get(chosen.converted)
+        weights = self._weights.get(chosen.conversions)
         record |= self.files.make(result, out, chosen.file, chosen.types, weights)
         settings = self.recipe.evaluation
         if settings is not None:
             tokens = evaluation_tokens(
                 settings.data, self.source.tokenizer, settings.length, settings.max_tokens
             )
-            with self._filed(chosen, result, out) as ours:
+            with self._open_file(chosen, result, out) as ours:
                 record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
         return {"gguf": record}
 
     # --- what is made ----------------------------------------------------------------------------
 
     def result(self, steps: Sequence[MethodConfig]) -> Path | None:
-        """Return the folder of a recipe's result, made where it is missing; None without steps.
+        """Return the folder of a recipe's result, made if it is missing; None without steps.
 
-        What recipes have in common is made once.
+        Steps that recipes begin with are carried out once.
         """
         model, folder = self.recipe.model, None
         for number, config in enumerate(steps):
@@ -157,13 +157,13 @@ class Trials:
         return folder
 
     def hand_over(self, steps: Sequence[MethodConfig], out: str) -> bool:
-        """Put layers that were decided for a candidate where its run finds them; False: none are.
+        """Move a candidate's decided layers to where its run finds them; False if there are none.
 
         Args:
             steps: of the candidate.
             out: the folder that the run makes.
         """
-        work, last = unfinished(out), len(steps) - 1
+        work, last = run_folder(out), len(steps) - 1
         for number in range(len(steps)):
             layers = self.work / f"{LAYERS}-{_key(steps_as_json(tuple(steps[: number + 1])))}"
             if layers.is_dir() and self._on_all_text(layers):
@@ -177,9 +177,9 @@ class Trials:
         return bool(decided["fingerprint"] == self.texts.both[0].fingerprint)
 
     @contextmanager
-    def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
-        """Open a candidate's result or file; yield what runs it, and the bytes of the file."""
-        result, file, files = self.result(candidate.converted), candidate.file, self.files
+    def _open(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
+        """Open a candidate's result or file; yield its runner, and the bytes of the file."""
+        result, file, files = self.result(candidate.conversions), candidate.file, self.files
         if file is None or files is None:
             assert result is not None
             yield self._runner(Source("candidate", result)), None
@@ -187,24 +187,24 @@ class Trials:
             return
         out = files.folder / "candidate.gguf"
         if candidate.types:
-            size = files.layout(self.costs.built(candidate.converted)).size(candidate.types)
+            size = files.layout(self.sizes.skeleton(candidate.conversions)).size(candidate.types)
         else:
             size = files.make(result, out, file)["bytes"]
-        with self._filed(candidate, result, out) as run:
+        with self._open_file(candidate, result, out) as run:
             yield run, size
         out.unlink(missing_ok=True)
 
     @contextmanager
-    def _filed(self, candidate: Candidate, result: Path | None, out: Path) -> Iterator[Runner]:
-        """Open a candidate with the values of its file, which is read where it is of one type."""
+    def _open_file(self, candidate: Candidate, result: Path | None, out: Path) -> Iterator[Runner]:
+        """Open a candidate with its file's values: the file, or layers rounded like a mixed one."""
         assert self.files is not None
         if candidate.types is None:
-            with self.files.opened(out) as source:
+            with self.files.open(out) as source:
                 yield self._runner(source)
             return
-        rounder = self.files.rounder(result, self.costs.built(candidate.converted))
-        rounder.known = self._weights.get(candidate.converted)  # of a result in another folder
-        self._weights[candidate.converted] = rounder.weights
+        rounder = self.files.rounder(result, self.sizes.skeleton(candidate.conversions))
+        rounder.known = self._weights.get(candidate.conversions)  # of a result in another folder
+        self._weights[candidate.conversions] = rounder.weights
         change = rounder.change(candidate.types)
         yield Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
 
@@ -213,7 +213,7 @@ class Trials:
 
     @property
     def _place(self) -> tuple[str, torch.dtype | None]:
-        """Where models are run, and in which type."""
+        """Device that models run on, and their type."""
         return self.recipe.device, self.dtype
 
     @cached_property
@@ -224,8 +224,8 @@ class Trials:
         """Return the arguments of the conversion that makes a step.
 
         Args:
-            model: what it starts from; by default the original.
-            stats: it decides from the file of statistics.
+            model: name of the model to convert; by default the original.
+            stats: True to decide from the file of statistics.
         """
         return RunArgs.of(
             model or self.recipe.model,
@@ -238,13 +238,13 @@ class Trials:
 
     @cached_property
     def _deciding(self) -> Tokens:
-        """The text by which alternatives decide."""
+        """Text on which alternatives are decided."""
         text = self.texts.both[0]
         return text.rows(slice(max(1, DECIDING // text.input_ids.shape[1])))
 
     @cached_property
     def _stats(self) -> Path:
-        """One file of statistics of that text, for alternatives that can decide from one."""
+        """File of statistics of that text, for alternatives that can be decided from one."""
         file = self.work / STATS
         if not file.is_file():
             observe(

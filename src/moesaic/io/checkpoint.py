@@ -30,7 +30,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.outputs import let_read
 from moesaic.io.trust import (
     TRUNCATED,
@@ -116,7 +116,7 @@ class Checkpoint:
         self._survey()
 
     def _survey(self) -> None:
-        """Learn the file, the shape and the type of every tensor."""
+        """Read the file, the shape and the type of every tensor from headers."""
         for file in (self.folder / name for name in shards(self.folder)):
             check_file(file, self.folder)
             check_fetched(file)
@@ -157,17 +157,17 @@ class Checkpoint:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
         stored = self._stored[name]
         if stored.kind not in TYPES:
-            raise MoesaicError(f"{name} is stored as {shown(stored.kind)}, which is not read.")
+            raise MoesaicError(f"{name} is stored as {quote(stored.kind)}, which is not read.")
         return stored
 
     def _read(self, name: str) -> Tensor:
-        return mapped(self._stored[name])
+        return mapped_values(self._stored[name])
 
     def stored(self, name: str) -> Iterator[tuple[str, Stored]]:
         """Return a tensor as the files have it: the places of its parts, by their names there."""
         yield name, self._place(name)
 
-    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
+    def encode(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the stored tensors of a result's tensor, in this checkpoint's storage format.
 
         Args:
@@ -276,7 +276,7 @@ def _is_plain(name: object) -> bool:
     return plain and len(str(name)) < 256
 
 
-def mapped(value: Value) -> Tensor:
+def mapped_values(value: Value) -> Tensor:
     """Return a tensor's values; stored ones are mapped, and in memory no longer than it is."""
     if isinstance(value, Tensor):
         return value
@@ -289,7 +289,7 @@ def mapped(value: Value) -> Tensor:
 
 
 class Writer(Protocol):
-    """Takes a checkpoint's tensors one by one."""
+    """Interface of writers, which are given a checkpoint's tensors one by one."""
 
     def add(self, name: str, value: Value) -> None: ...
 
@@ -422,7 +422,7 @@ def write_shard(
 
 
 class ShardWriter:
-    """Writes tensors in shards as they come, and the index at the end; or an outline of them."""
+    """Writer of shards as tensors come, and of the index at the end; or of an outline of them."""
 
     def __init__(self, folder: Path, shard_bytes: int = 2 << 30, outline: bool = False) -> None:
         self.folder, self.shard_bytes, self.outline = folder, shard_bytes, outline
@@ -432,7 +432,7 @@ class ShardWriter:
         self._total = 0
 
     def add(self, name: str, value: Value) -> None:
-        """Take a tensor, or the place of one that is copied as it is.
+        """Add a tensor, or the place of one that is copied as it is.
 
         Raises:
             MoesaicError: a value, of it or of one that waited with it, is not finite.
@@ -468,7 +468,7 @@ class ShardWriter:
 
 
 def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Put further tensors into a checkpoint that is written, in a shard of their own."""
+    """Add tensors to a written checkpoint, in a shard of their own."""
     written, writer = Checkpoint(folder)._stored, ShardWriter(folder, sys.maxsize)
     for number, file in enumerate(sorted({stored.path for stored in written.values()})):
         file.rename(writer._path(number))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.errors import MoesaicError, spoken
+from moesaic.errors import MoesaicError, dims
 from moesaic.types import JSON
 
 Parts = Mapping[str, Tensor]
@@ -59,7 +59,7 @@ def _renumbered(entry: str, moved: Mapping[str, str]) -> list[str]:
     if entry.startswith("re:"):
         try:
             pattern = re.compile(entry.removeprefix("re:"))
-        except re.error:  # which nobody can have gone by
+        except re.error:  # which nobody can have matched with
             return [entry]
         return sorted({new for old, new in moved.items() if pattern.match(old)})
     here = [new for old, new in moved.items() if f".{entry}." in f".{old}."]
@@ -155,12 +155,12 @@ class Format(ABC):
         """
         rows, columns = self._block_like(values.shape, like)
         if values.shape[-2] % rows or values.shape[-1] % columns:
-            raise ValueError(f"blocks of {rows} x {columns} do not divide {spoken(values.shape)}")
+            raise ValueError(f"blocks of {rows} x {columns} do not divide {dims(values.shape)}")
         blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
         codes, scales, zeros = self._rounded(blocks, like)
         return self._stored(codes.reshape(values.shape), scales, zeros, like)
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+    def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         """Return the parts of ``values.index_select(axis, order)``; None if it cuts through blocks.
 
         Args:
@@ -236,10 +236,10 @@ class Format(ABC):
         return said
 
 
-class BlockScaled(Format):
+class BlockFp8(Format):
     """FP8 (E4M3) matrices (..., O, I), each block of which is multiplied by its scale.
 
-    Experts may be in FP4 (``expert_dtype``), :class:`Halved`.
+    Experts may be in FP4 (``expert_dtype``), :class:`Mxfp4`.
     """
 
     method = "fp8"
@@ -261,7 +261,7 @@ class BlockScaled(Format):
         return GROUP if self.halves else int((self.config.get("weight_block_size") or (0, 0))[1])
 
     def of(self, kind: str) -> Format:
-        return Halved(self.config) if kind == "I8" else self
+        return Mxfp4(self.config) if kind == "I8" else self
 
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         read = ("F8_E4M3", "I8") if self.halves else ("F8_E4M3",)
@@ -297,8 +297,8 @@ class BlockScaled(Format):
         grid = (*whole[:-2], -(-whole[-2] // rows), -(-whole[-1] // columns))
         if prod(scales) != prod(grid) or (len(scales) > 1 and scales != grid):
             raise ValueError(
-                f"blocks of {rows} x {columns} need scales of {spoken(grid)}, and they are of "
-                f"{spoken(scales)}"
+                f"blocks of {rows} x {columns} need scales of {dims(grid)}, and they are of "
+                f"{dims(scales)}"
             )
         return whole
 
@@ -326,7 +326,7 @@ GROUP = 32
 """Values of MXFP4 that share a scale."""
 
 
-class Halved(BlockScaled):
+class Mxfp4(BlockFp8):
     """MXFP4 matrices (O, I): two codes a byte (O, I/2), a scale for 32 of a row (O, I/32)."""
 
     def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
@@ -360,7 +360,7 @@ class Halved(BlockScaled):
         return codes + 8 * (blocks < 0), torch.ldexp(torch.ones_like(powers), powers.int()), None
 
 
-class Microscaled(Halved):
+class Mxfp4Experts(Mxfp4):
     """MXFP4 experts: values (E, I, O); codes (E, O, G, 16), two a byte, scales (E, O, G)."""
 
     method = "mxfp4"
@@ -380,7 +380,7 @@ class Microscaled(Halved):
         codes, scales = (shapes[end] for end in self.ends)
         if len(codes) != 4 or codes[-1] != GROUP // 2 or codes[:-1] != scales:
             raise ValueError(
-                f"blocks of {spoken(codes)} do not fit scales of {spoken(scales)}: 16 bytes each"
+                f"blocks of {dims(codes)} do not fit scales of {dims(scales)}: 16 bytes each"
             )
         return codes[0], codes[2] * GROUP, codes[1]
 
@@ -391,8 +391,8 @@ class Microscaled(Halved):
         scales = torch.empty(1, 1, 1, dtype=torch.uint8)
         return super().parts(values.transpose(1, 2), dict.fromkeys(self.ends, scales))
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
-        return super().chosen(parts, axis if axis < -2 else -3 - axis, order)
+    def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        return super().select(parts, axis if axis < -2 else -3 - axis, order)
 
     def _split(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         return parts[self.ends[0]].flatten(-2), parts[self.ends[1]], None
@@ -414,7 +414,7 @@ def _two_a_byte(codes: Tensor) -> Tensor:
     return _by_pieces(lambda piece: pairs.index_select(0, piece.int()), codes, 2)
 
 
-class Compressed(Format):
+class CompressedTensors(Format):
     """compressed-tensors: matrices (O, I) of integers of 4 or 8 bits, packed or not, or of FP8.
 
     A scale is for a row, for a group of a row, for a block, or for all; integers may have a zero
@@ -542,10 +542,10 @@ class Compressed(Format):
                 if not sizes or columns in sizes or (grid[1] == 1 and columns < max(sizes)):
                     return rows, columns
                 raise ValueError(
-                    f"scales of {spoken(scales)} for {spoken(shape)} are not for groups of "
+                    f"scales of {dims(scales)} for {dims(shape)} are not for groups of "
                     f"{' or '.join(map(str, sorted(sizes)))}, which its config says"
                 )
-        raise ValueError(f"scales of {spoken(scales)} do not divide {spoken(shape)}")
+        raise ValueError(f"scales of {dims(scales)} do not divide {dims(shape)}")
 
     def check_settings(self) -> None:
         super().check_settings()
@@ -586,13 +586,13 @@ class Compressed(Format):
             shape = self.shape({end: tuple(part.shape) for end, part in parts.items()})
             if tuple(declared) != shape:
                 raise ValueError(
-                    f"it is said to be {spoken(declared)}, and its codes are {spoken(shape)}"
+                    f"it is said to be {dims(declared)}, and its codes are {dims(shape)}"
                 )
 
     def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
         before, scales, _ = self._split(like)
         if "_packed" in like and shape[1] % self.each:
-            raise ValueError(f"{self.each} codes a word do not divide {spoken(shape)}")
+            raise ValueError(f"{self.each} codes a word do not divide {dims(shape)}")
         # a scale for whole rows, or for all, is so of any number of columns
         sizes = zip(shape, self._block(before.shape, scales.shape), before.shape, strict=True)
         rows, columns = (n if size >= old else size for n, size, old in sizes)
@@ -637,10 +637,10 @@ class Compressed(Format):
             least = torch.minimum(lost, least)
         return best
 
-    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+    def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         if "_packed" in parts and axis == -1 and len(order) % self.each:
             return None
-        return super().chosen(parts, axis, order)
+        return super().select(parts, axis, order)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
@@ -693,7 +693,7 @@ def e4m3(codes: Tensor) -> Tensor:
     """
     bits = codes.view(torch.int8).short()
     sign, size = bits & -(1 << 15), bits & 0x7F
-    nan = (size + 1 & 0x80) * (0x7C00 // 0x80)  # the exponent of a half's, for 0x7F alone
+    nan = (size + 1 & 0x80) * (0x7C00 // 0x80)  # the exponent of a half's, for only 0x7F
     return (sign | size << 7 | nan).view(torch.float16) * 256
 
 

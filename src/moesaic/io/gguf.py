@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError, shown, spoken
+from moesaic.errors import MoesaicError, dims, quote
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, Stored
 from moesaic.io.models import skeleton
 from moesaic.io.names import PACKAGED, cache_folder
@@ -86,7 +86,7 @@ class Tensors(Checkpoint):
         super().__init__(folder)
 
     def _survey(self) -> None:
-        """Note shape and type of each name, without reading values."""
+        """Record shape and type of each name, without reading values."""
         self._stored = {n: Stored(self.file, "F32", p.shape, 0, 0) for n, p in self._parts.items()}
 
     def _read(self, name: str) -> Tensor:
@@ -308,8 +308,8 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
         count, *stored = stored
     if _sizes(stored) != _sizes(shape) or (expert or 0) >= count:
         raise MoesaicError(
-            f"{tensor.name} in {file} is of shape {spoken(stored)}, and its config asks for "
-            f"{spoken(shape)}: {name}."
+            f"{tensor.name} in {file} is of shape {dims(stored)}, and its config asks for "
+            f"{dims(shape)}: {name}."
         )
     return Part(tensor, expert, shape)
 
@@ -388,7 +388,7 @@ def _check_gguf(path: Path) -> None:
             shape = [reader.number("Q") for _ in range(dimensions)]
             reader.number("I"), reader.number("Q")
             if prod(shape) >= 2**62:
-                raise ValueError(f"{shown(name)} is of shape {shown(shape)}")
+                raise ValueError(f"{quote(name)} is of shape {quote(shape)}")
 
 
 def _numbers(reader: _Reader, fields: int) -> Iterator[tuple[str, float]]:
@@ -411,9 +411,9 @@ def _numbers(reader: _Reader, fields: int) -> Iterator[tuple[str, float]]:
             elif kind in NUMBERS:
                 reader.take(count * struct.calcsize(f"={NUMBERS[kind]}"))
             else:
-                raise ValueError(f"{shown(name)} is a list of type {kind}")
+                raise ValueError(f"{quote(name)} is a list of type {kind}")
         else:
-            raise ValueError(f"{shown(name)} is of type {kind}")
+            raise ValueError(f"{quote(name)} is of type {kind}")
 
 
 # --- files in packages of the Python index -------------------------------------------------------

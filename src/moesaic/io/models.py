@@ -1,8 +1,8 @@
 """Models in memory: skeletons of configs, types to compute in, a caller's model left as it was.
 
 Some language models are in transformers only as parts of larger models: they are given a head here.
-Qwen3-VL's mixture, for one, is a ``qwen3_vl_moe_text`` within a ``qwen3_vl_moe``; alone it has no
-class that predicts tokens, and no name of an architecture in its config.
+Qwen3-VL's mixture, for one, is a ``qwen3_vl_moe_text`` within a ``qwen3_vl_moe``; as such it has
+no class that predicts tokens, and no name of an architecture in its config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from moesaic.errors import MoesaicError
 from moesaic.io.naming import register_conversions
 from moesaic.registry import Dynamic, remade
-from moesaic.types import Config, Made, Model, Values
+from moesaic.types import Config, MadeModel, Model, Values
 
 LARGE = 1 << 20
 """Elements from which on :class:`_NoRoom` gives a tensor no memory."""
@@ -46,7 +46,7 @@ SHAPES = 8
 _SHAPES: dict[str, Model] = {}
 
 
-def narrowed(model: Model) -> Callable[[str], torch.dtype]:
+def dtype_by_name(model: Model) -> Callable[[str], torch.dtype]:
     """Return a function of a tensor's name to its type: the model's, or float32 if strict."""
     dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
     types = {name: p.dtype for name, p in model.named_parameters()}
@@ -305,7 +305,7 @@ def untouched(*models: object) -> Iterator[None]:
     Args:
         models: arguments that verbs take as models; names and None are ignored.
     """
-    held = (model.model if isinstance(model, Made) else model for model in models)
+    held = (model.model if isinstance(model, MadeModel) else model for model in models)
     loaded = [model for model in held if isinstance(model, nn.Module)]
     # weakly: a model that is converted in place gives up its old modules meanwhile
     modes = [(weakref.ref(m), m.training) for model in loaded for m in model.modules()]

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-from moesaic.errors import MoesaicError, meant
+from moesaic.errors import MoesaicError, hint
 
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 """Models that come with the package."""
@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
     if path.is_file():
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
     if not _hub_id(name):
-        raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{meant(name, NAMES)}")
+        raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{hint(name, NAMES)}")
 
 
 @cache
@@ -161,10 +161,10 @@ def our_folder(folder: Path) -> Path:
     return place
 
 
-def placed(folder: Path, name: str) -> Path:
+def our_path(folder: Path, name: str) -> Path:
     """Return the path of a file of ours in a result's folder, whether it is there or not.
 
-    A folder that a plan alone was saved to has it at the top.
+    A folder that only a plan was saved to has it at the top.
     """
     ours = folder / FOLDER / name
     return folder / name if (folder / name).is_file() and not ours.is_file() else ours

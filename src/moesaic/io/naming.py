@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from moesaic.errors import MoesaicError, spoken
+from moesaic.errors import MoesaicError, dims
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.types import Config, Model
 
@@ -42,7 +42,7 @@ _BASE, _HEAD = "model.", "lm_head."
 
 
 def language(name: str) -> str:
-    """Return the name that a language model alone has for a tensor of a multimodal checkpoint.
+    """Return the name that a language model by itself has for a tensor of a multimodal checkpoint.
 
     >>> language("language_model.model.layers.0.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -235,10 +235,10 @@ class Naming:
             if name in self._parts:
                 shape = self.shape(name)
                 if shape != expected.shape:
-                    there = "parts that do not fit together" if shape is None else spoken(shape)
+                    there = "parts that do not fit together" if shape is None else dims(shape)
                     raise MoesaicError(
                         f"{name} in {self.checkpoint.folder} is of shape {there}, and "
-                        f"config.json says {spoken(expected.shape)}. The checkpoint is damaged, "
+                        f"config.json says {dims(expected.shape)}. The checkpoint is damaged, "
                         "or its config is another model's."
                     )
                 if expected.is_floating_point() and not all(

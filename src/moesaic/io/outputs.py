@@ -44,12 +44,12 @@ SCRATCH = re.compile(
 # --- checks, before any work is done -------------------------------------------------------------
 
 
-def unfinished(out: str | Path) -> Path:
+def run_folder(out: str | Path) -> Path:
     """Return the folder where an unfinished run keeps its finished layers."""
     return Path(f"{Path(out)}.partial")
 
 
-def searched(out: str | Path) -> Path:
+def search_folder(out: str | Path) -> Path:
     """Return the folder where an unfinished search keeps its measured candidates."""
     return Path(f"{Path(out)}.search")
 
@@ -151,7 +151,7 @@ def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] =
         raise MoesaicError(f"{out} is a link. Give the name of the folder itself, or another one.")
     if not _is_empty(out):
         _check_free(out, overwrite)
-    inputs, work = [*inputs], (unfinished(out), searched(out))
+    inputs, work = [*inputs], (run_folder(out), search_folder(out))
     for place in (out, *work):
         _check_inputs(place, inputs)
     if out.exists():
@@ -247,7 +247,7 @@ def _locked(out: Path, wait: bool = False) -> Iterator[bool]:
                 file.unlink()
         lock.release()
         for place in created:
-            with suppress(OSError):  # what was made in it stays
+            with suppress(OSError):  # what was made in it is kept
                 place.rmdir()
 
 
@@ -289,7 +289,7 @@ def _sweep(out: Path) -> None:
 
     An older output that was about to be replaced gets its name back if the new one had not got it.
     """
-    names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
+    names = "|".join(re.escape(f.name) for f in (out, run_folder(out), search_folder(out)))
     left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.(writing|replaced)")
     for path in [path for path in out.parent.iterdir() if left.fullmatch(path.name)]:
         if path.suffix == ".replaced" and not os.path.lexists(out):
@@ -431,7 +431,7 @@ def remove(folder: Path) -> None:
 
 def resumable(out: str | Path) -> bool:
     """Return True if an unfinished run of an output left layers to continue from."""
-    return any(unfinished(out).rglob("*.safetensors"))
+    return any(run_folder(out).rglob("*.safetensors"))
 
 
 def discard(folder: Path) -> None:
@@ -455,10 +455,10 @@ def let_read(file: Path) -> None:
 # --- drawings ------------------------------------------------------------------------------------
 
 
-def marked(text: str) -> str:
+def mark_drawn(text: str) -> str:
     """Return HTML or SVG with the comment :data:`DRAWN` after its first tag.
 
-    >>> marked("<svg><path/></svg>")
+    >>> mark_drawn("<svg><path/></svg>")
     '<svg><!-- made by Moesaic --><path/></svg>'
     """
     return text.replace(">", f">{DRAWN}", 1)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint, Stored
-from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts, stored_name
+from moesaic.io.formats import BlockFp8, CompressedTensors, Format, Mxfp4Experts, Parts, stored_name
 from moesaic.io.naming import expert_number
 from moesaic.io.trust import check_fields, mapping_of, reading
 from moesaic.types import JSON, Config, Values
 
 FORMATS: dict[str, type[Format]] = {
-    kind.method: kind for kind in (BlockScaled, Microscaled, Compressed)
+    kind.method: kind for kind in (BlockFp8, Mxfp4Experts, CompressedTensors)
 }
 
 
@@ -78,7 +78,7 @@ def _method_of(config: JSON) -> str:
     return next((name for key, name in UNNAMED.items() if key in config), "without a name")
 
 
-def described(config: Values, folder: Path) -> JSON:
+def format_settings(config: Values, folder: Path) -> JSON:
     """Return the settings of the format of a folder's weights; empty if there are none.
 
     Args:
@@ -224,7 +224,7 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
     if not isinstance(source, Packed) or source.format is None:
         return None
     axis = axis % source.dim() - source.dim()
-    parts = source.format.chosen(source.parts, axis, order)
+    parts = source.format.select(source.parts, axis, order)
     if parts is not None:
         return Packed(source.format, parts, source._row)
     return source.plain.index_select(axis, order)
@@ -331,7 +331,7 @@ class QuantisedCheckpoint(Checkpoint):
         if expert_number(origin) is not None and origin not in self._parts:
             self.moved[origin.rpartition(".")[0]] = name.rpartition(".")[0]
 
-    def written(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
+    def encode(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight's stored tensors: unchanged if it was only moved, else quantised again.
 
         Weights that the format cannot hold, and new ones, are written in the checkpoint's
@@ -362,7 +362,7 @@ class QuantisedCheckpoint(Checkpoint):
         yield name, tensor
 
 
-class Awaited:
+class LazyWeight:
     """Weight of a checkpoint that is read when it is sliced, like safetensors' slices."""
 
     _one = Lock()
@@ -386,7 +386,7 @@ def _module_of(name: str) -> str:
     return before + ".experts" if experts else name.rpartition(".")[0]
 
 
-def opened(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint:
     """Open the checkpoint of a folder in the format that its config names.
 
     Raises:
@@ -395,7 +395,7 @@ def opened(folder: Path) -> Checkpoint:
     """
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
-    format = format_of(described(config, folder))
+    format = format_of(format_settings(config, folder))
     if format is None:
         checkpoint = Checkpoint(folder)
         for name, stored in checkpoint._stored.items():

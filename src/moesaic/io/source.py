@@ -1,4 +1,4 @@
-"""Models by name: a folder, a GGUF file, a model that ships, a hub id; whole or headers alone.
+"""Models by name: a folder, a GGUF file, a model that ships, a hub id; whole or only headers.
 
 A file's header names every tensor, its type and its shape. Converted by the code that converts
 tensors with values, on the meta device, it is the header of the result: so the bytes of a result's
@@ -61,11 +61,11 @@ from moesaic.io.names import (
     SIDE_FILES,
     TOKENIZER_FILES,
     check_name,
-    placed,
+    our_path,
     without_slash,
 )
 from moesaic.io.naming import Naming, is_mtp, language, read_as
-from moesaic.io.quantised import Awaited, QuantisedCheckpoint, opened, quantization_of
+from moesaic.io.quantised import LazyWeight, QuantisedCheckpoint, open_checkpoint, quantization_of
 from moesaic.io.trust import (
     NEEDS_CODE,
     brings_code,
@@ -79,7 +79,7 @@ from moesaic.io.trust import (
     pretrained,
     reading,
 )
-from moesaic.types import JSON, Config, Made, Model, Tokenizer, Values
+from moesaic.types import JSON, Config, MadeModel, Model, Tokenizer, Values
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Name patterns of a hub repository's files that are read beside its weights."""
@@ -153,15 +153,15 @@ class Source:
             MoesaicError: transformers would find none of these.
         """
         odd = [name for name in self._stored_names if language(name) != name]
-        alone = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        if not (odd and alone):
+        plain = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        if not (odd and plain):
             return
         names = {*shape_of(config).state_dict()}
         own = {*read_as(config.model_type, odd).values(), *odd}
         if not names & {*own, *(f"model.{name}" for name in own)}:
             raise MoesaicError(
                 f"{self.name}: {odd[0]} and others are named as parts of a larger model, and "
-                f"config.json describes a {config.model_type} alone, of which transformers would "
+                f"config.json describes only a {config.model_type}, of which transformers would "
                 "find none of them. Rename the tensors, or give the larger model's config.json."
             )
 
@@ -192,7 +192,7 @@ class Source:
         for pair in ties.items() if isinstance(ties, dict) else ():
             both = [kept.get(name, kept.get(name.removeprefix("model."))) for name in pair]
             if all(both):
-                own = opened(self.folder)  # a dry run's has no values
+                own = open_checkpoint(self.folder)  # a dry run's has no values
                 return not torch.equal(*(own.tensor(str(name)) for name in both))
         return False
 
@@ -206,7 +206,7 @@ class Source:
     def checkpoint(self) -> Checkpoint:
         """Weights of the folder, to be read one by one."""
         check_links(self.folder)
-        checkpoint = opened(self.folder)
+        checkpoint = open_checkpoint(self.folder)
         checkpoint.headers_only = self.headers_only
         return checkpoint
 
@@ -227,7 +227,7 @@ class Source:
         Raises:
             MoesaicError: there is none, or the folder is no model.
         """
-        _ = self.config  # which says what is wrong with the folder itself
+        _ = self.config  # which names what is wrong with the folder itself
         if not any(file for names in TOKENIZER_FILES for file in self.folder.glob(names)):
             raise MoesaicError(
                 f"{self.name} has no tokenizer files: save them there too "
@@ -264,7 +264,7 @@ class Source:
         with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
         count = model.config.get_text_config().num_hidden_layers
-        ours = any(placed(self.folder, name).is_file() for name in (PLAN, RECORD))
+        ours = any(our_path(self.folder, name).is_file() for name in (PLAN, RECORD))
         check_loaded(info, self.name, count, whole=ours and not self.beside)
         for weight, tensor in model.state_dict().items():
             if not tensor.is_meta:  # those that wait on disk are seen when they are read
@@ -286,7 +286,7 @@ class Source:
         named = Naming(checkpoint, config.model_type, names).in_memory
         expected = names if self.beside else named.values()
         weights = {
-            language(n): Awaited(checkpoint, n) for n, name in named.items() if name in expected
+            language(n): LazyWeight(checkpoint, n) for n, name in named.items() if name in expected
         }
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, info = kind.from_pretrained(None, config=config, state_dict=weights, **options)
@@ -477,7 +477,7 @@ def source_or_model(
     """
     if isinstance(model, str | Path):
         return resolve(str(model), revision, token)
-    if isinstance(model, Made):
+    if isinstance(model, MadeModel):
         return model.model
     if isinstance(model, PreTrainedModel | Source):
         return model
@@ -497,7 +497,7 @@ def tokenizer_of(model: object, opened: Source | Model) -> Tokenizer | None:
     Raises:
         MoesaicError: its folder holds no tokenizer that can be used.
     """
-    if isinstance(model, Made):
+    if isinstance(model, MadeModel):
         return model.tokenizer
     return opened.tokenizer if isinstance(opened, Source) else None
 
@@ -557,7 +557,7 @@ def _of_config(name: str, path: Path, folder: Path) -> Source:
 
 
 def _of_hub(name: str, folder: Path, revision: str | None, token: str | bool | None) -> Source:
-    """Return a model in the hub's cache if it has the weights, else small files and headers alone.
+    """Return a model in the hub's cache if it has the weights, else small files and headers.
 
     The headers are fetched from the hub, eight files at a time.
     """

@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.names import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
 from moesaic.types import JSON, Values, suits
 
@@ -61,7 +61,7 @@ def reading(
     Args:
         what: the file or field that is read, for the message.
         remedy: a sentence that ends the message.
-        failure: says what is wrong with the file, before the reason.
+        failure: sentence on what is wrong with the file, before the reason.
         errors: that its readers may raise.
 
     Raises:
@@ -86,7 +86,7 @@ def reading(
         raise MoesaicError(f"{what} {failure}: {reason}.{end}") from error
 
 
-def parsed(text: str | bytes, where: str) -> Any:
+def parse_json(text: str | bytes, where: str) -> Any:
     """Parse JSON from a file.
 
     Args:
@@ -97,7 +97,7 @@ def parsed(text: str | bytes, where: str) -> Any:
         MoesaicError: it is not JSON, is no text, is larger than :data:`LARGEST`, is nested beyond
             :data:`DEEPEST`, or holds a whole number of more than :data:`DIGITS`.
 
-    >>> parsed("[" * 100_000, "a.json")
+    >>> parse_json("[" * 100_000, "a.json")
     Traceback (most recent call last):
     moesaic.errors.MoesaicError: a.json cannot be read: it is nested too deeply.
     """
@@ -138,7 +138,7 @@ def mapping_of(path: Path) -> JSON:
     """
     with reading(path), path.open("rb") as file:
         text = file.read(LARGEST + 1)
-    content = parsed(text, str(path))
+    content = parse_json(text, str(path))
     if not isinstance(content, dict):
         raise MoesaicError(f"{path} cannot be read: it holds no JSON object.")
     return content
@@ -160,7 +160,7 @@ def check_fields(plain: Values, hints: Mapping[str, object]) -> None:
     """
     for name, hint in hints.items():
         if name in plain and not suits(plain[name], hint):
-            raise TypeError(f"{name} is {shown(plain[name])}")
+            raise TypeError(f"{name} is {quote(plain[name])}")
 
 
 def check_counts(plain: object) -> None:
@@ -189,7 +189,7 @@ def _once(pairs: list[tuple[str, object]]) -> JSON:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{shown(name)} is there twice")
+        raise ValueError(f"{quote(name)} is there twice")
     return mapping
 
 
@@ -217,7 +217,7 @@ def header_of(path: Path) -> tuple[JSON, int]:
         check_fields(notes, dict.fromkeys(notes, str))
         for name, entry in header.items():
             if not _is_valid(entry, room):
-                raise ValueError(f"{shown(name)} is said to be {shown(entry, 200)}")
+                raise ValueError(f"{quote(name)} is said to be {quote(entry, 200)}")
     return header, 8 + size
 
 
@@ -401,7 +401,7 @@ def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
         shutil.copyfile(file, to)
 
 
-def settle_tokenizer(folder: Path, out: Path) -> None:
+def clean_tokenizer(folder: Path, out: Path) -> None:
     """Remove references to code from a copied tokenizer, or warn if it needs that code.
 
     Args:

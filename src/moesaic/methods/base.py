@@ -50,7 +50,7 @@ class Summary:
     title: str
     """Clause that follows the model's name, such as ``pruned by REAP to 6 of 8 experts``."""
     text: str
-    """One or two sentences: how the result differs from the model it was made from."""
+    """Sentences, one or two, on how the result differs from its model."""
     output: Values = field(default_factory=dict)
     """Keys that programs rely on in ``--json``."""
 
@@ -60,7 +60,7 @@ class Outline:
     """Shape of a result, known before weights or text are read."""
 
     plan: Plan
-    """Any plan of the same size as the final one; empty if a model is only trained further."""
+    """Plan of the same size as the final one; empty if a model is only trained further."""
     exact: bool = True
     """True if the result will have exactly this shape, False if only nearly."""
     statistics: int = 0
@@ -139,9 +139,9 @@ class Method(ABC, Generic[C, A]):
         Raises:
             MoesaicError: the request cannot be met, or the method cannot estimate it.
         """
-        raise MoesaicError(f"{self.config.title} cannot tell beforehand what it will make.")
+        raise MoesaicError(f"{self.config.title} cannot estimate its result beforehand.")
 
-    def effective(self, plan: Plan | None) -> C:
+    def described_config(self, plan: Plan | None) -> C:
         """Return the config for titles and text, with ``refit`` off if no layer was refitted."""
         config: Any = self.config
         if plan is None or not getattr(config, "refit", False):
@@ -165,12 +165,12 @@ class Method(ABC, Generic[C, A]):
         """Return the figures of a result for the report.
 
         Args:
-            layers: all decoder layers of the result, as this step alone made them.
+            layers: all decoder layers of the result, as only this step changed them.
             decision: what :meth:`run` returned.
         """
         return [
-            *figures.refitted(layers),
-            *figures.trained(decision.summary.get("training") or {}),
+            *figures.refit_figures(layers),
+            *figures.training_figures(decision.summary.get("training") or {}),
         ]
 
 

@@ -34,24 +34,24 @@ def number(count: int) -> str:
     return NUMBERS[count] if 0 <= count < len(NUMBERS) else f"{count:,}"
 
 
-def some(count: int, total: int) -> str:
+def layers_text(count: int, total: int) -> str:
     """Return how many layers, in words: ``all layers``, ``2 of 8 layers``.
 
-    >>> some(8, 8), some(2, 8)
+    >>> layers_text(8, 8), layers_text(2, 8)
     ('all layers', '2 of 8 layers')
     """
     return "all layers" if count == total else f"{count} of {total} layers"
 
 
-def carved(config: MethodConfig, active: float | None) -> str:
+def carved_clause(config: MethodConfig, active: float | None) -> str:
     """Return the title's clause of a carved model; ``active`` is the share of its projections that
     a token uses, None if unknown."""
     comma = "," if config.beyond else ""
     target = "" if active is None else f"{comma} to {percent(active)} active"
-    return f"carved{credited(config, 'with')}{target}"
+    return f"carved{credit_clause(config, 'with')}{target}"
 
 
-def credited(config: MethodConfig, by: str) -> str:
+def credit_clause(config: MethodConfig, by: str) -> str:
     """Return the end of a title's clause: ``by`` or ``with`` a method, and additions to it."""
     if not config.beyond:
         return f" {by} {config.base_label}"
@@ -143,8 +143,8 @@ def calls(layer: LayerRecord, count: int) -> tuple[float | None, ...]:
     )
 
 
-def kept(
-    layers: Iterable[LayerRecord], section: str = "Which experts stay", lost: str = ""
+def kept_figures(
+    layers: Iterable[LayerRecord], section: str = "Which experts are kept", lost: str = ""
 ) -> list[Figure]:
     """Draw which experts of each layer are kept, how often each was called, and the layer's loss.
 
@@ -163,10 +163,10 @@ def kept(
         )
         for layer in cut
     ]
-    caption = ["Blue experts stay, crossed ones are gone."]
+    caption = ["Blue experts are kept, crossed ones are removed."]
     caption += [SHADES] if any("calls" in layer.analysis for layer in cut) else []
     barred = any(row.bar is not None for row in rows)
-    measure = lost or "what the layer loses by the measure that decided"
+    measure = lost or "the layer’s error by the measure that decided"
     caption += [f"Bars: {measure}."] if barred else []
     side = "relative loss" if barred else ""
     return heat(section, "Experts by layer.", " ".join(caption), rows, side=side, of="of calls")
@@ -175,7 +175,7 @@ def kept(
 # --- what any method may bring -------------------------------------------------------------------
 
 
-def refitted(layers: Iterable[LayerRecord]) -> list[Figure]:
+def refit_figures(layers: Iterable[LayerRecord]) -> list[Figure]:
     """Draw the error of each layer's output before and after its down projections were refitted."""
     errors = [
         (layer.index, 100 * refit["lost"], 100 * refit["lost"] * (1 - refit["recovered"]))
@@ -198,8 +198,8 @@ def refitted(layers: Iterable[LayerRecord]) -> list[Figure]:
     )
 
 
-def trained(training: Values) -> list[Figure]:
-    """Draw every value that training logged, by step; one that never changes goes into the caption.
+def training_figures(training: Values) -> list[Figure]:
+    """Draw every value that training logged, by step; one that never changes is in the caption.
 
     Args:
         training: ``what`` was trained, the values (``losses``) logged at each step, their

@@ -28,12 +28,12 @@ from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.branches import divergences
 from moesaic.observation.files import Observation, Observed
-from moesaic.observation.job import Finished, Job
+from moesaic.observation.job import FinishedLayers, Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.recovery import significantly_worse
-from moesaic.surgery import applied
+from moesaic.surgery import converted_copy
 from moesaic.types import JSON
 
 
@@ -41,7 +41,7 @@ from moesaic.types import JSON
 def recover(
     job: Job[Arch],
     plans: Mapping[str, Plan],
-    finished: Finished,
+    finished: FinishedLayers,
     *,
     propagate: bool = False,
 ) -> tuple[dict[str, Plan], dict[str, dict[int, JSON]]]:
@@ -77,7 +77,7 @@ def recover(
         results = {name: plans[name].layers[i].refit(site) for name in missing[i]}
         if propagate:
             layer = results["result"] if "result" in results else finished[refit_name("result"), i]
-            site.change = applied(site.layer, job.arch, layer[0])
+            site.change = converted_copy(site.layer, job.arch, layer[0])
         return i, results
 
     def source(indices: Sequence[int]) -> Iterable[LayerTokens[FFN]]:
@@ -117,7 +117,7 @@ Decided = Mapping[S, tuple[LayerPlan, JSON]]
 
 @dataclass
 class LayerCase(Generic[A]):
-    """One layer to decide, with its statistics and tokens."""
+    """Layer to decide, with its statistics and tokens."""
 
     index: int
     job: Job[A]
@@ -235,12 +235,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         calibration, refit = observation.calibration, self._option("refit")
         text = calibration or (job.tokens.fingerprint if refit else "")
         request = {
-            **job.asked(config),
+            **job.request_of(config),
             "compare": list(job.args.compare),
             "stats": observation.file,
             "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
-        finished = job.finished(request)
+        finished = job.finished_layers(request)
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():
@@ -280,7 +280,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         methods: Mapping[str, LayerMethod[C, A, S]],
         sizes: Mapping[str, Mapping[int, Sequence[S]]],
         observation: Observation,
-        finished: Finished,
+        finished: FinishedLayers,
     ) -> None:
         """Decide every unfinished layer, for all comparisons and sizes."""
         missing: dict[int, list[str]] = {}
@@ -320,8 +320,8 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
     def _at_once(self, observation: Observation, options: Sequence[S]) -> bool:
         """Return True if a layer is refitted as it is decided, on the tokens then in memory."""
-        alone = len(options) == 1 and self.final and not self._option("progressive")
-        return self._option("refit") and alone and observation.shows_tokens
+        single = len(options) == 1 and self.final and not self._option("progressive")
+        return self._option("refit") and single and observation.shows_tokens
 
     def _key(self, name: str, size: S) -> str:
         """Return the name under which a layer's decision at a size is stored."""

@@ -1,6 +1,6 @@
 """Evaluation of a model, and of another beside it, in the same way for every command.
 
-Baselines by quantisation alone, a user's alternative to a smaller model, are measured beside it:
+Baselines by only quantisation, a user's alternative to a smaller model, are measured beside it:
 matrices then hold the values that a GGUF file of a plain type does, quantised by the gguf package,
 in blocks of 32 along a row; everything else, routers too, is float32 as in llama.cpp's files.
 """
@@ -24,11 +24,11 @@ from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
-from moesaic.io.names import RECORD, placed
+from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import Source, source_or_model
 from moesaic.io.trust import mapping_of
 from moesaic.methods import METHODS
-from moesaic.metrics.forward import Layerwise, Runner, Whole
+from moesaic.metrics.forward import InMemory, Layerwise, Runner
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.speed import free_bytes
@@ -36,7 +36,7 @@ from moesaic.metrics.tasks import check_tasks, headline, measure_tasks, recovery
 from moesaic.observation.files import StatsFile
 from moesaic.progress import tracked
 from moesaic.record import Record
-from moesaic.types import JSON, Made, Model, Named, Tokenizer, Track, Values, give_back, silent
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
 """Memory of running models, as a multiple of that of their weights."""
@@ -107,7 +107,7 @@ def evaluate(
     models = {"model": source_or_model(model, revision, token)}
     if against is not None:
         models["original"] = source_or_model(against)
-    if tokenizer is None and isinstance(model, Made):
+    if tokenizer is None and isinstance(model, MadeModel):
         tokenizer = model.tokenizer
     original = models.get("original")
     if baselines and not isinstance(original, Source):
@@ -119,7 +119,7 @@ def evaluate(
         if isinstance(each, Source):
             _check_unseen(each, tokens, data)
     options: JSON = {"device": device, "dtype": dtype, "track": track}
-    result = scored(models, tokens, tokenizer, settings, **options)
+    result = open_and_score(models, tokens, tokenizer, settings, **options)
     if generations:
         assert tokenizer is not None
         for name in models:
@@ -131,7 +131,7 @@ def evaluate(
 
 
 @dataclass
-class Scored:
+class ScoredModels:
     """Models that were opened and measured on the same text and the same questions."""
 
     tokens: Tokens
@@ -169,11 +169,11 @@ class Scored:
         """Return one of the models, loaded."""
         run = self.runs[name]
         if isinstance(run, Layerwise):
-            run = Whole.of(run.source, self.device, self.dtype)
+            run = InMemory.of(run.source, self.device, self.dtype)
         return run.shape
 
 
-def scored(
+def open_and_score(
     models: Mapping[str, Source | Model],
     tokens: Tokens,
     tokenizer: Tokenizer | None,
@@ -182,7 +182,7 @@ def scored(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
-) -> Scored:
+) -> ScoredModels:
     """Open one model, or two of which the first is compared with the second, and score them.
 
     Several processes share the batches; all of them call this.
@@ -216,18 +216,18 @@ def scored(
 
     def opened(model: Source | Model) -> Runner:
         if not isinstance(model, Source):
-            return Whole(model)
-        return Whole.of(model, device, dtype) if whole else Layerwise(model, device, dtype)
+            return InMemory(model)
+        return InMemory.of(model, device, dtype) if whole else Layerwise(model, device, dtype)
 
     items = track(models.items(), "Loading models", len(models)) if sources else models.items()
     runs = {name: opened(model) for name, model in items}
     measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
     original = models.get("original")
     on_disk = original if isinstance(original, Source) else None
-    result = Scored(tokens, measured, runs, together, device, dtype, on_disk)
+    result = ScoredModels(tokens, measured, runs, together, device, dtype, on_disk)
     if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
-        asked = [] if process()[0] else [*runs]  # lm-eval answers the first process alone
+        asked = [] if process()[0] else [*runs]  # lm-eval answers only the first process
         (figures, *_) = gathered(
             {
                 name: measure_tasks(result.model(name), tokenizer, tasks, settings.limit)
@@ -256,7 +256,7 @@ def with_tasks(
     return replace(score, tasks=compared, recovery=recovery_ratio(tasks, original))
 
 
-def named(track: Track, name: str) -> Track:
+def label_with(track: Track, name: str) -> Track:
     """Return progress whose labels name the model."""
     return lambda items, label, total=None: track(items, f"{label}, {name}", total)
 
@@ -332,7 +332,7 @@ def text_behind(folder: Path) -> tuple[list[RowRange], list[str]]:
 
     Those of earlier results that it was made from are included. Both are empty for other models.
     """
-    file = placed(folder, RECORD)
+    file = our_path(folder, RECORD)
     if not file.is_file():
         return [], []
     try:
@@ -351,7 +351,7 @@ def _check_unseen(source: Source, tokens: Tokens, data: object) -> None:
     """Refuse to measure a result of ours on rows that it was calibrated or trained on.
 
     Args:
-        source: any model; only results of ours say what text made them.
+        source: any model; only results of ours hold what text made them.
         tokens: the text to measure on.
         data: its name, where it has one.
 
@@ -393,7 +393,7 @@ BLOCK = 32
 
 
 @torch.no_grad()
-def rounded(model: Model, type: str) -> int:
+def quantise_in_place(model: Model, type: str) -> int:
     """Quantise a live model's matrices in place.
 
     Args:
@@ -449,8 +449,8 @@ def rounded_scores(
         the type, its score, whose bytes are those of a file, and the score of the reference.
     """
     for type in types:
-        run = Whole.of(source, device, torch.float32)
-        size = rounded(run.shape, type)
-        score, reference_score = scores([run, reference], tokens, named(track, type))
+        run = InMemory.of(source, device, torch.float32)
+        size = quantise_in_place(run.shape, type)
+        score, reference_score = scores([run, reference], tokens, label_with(track, type))
         yield type, replace(score, total_bytes=size), reference_score
         del run, score, reference_score  # before the next one comes

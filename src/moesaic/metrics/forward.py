@@ -1,6 +1,6 @@
 """Logits of a model, batch by batch: of a whole one, or of one read from disk layer by layer.
 
-All measurements of logits go through a :class:`Runner`, so that they are the same for a model that
+All measurements of logits use a :class:`Runner`, so that they are the same for a model that
 fits into memory and for one that does not, to the last bit on the same device. Its routing is
 counted on the same tokens.
 """
@@ -102,9 +102,9 @@ def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
 
 
 def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the experts that a router chose (T, K); ours returns them alone, others in a tuple.
+    """Return the experts that a router chose (T, K); ours returns only them, others a tuple.
 
-    For a router that returns weights of all experts (T, R), alone or first: the experts by falling
+    For a router that returns weights of all experts (T, R), only or first: the experts by falling
     weight, and the number R where the weight is zero.
     """
     parts = out if isinstance(out, tuple) else (out,)
@@ -127,7 +127,7 @@ class Counts(dict[int, Routing]):
 
 
 @contextmanager
-def counted(model: Model) -> Iterator[Counts]:
+def count_routing(model: Model) -> Iterator[Counts]:
     """Context in which the routing of everything that runs is counted."""
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
@@ -185,14 +185,14 @@ class Runner(Protocol):
         """Run the model over batches; channels skipped at decoding are skipped for all tokens."""
 
 
-class Whole:
+class InMemory:
     """Model in memory."""
 
     def __init__(self, model: Model) -> None:
         self.shape = model
 
     @classmethod
-    def of(cls, source: Source, device: str = "cpu", dtype: torch.dtype | None = None) -> Whole:
+    def of(cls, source: Source, device: str = "cpu", dtype: torch.dtype | None = None) -> InMemory:
         """Load a checkpoint.
 
         Args:
@@ -205,14 +205,14 @@ class Whole:
     def run(
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
-        """Run the model batch by batch, as the logits are asked for."""
+        """Run the model batch by batch, as the logits are iterated."""
         routing: dict[int, Routing] = {}
         return Pass(self._logits(batches, track, label, routing), routing)
 
     def _logits(
         self, batches: Sequence[Tokens], track: Track, label: str, counts: dict[int, Routing]
     ) -> Iterator[tuple[Tensor, Tokens]]:
-        with counted(self.shape) as routing, always_skipping(self.shape):
+        with count_routing(self.shape) as routing, always_skipping(self.shape):
             for batch in track(batches, label, len(batches)):
                 routing.look_at(batch.attention_mask)
                 yield self._logits_of(batch), batch  # which nothing here holds on to
@@ -308,7 +308,7 @@ class Layerwise:
         )
         stream.change = self.change or stream.change
         model = self.shape
-        with torch.no_grad(), counted(model) as routing, always_skipping(model):
+        with torch.no_grad(), count_routing(model) as routing, always_skipping(model):
             states, kwargs = stream.record()
             for block in track(stream.blocks(kwargs), label, stream.count):
                 outputs = block.outputs(states)

@@ -117,7 +117,7 @@ def library() -> tuple[Any, ctypes.CDLL, str]:
 
 
 class _Model:
-    """Model of a GGUF file, or its vocabulary alone.
+    """Model of a GGUF file, or only its vocabulary.
 
     Raises:
         MoesaicError: it cannot be loaded.

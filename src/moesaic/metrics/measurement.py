@@ -1,4 +1,4 @@
-"""Measurements of a run, its result beside its original and comparisons; and of speed alone."""
+"""Measurements of a run, its result beside its original and comparisons; and of only speed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moesaic.errors import MoesaicError
 from moesaic.hub import on_disk
 from moesaic.io.models import shape_of, working_type
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_tasks
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.evaluate import ScoredModels, have_room, label_with, open_and_score, with_tasks
+from moesaic.metrics.forward import InMemory
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.score import model_size, scores
@@ -73,7 +73,7 @@ class Measurement:
         self.track = track
         device = own_device(device)
         dtype = working_type(original.config, dtype, device)
-        self._scored: Scored = scored(
+        self._scored: ScoredModels = open_and_score(
             self.sources, *text, settings, device=device, dtype=dtype, track=track
         )
         self._scores = {name: self._scored.scores[name] for name in ("original", "result")}
@@ -91,9 +91,9 @@ class Measurement:
             the fields of :attr:`moesaic.record.Record.measured`.
         """
         together, place = self._scored.together, (self._scored.device, self._scored.dtype)
-        alone = together or all(have_room((source,), *place) for source in self.sources.values())
+        fits = together or all(have_room((source,), *place) for source in self.sources.values())
         speeds: dict[str, Speed] = {}
-        if alone:
+        if fits:
             for group in [["original", "result"]] if together else [["original"], ["result"]]:
                 speeds |= self._of_loaded(group)
             self._compared(comparisons)
@@ -119,7 +119,7 @@ class Measurement:
         """Measure generations and speed, each model loaded once; return speeds, if requested."""
         runs = self._scored.runs
         waiting = self.track(names, "Loading models", len(names))
-        if all(isinstance(runs[name], Whole) for name in names):
+        if all(isinstance(runs[name], InMemory) for name in names):
             waiting = names
         models = {name: self._scored.model(name) for name in waiting}
         for name, model in models.items():
@@ -134,7 +134,7 @@ class Measurement:
         if self.tokenizer is None:
             return
         if self.settings.generations:
-            repetition = repeated(model, self.tokenizer, track=named(self.track, name))
+            repetition = repeated(model, self.tokenizer, track=label_with(self.track, name))
             self._scores[name] = replace(self._scores[name], generations=repetition)
         for _ in self.track((name,), f"Continuation, {name}", 1):
             self._generation[name] = generate(
@@ -150,7 +150,7 @@ class Measurement:
         settings, original = self.settings, self._scores["original"]
         wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
         for name, build in comparisons.items():
-            shown, run = named(self.track, name), Whole(build())
+            shown, run = label_with(self.track, name), InMemory(build())
             self._scores[name] = scores([run, self._scored.reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None

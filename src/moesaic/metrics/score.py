@@ -22,10 +22,10 @@ from moesaic.io.models import sizes_in
 from moesaic.losses import divergence, in_chunks
 from moesaic.metrics.forward import (
     BATCH,
+    InMemory,
     Layerwise,
     Routing,
     Runner,
-    Whole,
     all_routing,
     all_shares,
     own_share,
@@ -129,7 +129,7 @@ class Score(Quality):
     active_ratio: float
     """Active ratio measured on this text's routed tokens."""
     nominal_active_ratio: float
-    """Under uniform routing."""
+    """Active ratio under uniform routing."""
     router_parameters: int
     total_bytes: int
     """Bytes of all parameters, in the types in which the model was measured."""
@@ -197,7 +197,7 @@ def score(model: Model | Runner, tokens: Tokens) -> Score:
         model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
         tokens: the windows.
     """
-    run = model if isinstance(model, Whole | Layerwise) else Whole(model)
+    run = model if isinstance(model, InMemory | Layerwise) else InMemory(model)
     return scores([run], tokens)[0]
 
 
@@ -266,7 +266,7 @@ def qualities(
     parts_PC = torch.stack(all_shares(of_parts, shared)).sum(0)
     scored_N, losses_MN, compared_N = sums_CN[0], sums_CN[1 : len(runs) + 1], sums_CN[-2]
     if not scored_N.any():
-        raise MoesaicError("The text has no token behind another one to score.")
+        raise MoesaicError("The text has no token after another one to score.")
     if not losses_MN.isfinite().all():
         raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
     total_C = sums_CN.sum(1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def measure_tasks(
     model: Model, tokenizer: Tokenizer, tasks: Sequence[Task], limit: int | None = None
 ) -> dict[str, JSON]:
-    """Return every task's figures, by its name; with several processes, in the first one alone.
+    """Return every task's figures, by its name; with several processes, only in the first one.
 
     Args:
         model: in memory.
@@ -126,10 +126,10 @@ ABSENT = ("Connection", "Offline", "DatasetNotFound", "LocalEntryNotFound", "HfH
 def _not_ours(error: BaseException, name: str, shots: int | None) -> str | None:
     """Return an error message if the request or the network caused lm-eval's failure; else None."""
     chain: list[BaseException] = []
-    behind: BaseException | None = error
-    while behind is not None and behind not in chain:
-        chain.append(behind)
-        behind = behind.__cause__ or behind.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     first = (str(error).splitlines() or [type(error).__name__])[0]
     absent = any(part in type(e).__name__ for e in chain for part in ABSENT)
     if absent or isinstance(error, FileNotFoundError):

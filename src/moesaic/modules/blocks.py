@@ -72,10 +72,10 @@ class CondensedFFN(nn.Module):
 
         Other arguments of the base's block are for its router, and are ignored.
         """
-        return (self.written(x), None) if self.more else self.written(x)
+        return (self.output(x), None) if self.more else self.output(x)
 
-    def written(self, x: Tensor) -> Tensor:
-        """Return the output alone, never a pair."""
+    def output(self, x: Tensor) -> Tensor:
+        """Return only the output, never a pair."""
         gate, up, down = self.projections
         h = self.act_fn(gate(x)) * up(x)
         if self.gated:

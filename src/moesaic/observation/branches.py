@@ -19,7 +19,7 @@ from moesaic.losses import divergence, in_chunks
 from moesaic.modules.running import SpilledList
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.base import LayerPlan
-from moesaic.surgery import applied
+from moesaic.surgery import converted_copy
 from moesaic.types import Track, silent
 
 StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -56,7 +56,7 @@ def branches(
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
             for place, (key, plan) in enumerate(plans.items(), 1):
                 some = [n for n in members if id(changes[n].get(block.index)) == key]
-                with changed(block.layer, stream.arch, plan) as layer:
+                with layer_replacement(block.layer, stream.arch, plan) as layer:
                     if place == len(plans):  # the last branch reuses the states
                         block.run(hidden, layer)
                         regrouped.append((some, hidden))
@@ -69,13 +69,13 @@ def branches(
     return [by_change[n] for n in range(len(changes))]
 
 
-def changed(
+def layer_replacement(
     layer: nn.Module, arch: Arch, plan: LayerPlan | StandIn | None
 ) -> AbstractContextManager[nn.Module | None]:
     """Return a context with the module that replaces a layer under a plan; None without a plan."""
     if plan is None:
         return nullcontext()
-    return applied(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
+    return converted_copy(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
 
 
 def of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:
@@ -91,7 +91,7 @@ def of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tens
 
 
 @torch.no_grad()
-def measured(
+def window_sums(
     stream: LayerStream[object],
     changes: Sequence[Change],
     track: Track = silent,
@@ -150,7 +150,7 @@ def divergences(
         KL by change and window (C, N), float64. Windows are weighted by their tokens: the mean over
         windows is the mean over all tokens.
     """
-    sums_CN, tokens_N = measured(stream, changes, track)
+    sums_CN, tokens_N = window_sums(stream, changes, track)
     return sums_CN / tokens_N.mean().clamp(min=1.0)
 
 

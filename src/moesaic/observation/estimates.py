@@ -34,7 +34,7 @@ from moesaic.data.text import Tokens
 from moesaic.io.outputs import whole_file
 from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.modules.running import SpilledList
-from moesaic.observation.branches import Change, StandIn, changed
+from moesaic.observation.branches import Change, StandIn, layer_replacement
 from moesaic.observation.stream import BEFORE, Block, LayerStream
 from moesaic.plans.base import LayerPlan
 from moesaic.types import Track, silent
@@ -54,7 +54,7 @@ PartStandIn = Callable[[nn.Module], AbstractContextManager[nn.Module | None]]
 
 @dataclass
 class PricedLayer:
-    """One decoder layer, open, with what entered it and the gradient at its output.
+    """Open decoder layer, with its input hidden states and the gradient at its output.
 
     Attributes:
         block: the layer.
@@ -69,7 +69,7 @@ class PricedLayer:
 
     @torch.no_grad()
     def directional(self, stand_in: PartStandIn) -> Tensor:
-        """v (K, N), float64: the change of the labels' log-likelihood by a changed layer.
+        """Return v (K, N), float64: the change of the labels' log-likelihood by a changed layer.
 
         Args:
             stand_in: makes of the layer what stands in its place.
@@ -84,7 +84,7 @@ class PricedLayer:
 
 @dataclass
 class PricedEnds:
-    """The model around its layers, with the first layer's input and the gradient there.
+    """Parts of a model around its layers, with the first layer's input and gradient.
 
     Attributes:
         gradients: at the first layer's input, a draw a spill, one entry a batch (B, L, D).
@@ -97,7 +97,7 @@ class PricedEnds:
 
     @torch.no_grad()
     def directional(self, stand_in: PartStandIn) -> Tensor:
-        """v (K, N), float64, of changed embeddings.
+        """Return v (K, N), float64: the same change by changed embeddings.
 
         Args:
             stand_in: changes those of the model while the context lasts.
@@ -340,7 +340,7 @@ def estimates(
         place = part.block.index if isinstance(part, PricedLayer) else BEFORE
         if every := users(place):
             plans = (changes[members[0]][place] for members in every)
-            stands_in = (partial(changed, arch=stream.arch, plan=plan) for plan in plans)
+            stands_in = (partial(layer_replacement, arch=stream.arch, plan=plan) for plan in plans)
             v_UKN = once(place, map(part.directional, stands_in))
             for members, v_KN in zip(every, v_UKN, strict=True):
                 v_CKN[members] += v_KN
@@ -362,7 +362,7 @@ def _head_divergences(
                     bytes += p_TV.nbytes
         tokens = sum(len(p_TV) for *_, p_TV in kept)
         for plan in plans:
-            with changed(stream.model, stream.arch, plan):
+            with layer_replacement(stream.model, stream.arch, plan):
                 after = (log_probabilities(finish(w, last), w.labels) for w, last, _ in kept)
                 pairs = zip((p_TV for *_, p_TV in kept), after, strict=True)
                 sums = [divergence(*pair).sum() for pair in pairs]

@@ -22,7 +22,7 @@ from moesaic.config import RunArgs, takes_options
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import of_stored, stored_in, write_shard
 from moesaic.io.models import leaves_untouched
 from moesaic.io.outputs import (
@@ -30,13 +30,13 @@ from moesaic.io.outputs import (
     check_file,
     discard,
     output_lock,
-    unfinished,
+    run_folder,
     whole_file,
 )
-from moesaic.io.trust import check_fields, header_of, parsed, reading
+from moesaic.io.trust import check_fields, header_of, parse_json, reading
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
-from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, observed
+from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, layer_stats
 from moesaic.plan import differences
 from moesaic.types import JSON, Named, Values
 
@@ -133,7 +133,7 @@ class Observation:
         if self.reads_text and not self.whole:
             share, numbers = self.job.own_tokens
         for site in self.job.stream(layers, self.job.arch.view, share, follow=follow):
-            stats = observed(site, self.needs, every, numbers, self.gram_bytes, self._own)
+            stats = layer_stats(site, self.needs, every, numbers, self.gram_bytes, self._own)
             yield site.index, stats, site if self.reads_text else None
 
 
@@ -188,7 +188,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         "sources": [origin.as_json() for origin in job.tokens.origins],
         "gram": gram_mb,
     }
-    folder = unfinished(out)
+    folder = run_folder(out)
     if folder.exists() and not resume:
         if not overwrite:
             raise MoesaicError(
@@ -211,7 +211,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         for site in job.track(stream, "Observing layers", len(layers)):
             if site.index in done:
                 continue
-            stats = observed(site, names, job.tokens, numbers, gram_mb << 20)
+            stats = layer_stats(site, names, job.tokens, numbers, gram_mb << 20)
             if process()[0] == 0:
                 tensors = {f"layers.{site.index}.{n}": t.contiguous() for n, t in stats.items()}
                 with whole_file(files[site.index]) as partly:
@@ -269,14 +269,14 @@ class StatsFile:
         try:
             header_of(path)
             with reading(path), safe_open(path, framework="pt") as opened:
-                header: JSON = parsed((opened.metadata() or {})["moesaic"], str(path))
+                header: JSON = parse_json((opened.metadata() or {})["moesaic"], str(path))
                 check_fields({"the header": header}, {"the header": dict})
         except MoesaicError as error:
             raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
         version = header.pop("format", None)
         if version != FORMAT:
             raise MoesaicError(
-                f"{path} has statistics of format {shown(version or 1)}; this version reads and "
+                f"{path} has statistics of format {quote(version or 1)}; this version reads and "
                 f"writes format {FORMAT}. Observe the model again."
             )
         with reading(path, "Observe the model again."):

@@ -82,7 +82,7 @@ class Job(Generic[A_co]):
             if getattr(self.original, "hf_quantizer", None) is not None:
                 raise MoesaicError(
                     "This model was loaded from quantised weights. Pass its name or its folder "
-                    "instead: then what stays keeps its bytes."
+                    "instead: then what is kept keeps its bytes."
                 )
             if any(parameter.is_meta for parameter in self.original.parameters()):
                 raise MoesaicError(
@@ -140,12 +140,12 @@ class Job(Generic[A_co]):
         return text
 
     def warn_of_text(self) -> None:
-        """Warn if a multimodal mixture is calibrated on text alone."""
+        """Warn if a multimodal mixture is calibrated on nothing but text."""
         config = self.original.config
         whole = self.original.beside if self.on_disk else config.get_text_config() is not config
         if whole and isinstance(self.arch, MoEArch):
             logger.warning(
-                "This mixture is multimodal and calibrated on text alone: experts that are for "
+                "This mixture is multimodal and calibrated only on text: experts that are for "
                 "pictures or sounds look unused. Measure the result on such input, too."
             )
 
@@ -351,11 +351,11 @@ class Job(Generic[A_co]):
             inplace = self.args.inplace
         return self.original if inplace else copy.deepcopy(self.original)
 
-    def asked(self, config: MethodConfig) -> JSON:
+    def request_of(self, config: MethodConfig) -> JSON:
         """Return the request for a method, as a user wrote it: verb, method and options."""
         return {"verb": config.verb, "method": config.name, "config": asdict(config)}
 
-    def finished(self, request: Values) -> Finished:
+    def finished_layers(self, request: Values) -> FinishedLayers:
         """Return the store of layers of this request that were decided before.
 
         Args:
@@ -364,10 +364,10 @@ class Job(Generic[A_co]):
         Raises:
             MoesaicError: the folder for progress holds another run.
         """
-        return Finished(self.args.resume_from, self.request(request))
+        return FinishedLayers(self.args.resume_from, self.request(request))
 
 
-class Finished(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
+class FinishedLayers(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
     """Decided layers by name and index, on disk too if there is a folder for them."""
 
     def __init__(self, folder: Path | None, request: Values) -> None:
@@ -381,7 +381,7 @@ class Finished(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
             name: the result or comparison that it belongs to.
             index: index of the layer.
             layer: the plan.
-            analysis: measurements behind the decision, as plain JSON.
+            analysis: measurements for the decision, as plain JSON.
         """
         self[name, index] = (layer, analysis)
         if self._file is not None and process()[0] == 0:

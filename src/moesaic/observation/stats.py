@@ -123,7 +123,7 @@ def square_sums(h_NM: Tensor) -> Tensor:
     return h_NM.square().sum(0, dtype=torch.float64)
 
 
-def observed(
+def layer_stats(
     site: LayerTokens[FFN],
     names: Collection[str],
     tokens: Tokens,
@@ -148,7 +148,7 @@ def observed(
     view, share = site.view, 0.0
     if "gram_SP" in names and isinstance(view, MoEFFN):
         share = sample_share(tokens.count, view.weighed, gram_bytes)
-    tally = tallied(site, names, numbers, share)
+    tally = tally_of(site, names, numbers, share)
     if own is not None:
         own(site, tally)
     stats = tally.stats(every=numbers is not None)
@@ -164,7 +164,7 @@ def observed(
 
 
 @torch.no_grad()
-def tallied(
+def tally_of(
     site: LayerTokens[FFN],
     names: Collection[str],
     numbers: Sequence[int] | None = None,
@@ -261,7 +261,7 @@ OF_WEIGHTS = frozenset(chain.from_iterable(_OF_WEIGHTS))
 
 @dataclass
 class _Batch:
-    """One batch of tokens at one layer."""
+    """Batch of tokens at one layer, whose statistics are added to a tally."""
 
     view: FFN
     x_TD: Tensor

@@ -22,7 +22,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.checkpoint import cast as as_dtype
-from moesaic.io.models import forward_replaced, narrowed, path_of, skeleton, working_type
+from moesaic.io.models import dtype_by_name, forward_replaced, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
 from moesaic.modules.running import LayerTokens, RunningTokens, SpilledList, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
@@ -130,7 +130,7 @@ class LayerStream(Generic[V_co]):
         layers: indices of layers to yield; the others only run. None after the last one is run.
         view: function from a decoder layer to its view.
         tokens_per_batch: size of the batches that ``tokens`` are split into.
-        spill_bytes: hidden states above this size go to a memory-mapped file.
+        spill_bytes: hidden states above this size are in a memory-mapped file.
         cache_bytes: a layer's FFN activations are kept between passes up to this size.
         follow: pass two sets of tokens through the layers: one through the model as it is, one
             through every ``site.change``. Sites show the inputs of the second and, as targets, the
@@ -206,13 +206,13 @@ class LayerStream(Generic[V_co]):
         """
         if model is None:
             model = skeleton(config, working_type(config, dtype, str(device)))
-        type_of = narrowed(model)
+        type_of = dtype_by_name(model)
         naming = Naming(checkpoint, config.model_type, model.state_dict())
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied: dict[str, str] = {}
-        if head is not None and head.weight is embedding.weight:  # whatever the config says
+        if head is not None and head.weight is embedding.weight:  # whatever the config holds
             one, other = (f"{path_of(model, module)}.weight" for module in (head, embedding))
-            stored = {*naming.in_memory.values()}  # the head alone, in some checkpoints
+            stored = {*naming.in_memory.values()}  # only the head, in some checkpoints
             tied |= {other: one} if one in stored and other not in stored else {one: other}
 
         @contextmanager
@@ -361,7 +361,7 @@ class LayerStream(Generic[V_co]):
             def replay(_: int, states: Tensor, options: JSON) -> Tensor:
                 return last.to(states.device)
 
-            def embedded(ids: Tensor) -> Tensor:  # only its shape is looked at
+            def embedded(ids: Tensor) -> Tensor:  # only its shape is used
                 return last.new_zeros(*ids.shape, embedding.embedding_dim, device=self._device)
 
             unread = embedding.weight.is_meta
@@ -481,7 +481,7 @@ class LayerStream(Generic[V_co]):
 
     @property
     def _device(self) -> torch.device:
-        """Where tokens enter: the embeddings' device or, while they are not read, any part's."""
+        """Device that tokens enter: the embeddings', or any part's while those are not read."""
         weight = self.model.get_input_embeddings().weight
         return next(p.device for p in (weight, *self.model.parameters()) if not p.is_meta)
 

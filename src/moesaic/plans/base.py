@@ -107,7 +107,7 @@ class Description:
     """Words and figures about a converted layer, for records."""
 
     text: str
-    """New form of the layer in words, such as ``6 of 8 experts stay``."""
+    """New form of the layer in words, such as ``6 of 8 experts kept``."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has."""
 
@@ -295,7 +295,7 @@ class LayerPlan(ABC):
     def exporter(cls, header: Header) -> Callable[..., Any] | None:
         """Return the function that writes dense layers of this kind as another architecture's.
 
-        It has the signature of :func:`moesaic.exports.native.narrowed`. None: they are written as
+        It has the signature of :func:`moesaic.exports.native.narrow_export`. None: they become
         narrower layers of the base's own class.
         """
         return None
@@ -322,7 +322,7 @@ class LayerPlan(ABC):
         return None
 
 
-def loaded(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
+def load_plan(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
     """Return the plan of a layer of any kind, with its fields checked against their types.
 
     Args:

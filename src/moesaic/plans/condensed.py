@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, FFNNames, LayerUse, RoutedModule, hands_on, put
 from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
-from moesaic.errors import MoesaicError, shown
+from moesaic.errors import MoesaicError, quote
 from moesaic.modules.blocks import CondensedFFN, Nothing, PassThrough, shapes
 from moesaic.modules.running import LayerTokens
 from moesaic.plans.base import (
@@ -82,7 +82,7 @@ class CondensedLayer(LayerPlan):
         check_numbers("experts", self.experts_K, sizes.experts)
         for name, value in (("neurons", self.width), ("gated neurons", self.gated)):
             if not 0 <= value <= sizes.most:
-                raise ValueError(f"{shown(value, 20)} {name} are more than such a layer has")
+                raise ValueError(f"{quote(value, 20)} {name} are more than such a layer has")
 
     # --- put to use ------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class CondensedLayer(LayerPlan):
             "gates": self.gates_K.tolist(),
             "shared": self.shared,
         }
-        return Description(f"one dense MLP: {text}" if kept else f"{text} stays", shape)
+        return Description(f"one dense MLP: {text}" if kept else f"{text} is kept", shape)
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
@@ -191,7 +191,7 @@ class CondensedLayer(LayerPlan):
             y_TD = view.output(x_TD) if target_TD is None else target_TD
             if view.arch.beside is not None and view.shared is not None:
                 y_TD = y_TD + view.shared(x_TD)
-            kept_TD = module.written(x_TD)
+            kept_TD = module.output(x_TD)
             balance.add(features.pop(), kept_TD, y_TD)
         new_DM, figures = balance.solve()
         return replace(self, down_DM=new_DM), figures
@@ -271,7 +271,7 @@ def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor
 
 
 def cache_leaders(config: Config) -> set[int]:
-    """Return the layers without which cached decoding goes wrong: the first one, and the first one
+    """Return the layers without which cached decoding is wrong: the first one, and the first one
     of each kind of attention, since transformers reads positions and mask sizes from their
     caches."""
     kinds = list(getattr(config, "layer_types", None) or ())
@@ -306,7 +306,7 @@ class DroppedLayer(LayerPlan):
                 vars(layers[index])[name] = value
 
     def describe(self, experts: int) -> Description:
-        return Description("the whole layer is gone")
+        return Description("the whole layer is removed")
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:

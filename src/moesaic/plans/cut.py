@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN, LayerUse, weight_of
 from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
-from moesaic.arch.routing import replaced, set_top_k
-from moesaic.errors import MoesaicError, shown
+from moesaic.arch.routing import replace_removed, set_top_k
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
 from moesaic.modules.running import LayerTokens
@@ -34,8 +34,8 @@ from moesaic.plans.neurons import (
     of_ffn,
     of_mlp,
     of_stacked,
+    ordered_values,
     resize,
-    taken,
     twice,
 )
 from moesaic.plans.recovery import refitted_down, refitted_downs
@@ -95,7 +95,7 @@ class CutLayer(LayerPlan):
         if self.neurons_EW is not None:
             places = 1 if self.kept_E is None else len(self.kept_E)
             if len(self.neurons_EW) != places:
-                raise ValueError(f"{len(self.neurons_EW)} experts have neurons, {places} stay")
+                raise ValueError(f"{len(self.neurons_EW)} experts have neurons, {places} are kept")
             rising_EW = self.neurons_EW.sort(dim=1).values
             if not ((rising_EW.diff(dim=1) > 0) | (rising_EW[:, 1:] == PADDING)).all():
                 raise ValueError("a neuron is kept twice")
@@ -156,7 +156,7 @@ class CutLayer(LayerPlan):
         return replace(self, kept_E=kept_E, down_E=down_E, neurons_EW=neurons_EW)
 
     def _sizes(self) -> JSON:
-        """Return the new sizes of what is cut."""
+        """Return the new sizes of the parts that are cut."""
         sizes = {
             "experts": None if self.kept_E is None else self.kept_E.numel(),
             "width": None if self.neurons_EW is None else self.width,
@@ -190,7 +190,7 @@ class CutLayer(LayerPlan):
                 raise ValueError("it keeps neurons, and names no experts")
             if self.before != sizes.width:
                 raise ValueError(
-                    f"experts had {shown(self.before, 20)} neurons, and have {sizes.width}"
+                    f"experts had {quote(self.before, 20)} neurons, and have {sizes.width}"
                 )
             lists = len(self.neurons_EW)
             check_numbers("neurons", self.neurons_EW, sizes.width, not self.dense, lists)
@@ -199,10 +199,10 @@ class CutLayer(LayerPlan):
         check_numbers("shared neurons", self.shared_S, sizes.most, padding=True)
         count = len(self.experts) or sizes.experts
         if self.top_k is not None and not 1 <= self.top_k <= count:
-            raise ValueError(f"a token cannot run {shown(self.top_k, 20)} of {count} experts")
+            raise ValueError(f"a token cannot run {quote(self.top_k, 20)} of {count} experts")
         if self.beta is not None and (self.rule not in RULES or not 0 <= self.beta < math.inf):
             raise ValueError(
-                f"experts cannot be left out by {shown(self.rule, 20)} {shown(self.beta, 20)}"
+                f"experts cannot be left out by {quote(self.rule, 20)} {quote(self.beta, 20)}"
             )
 
     # --- put to use ------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class CutLayer(LayerPlan):
             order_W = self.neurons_EW[place]
             if tensor.shape[axis - 1] == 2 * self.before:
                 order_W = twice(order_W, self.before, arch.alternating)
-            tensor = taken(tensor, axis - 1, order_W)
+            tensor = ordered_values(tensor, axis - 1, order_W)
         return torch.zeros_like(tensor) if self.kept[place] == PADDING else tensor
 
     def _of_all(self, arch: MoEArch, leaf: str, tensor: Tensor, count: int) -> Tensor:
@@ -332,7 +332,7 @@ class CutLayer(LayerPlan):
         places = (self.kept_E != PADDING).nonzero().flatten()
         place_E[self.experts] = places.to(place_E)
         parts = (
-            replaced(part_NK.long(), allowed_E.expand(len(part_NK), -1))
+            replace_removed(part_NK.long(), allowed_E.expand(len(part_NK), -1))
             for part_NK in table_VK.split(ROWS)
         )
         return torch.cat([place_E[part_NK] for part_NK in parts])
@@ -387,7 +387,7 @@ class CutLayer(LayerPlan):
         if self.neurons_EW is not None:
             widths = self.widths if self.uneven else [self.width]
             width = round(sum(widths) / len(widths))
-            parts.append(f"{width:,} of {self.before:,} neurons{of} stay")
+            parts.append(f"{width:,} of {self.before:,} neurons{of} kept")
             shape |= {"neurons": width, "of": self.before}
             if self.dense:
                 parts[0] += ", the same for every token"
@@ -395,7 +395,7 @@ class CutLayer(LayerPlan):
                 parts[0] += f" in the mean, {min(widths):,} to {max(widths):,}"
                 shape["widths"] = widths
         elif self.kept_E is not None:
-            parts.append(f"{whose} stay")
+            parts.append(f"{whose} kept")
         if self.shared_S is not None:
             shape["shared"] = int((self.shared_S >= 0).sum())
         if self.top_k is not None:

@@ -15,10 +15,10 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.plans.base import PADDING, State
 
 
-def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
+def ordered_values(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
     """Return a tensor's rows or columns in another order, zero where the order has PADDING.
 
-    >>> taken(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
+    >>> ordered_values(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
     [[3.0, 0.0]]
     """
     padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
@@ -102,10 +102,10 @@ def of_mlp(
     if projection == names.down:
         if part != "weight":
             return tensor
-        return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
+        return ordered_values(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
     if names.fused and tensor.shape[0] != width:
         order_W = twice(order_W, tensor.shape[0] // 2)
-    return taken(tensor, 0, order_W)
+    return ordered_values(tensor, 0, order_W)
 
 
 def of_ffn(
@@ -151,7 +151,7 @@ def of_stacked(
         return down_DS.unflatten(1, (count, -1)).transpose(0, 1).to(tensor).contiguous()
     local_NW = torch.where(order_NW == PADDING, PADDING, order_NW - first_N1)
     parts = zip(tensor, local_NW, strict=True)
-    return torch.stack([taken(part, axis - 1, order_W) for part, order_W in parts])
+    return torch.stack([ordered_values(part, axis - 1, order_W) for part, order_W in parts])
 
 
 def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
@@ -201,7 +201,7 @@ def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> 
 def resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
     """Replace a parameter by one of another size on the meta device, a buffer by one on its own.
 
-    vLLM gives values to parameters alone.
+    vLLM gives values only to parameters.
     """
     old = getattr(owner, leaf)
     shape = list(old.shape)

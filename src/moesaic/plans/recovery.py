@@ -183,7 +183,7 @@ def ridge_path(
     gradients.
 
     Preconditioned by each block's own X_i^T X_i + lambda_i (Saad, "Iterative Methods for Sparse
-    Linear Systems", 9.2): one block alone takes one iteration, and no product of two is held.
+    Linear Systems", 9.2): a single block takes one iteration, and no product of two is held.
 
     Args:
         samples: several sets of tokens with the same blocks.
@@ -340,20 +340,21 @@ class _Part:
     """Original down projection."""
     order_W: Tensor
     """Kept neurons, int64."""
-    gone: Tensor = field(init=False)
+    removed: Tensor = field(init=False)
     """Removed neurons, int64."""
     change_WD: Tensor | None = None
     """Change of the down projection, transposed."""
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
-        gone_M = torch.ones(self.down_DM.shape[1], dtype=torch.bool, device=self.down_DM.device)
-        gone_M[self.order_W] = False
-        self.gone = gone_M.nonzero().flatten()
+        removed_M = torch.ones(self.down_DM.shape[1], dtype=torch.bool, device=self.down_DM.device)
+        removed_M[self.order_W] = False
+        self.removed = removed_M.nonzero().flatten()
 
     def split(self, h_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept neurons' activations (T, W), and what the removed ones wrote (T, D)."""
-        return h_TM[:, self.order_W], h_TM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
+        removed_DN = self.down_DM[:, self.removed].float()
+        return h_TM[:, self.order_W], h_TM[:, self.removed] @ removed_DN.T
 
     def fit_alone(self, site: LayerTokens[MoEFFN], expert: int) -> None:
         """Fit an expert to its own output for all of the layer's tokens, as if it ran them."""
@@ -408,7 +409,7 @@ def refitted_downs(
     enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
     after = _square(_fit(parts, fitted.only(enough), held.only(enough)))
     for i, part in parts.items():
-        if len(part.gone) and i not in held.features:
+        if len(part.removed) and i not in held.features:
             part.fit_alone(site, i)
     figures = recovered(lost, after / max(before, 1e-300) * lost, square)
     if all(part.change_WD is None for part in parts.values()):
@@ -456,8 +457,8 @@ def _regression_data(
         cut = len(x_TD) - len(x_TD) // HELD_OUT
         starts = [sum(map(len, of_set)) for of_set in residuals]
         for i, rows, h_NM in running:
-            h_NW, gone_ND = parts[i].split(h_NM)
-            residual_TD[rows] += gone_ND
+            h_NW, removed_ND = parts[i].split(h_NM)
+            residual_TD[rows] += removed_ND
             at = int((rows < cut).sum())
             features[0].setdefault(i, []).append((rows[:at] + starts[0], h_NW[:at]))
             features[1].setdefault(i, []).append((rows[at:] - cut + starts[1], h_NW[at:]))

@@ -16,31 +16,31 @@ Format = Callable[[float | None], str]
 
 @dataclass(frozen=True)
 class Sentence:
-    """One statement."""
+    """Sentence of a report."""
 
     text: str
     kind: str = "paragraph"
     """``lead`` (the verdict), ``paragraph``, ``remark`` (one of a list), or ``note``: how to read
     the block before it."""
     tone: str = ""
-    """``worse`` where it speaks against the result."""
+    """``worse`` if it speaks against the result."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, and a note that is written small beside it."""
+    """Cell of a table: a figure, and a note in small print."""
 
     text: str
     note: str = ""
     tone: str = ""
     """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
     value: float | None = None
-    """The number that the text writes; None where there is none."""
+    """Number that the text writes; None if there is none."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by their labels."""
+    """Table whose rows have labels."""
 
     columns: list[str]
     rows: list[tuple[str, list[Cell]]]
@@ -51,7 +51,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Text that a model wrote."""
+    """Text that a model generated."""
 
     title: str
     text: str
@@ -60,35 +60,35 @@ class Text:
 
 @dataclass(frozen=True)
 class Point:
-    """One model on a plot."""
+    """Model on a plot, as a point."""
 
     x: float
     y: float
     kind: str
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     label: str
-    """Written beside it."""
+    """Name beside the point."""
     tip: str
-    """The tooltip: its full name, and all that was measured of it."""
+    """Tooltip: the model's full name, and all its figures."""
     run: int = 0
-    """The run that it leads to, from 1; 0 for none."""
+    """Number of the run that the point links to, from 1; 0 for none."""
     ahead: bool = True
-    """No other point is as good in both figures and better in one."""
+    """True if no other point is as good in both figures and better in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points(Figure):
-    """Models by two figures, those that none beats joined by a line."""
+    """Plot of models by two figures, a line through those that no other beats."""
 
     points: tuple[Point, ...]
     front: tuple[int, ...]
-    """The joined points, from the best along x."""
+    """Indices of the joined points, from the best along x."""
     x: str
     y: str
     x_form: Format
     y_form: Format
     numbered: bool = False
-    """Results are marked by the number of their run."""
+    """True to mark results by the number of their run."""
     kind: str = "points"
 
 
@@ -97,14 +97,14 @@ Block = Sentence | Table | Text | Figure
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a heading."""
+    """Section of a report: blocks under a heading."""
 
     title: str
     blocks: list[Block]
     also: tuple[str, ...] = ()
-    """``card`` and ``terminal``, where they show it; the page shows all."""
+    """Renderers that show the section besides the page: ``card``, ``terminal``."""
 
 
 def cell(form: Format, value: float | None) -> Cell:
-    """Return a figure in a format."""
+    """Return a cell with a figure in a format."""
     return Cell(form(value), value=value)

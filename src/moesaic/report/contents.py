@@ -1,6 +1,6 @@
 """Contents of a report: the sections of blocks that three renderers show, and their sentences.
 
-The sentences say what came of a run, what else could be done, and how it was made.
+The sentences state how good a result is, what else could be done, and how it was made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moesaic.record import WEIGHTS, Figure, Record
 from moesaic.report import facts, numbers, tables
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table, Text
 from moesaic.report.facts import figure, part
-from moesaic.report.frontier import frontiers, tried
+from moesaic.report.frontier import candidates_plot, frontiers
 from moesaic.report.tables import UNCLEAR, pace, ratio_cell
 from moesaic.types import Values
 
@@ -22,20 +22,20 @@ MANY = 6
 """Forms of layers beyond this number are only in the table of layers."""
 
 
-def contents(record: Record, alone: bool = True) -> list[Section]:
-    """Return everything that is said of a run, in reading order. What was not measured is left out.
+def contents(record: Record, single: bool = True) -> list[Section]:
+    """Return the sections about a run, in reading order, without what was not measured.
 
     Args:
         record: of the run.
-        alone: False beside other runs, whose page leaves out what only one run's own page has.
+        single: False beside other runs, whose page leaves out what only one run's own page has.
     """
     paragraphs = [*steps(record), weights(record)] if record.steps else []
     made: list[Block] = [Sentence(paragraph) for paragraph in paragraphs]
     sections = [
         *verdict(record),
         *_measured(record),
-        *(_layers(record) if alone else ()),
-        *(_plots(record) if alone else ()),
+        *(_layers(record) if single else ()),
+        *(_plots(record) if single else ()),
         Section("The same prompt, continued", _continued(record), TERMINAL),
         Section("How it was made", made, CARD),
         Section("Options and machine", [*_options(record)]),
@@ -44,7 +44,7 @@ def contents(record: Record, alone: bool = True) -> list[Section]:
 
 
 def verdict(record: Record) -> list[Section]:
-    """Return what a page begins with: one sentence, a few figures, what else could be done."""
+    """Return the first section of a page: the verdict, a few figures, and alternatives."""
     lead: list[Block] = [Sentence(said, "lead")] if (said := outcome(record)) else []
     rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
     key = [Table(["original → result", ""], rows, "key")] if rows else []
@@ -58,7 +58,7 @@ def verdict(record: Record) -> list[Section]:
 
 
 def _measured(record: Record) -> list[Section]:
-    """Return what was measured, each kind of figure under its heading."""
+    """Return the sections of measurements, each kind of figure under its heading."""
     kinds = [
         ("Quality and size", tables.score_table(record), _of_scores(record)),
         ("Speed and memory", tables.speed_table(record), _of_speed(record)),
@@ -102,7 +102,7 @@ def _of_scores(record: Record) -> str:
 
 
 def _of_speed(record: Record) -> str:
-    """Return how speed was measured, on which machine, and what explains it."""
+    """Return sentences on how speed was measured, on which machine, and what explains it."""
     machine, turns = record.environment, "models timed in turn"
     if record.measured.get("speed_interleaved") is False:
         turns = "one model after the other, as there was room for one at a time"
@@ -122,7 +122,7 @@ def _of_speed(record: Record) -> str:
 
 
 def _layers(record: Record) -> list[Section]:
-    """Return what became of the layers: those that became the same together, then every one."""
+    """Return the sections about layers: sentences for layers that are alike, a table of all."""
     alike: dict[str, list[int]] = {}
     for layer in record.layers:
         if layer.changed and layer.told:
@@ -142,9 +142,9 @@ def _layers(record: Record) -> list[Section]:
 
 
 def _plots(record: Record) -> list[Section]:
-    """Return the plots of the steps, of where tokens went, and of a search, by their headings."""
+    """Return the plots of the steps, of routed tokens, and of a search, by their headings."""
     figures: list[Figure] = [figure for step in record.steps for figure in step.figures]
-    figures += filter(None, (facts.routes(record), tried(record)))
+    figures += filter(None, (facts.routes(record), candidates_plot(record)))
     titles = dict.fromkeys(figure.section for figure in figures)
     return [Section(t, [figure for figure in figures if figure.section == t]) for t in titles]
 
@@ -205,7 +205,7 @@ CLAIMS = {
 
 
 def weights(record: Record) -> str:
-    """Return what became of the base model's weights over all steps, and what was trained."""
+    """Return sentences on how all steps changed the base model's weights, and what was trained."""
     changes = {step.weights for step in record.steps} | {x.weights for x in record.layers}
     changes = changes - {"own"} or {"own"}
     trained = []
@@ -223,7 +223,7 @@ def weights(record: Record) -> str:
 
 
 def steps(record: Record) -> list[str]:
-    """Return a paragraph for each step: what it did, by which paper, what is not in that paper."""
+    """Return a paragraph for each step: its result, its paper, and additions to that paper."""
     many = len(record.steps) > 1
     paragraphs = []
     for n, step in enumerate(record.steps, 1):
@@ -241,18 +241,18 @@ def steps(record: Record) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """One figure of the result beside the original's."""
+    """Figure of the result beside the original's."""
 
     figure: str
     """``51.92 → 59.52``"""
     what: str
-    """The name of the figure."""
+    """Name of the figure."""
     difference: str
-    """How they differ: ``14.6 % worse``."""
+    """Difference in words: ``14.6 % worse``."""
     tone: str = ""
     """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
     clause: str = ""
-    """Its part of the verdict; empty where it says nothing."""
+    """Clause of the verdict; empty if the figure is not part of it."""
 
 
 def changes(record: Record) -> list[Change]:
@@ -261,7 +261,7 @@ def changes(record: Record) -> list[Change]:
 
 
 def outcome(record: Record) -> str:
-    """Return the verdict: what came of the run, in one sentence."""
+    """Return the verdict on the result in one sentence: size, quality and speed."""
     size_and_quality = [*_size(record), *_active(record), *_quality(record)]
     clauses, speeds = ([c.clause for c in of] for of in (size_and_quality, _speed(record)))
     if speeds and all(clause.endswith(UNCLEAR) for clause in speeds):
@@ -291,7 +291,7 @@ def _size(record: Record) -> list[Change]:
 
 
 def _active(record: Record) -> list[Change]:
-    """Return the share of the parameters that a token runs, where it is another."""
+    """Return the change of the parameters that a token runs, if there is one."""
     scores = part(record.measured, "scores")
     result, original = (figure(scores, n, "active_parameters") for n in ("result", "original"))
     if not result or not original or abs(result / original - 1) < SAME:
@@ -306,7 +306,7 @@ def _active(record: Record) -> list[Change]:
 
 
 def _quality(record: Record) -> list[Change]:
-    """Return perplexity, and what is kept of the scores on tasks."""
+    """Return the changes of perplexity and of the mean score on tasks."""
     scores = part(record.measured, "scores")
     original, result = (figure(scores, name, "perplexity") for name in ("original", "result"))
     quality, what = [], "perplexity on this text"
@@ -360,7 +360,7 @@ def _speed(record: Record) -> list[Change]:
 
 
 def other_ways(record: Record) -> list[Sentence]:
-    """Return how the GGUF file beside the result, as it was read back, and every comparison do."""
+    """Return sentences on the GGUF file beside the result and on every comparison."""
     gguf = part(record.measured, "gguf")
     if not gguf:
         return _comparisons(record)
@@ -444,7 +444,7 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
         than = word if word == UNCLEAR else f"{word} than the other"
         sentences.append(
             f"{what.capitalize()}: {numbers.times(ratio['ratio'])} ({numbers.times(low)} to "
-            f"{numbers.times(high)}), {than}. Active parameters alone "
+            f"{numbers.times(high)}), {than}. Active parameters "
             f"would allow {numbers.times(ratio['ideal'])}; {numbers.percent(ratio['share'])} of "
             "that is reached."
         )

@@ -14,20 +14,20 @@ V = TypeVar("V")
 
 
 def part(mapping: object, *keys: str) -> Values:
-    """Return the mapping at a path; an empty one where there is none."""
+    """Return the mapping at a path of a record; empty if there is none."""
     for key in keys:
         mapping = mapping.get(key) if isinstance(mapping, Mapping) else None
     return mapping if isinstance(mapping, Mapping) else {}
 
 
 def figure(mapping: object, *keys: str) -> float | None:
-    """Return the number at a path; None where there is none."""
+    """Return the number at a path of a record; None if there is none."""
     value = part(mapping, *keys[:-1]).get(keys[-1])
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def pair(mapping: object, *keys: str) -> tuple[float, float] | None:
-    """Return the two numbers at a path; None of anything else."""
+    """Return the two numbers at a path of a record; None for anything else."""
     values = part(mapping, *keys[:-1]).get(keys[-1])
     if not isinstance(values, list | tuple) or len(values) != 2:
         return None
@@ -39,7 +39,7 @@ def pair(mapping: object, *keys: str) -> tuple[float, float] | None:
 
 
 def names(scores: Values) -> list[str]:
-    """Return models in reading order: the original, the result, then the comparisons."""
+    """Return the names of models in reading order: original, result, comparisons."""
     first = [name for name in ("original", "result") if name in scores]
     return first + [name for name in scores if name not in first]
 
@@ -55,20 +55,20 @@ def quantised(record: Record) -> list[str]:
 
 
 def variants(record: Record) -> dict[str, str]:
-    """Return comparisons in words, by name."""
+    """Return words for the comparisons of all steps, by name."""
     described = {name: words for step in record.steps for name, words in step.variants.items()}
     return described | {name: f"the original quantised to {name}" for name in quantised(record)}
 
 
 def model_name(record: Record) -> str:
-    """Return the model as it was asked for; of a path, its last part."""
+    """Return the requested model's name; of a path, its last part."""
     name = record.model or "a model"
     looks_like_path = name.startswith(("/", "./", "../", "~")) or "\\" in name
     return (PurePath(name.replace("\\", "/")).name or name) if looks_like_path else name
 
 
 def title(record: Record) -> str:
-    """Return the result's name: which model, and what was done to it in every step."""
+    """Return the title of a result: the model, and the change by every step."""
     done = ", then ".join(step.title for step in record.steps)
     return ", ".join(filter(None, (model_name(record), done)))
 
@@ -87,7 +87,7 @@ def parameter_ratio(record: Record, name: str = "result") -> float | None:
 
 
 def active_ratio(record: Record, name: str = "result") -> float | None:
-    """Return the share that a token runs, as measured.
+    """Return the measured share of parameters that a token runs.
 
     It is relative to the projections where dense layers were made experts, and to the original's
     active parameters otherwise.
@@ -119,7 +119,7 @@ def size(record: Record, name: str, where: str) -> float | None:
 
 
 def sizes(record: Record) -> tuple[float, float, str] | None:
-    """Return the bytes of original and result, and where: on disk if files were looked at."""
+    """Return the bytes of original and result, and where: on disk if files were measured."""
     for where in ("on disk", "in memory"):
         before, after = (size(record, name, where) for name in ("original", "result"))
         if before and after:
@@ -157,7 +157,7 @@ def routes(record: Record) -> Heat | None:
     renumbered = any(0 < layer.experts < layer.experts_before for layer in record.layers)
     return Heat(
         section="Layer by layer",
-        title="Where tokens went.",
+        title="Where tokens were routed.",
         caption=f"Percent of a layer’s calls on the evaluation text by {unit}"
         f"{', numbered as in the result' if renumbered else ''}. Bars: Jensen–Shannon divergence "
         "from uniform routing, base 2; 0 is even.",

@@ -17,21 +17,21 @@ from moesaic.report.facts import figure, part
 
 SECTION = "What is lost, and what is saved"
 APART = 0.002
-"""Figures that differ by less than this share are the same: nothing is to be seen along them."""
+"""Relative difference below which figures count as equal, so that no plot is drawn along them."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One figure of a model, along which models are compared."""
+    """Figure of a model by which models are compared, as an axis of a plot."""
 
     name: str
     form: Format
     path: tuple[str, ...]
-    """Where it stands in a record, ``*`` for the model's name."""
+    """Path of the figure in a record, ``*`` for the model's name."""
 
     @property
     def title(self) -> str:
-        """Return what is written beside it."""
+        """Title of the axis."""
         return f"{self.name} (less is better)"
 
     def value(self, record: Record, name: str) -> float | None:
@@ -56,18 +56,18 @@ AXES = (*SAVED, *LOST)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One measured model."""
+class MeasuredModel:
+    """Measured model, with its figures along all axes."""
 
     run: int
-    """The run that it belongs to, from 1; 0 for an original, quantised or not."""
+    """Number of its run, from 1; 0 for an original, quantised or not."""
     kind: str
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     label: str
     title: str
-    """Its full name."""
+    """Full name of the model."""
     figures: tuple[float | None, ...]
-    """Along :data:`AXES`."""
+    """Figures along :data:`AXES`; None if not measured."""
 
 
 def _text(record: Record) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ def _text(record: Record) -> tuple[str, ...]:
     return (record.model, perplexity, *(numbers.plain(settings.get(key)) for key in keys))
 
 
-def points(records: Sequence[Record]) -> dict[str, list[Measured]]:
-    """Return every model that was scored, by its original; and by the text if there are several.
+def points(records: Sequence[Record]) -> dict[str, list[MeasuredModel]]:
+    """Return the models that were scored, by original, and by text if there are several.
 
     An original that several runs share is one point, also quantised.
     """
@@ -98,7 +98,7 @@ def points(records: Sequence[Record]) -> dict[str, list[Measured]]:
     return by_name
 
 
-def _points(record: Record, run: int) -> Iterator[Measured]:
+def _points(record: Record, run: int) -> Iterator[MeasuredModel]:
     """Yield the models of one run."""
     steps = facts.step_labels(record)
     for name in facts.names(part(record.measured, "scores")):
@@ -114,7 +114,7 @@ def _points(record: Record, run: int) -> Iterator[Measured]:
         else:
             number = 0 if name in ROUNDED else run
             title = f"{facts.variants(record).get(name, name)}, beside {steps}"
-        yield Measured(number, kind, label, title, tuple(a.value(record, name) for a in AXES))
+        yield MeasuredModel(number, kind, label, title, tuple(a.value(record, name) for a in AXES))
 
 
 def best(places: Sequence[tuple[float, float]]) -> list[int]:
@@ -129,7 +129,7 @@ def best(places: Sequence[tuple[float, float]]) -> list[int]:
     """
 
     def ahead(a: float, b: float) -> int:
-        """Return 1 where a is less than b, -1 where it is more, 0 where they are equal."""
+        """Return 1 if a is less than b, -1 if it is more, 0 if they are equal."""
         return 0 if abs(a - b) <= APART * max(abs(a), abs(b)) else 1 if a < b else -1
 
     def beaten(x: float, y: float) -> bool:
@@ -158,7 +158,7 @@ def frontiers(records: Sequence[Record]) -> list[Points]:
     return [plot for plot in plots if plot is not None]
 
 
-def _plot(prefix: str, models: Sequence[Measured], numbered: bool) -> Points | None:
+def _plot(prefix: str, models: Sequence[MeasuredModel], numbered: bool) -> Points | None:
     """Return the plot of some models; None where they differ along no two axes."""
     axes = []
     for axis, column in zip(AXES, zip(*(m.figures for m in models), strict=True), strict=True):
@@ -179,8 +179,8 @@ def _plot(prefix: str, models: Sequence[Measured], numbered: bool) -> Points | N
     return _joined(placed, across[0], rising[0], prefix, numbered) if placed else None
 
 
-def _tip(model: Measured) -> str:
-    """Return all that is known of a model, in one line."""
+def _tip(model: MeasuredModel) -> str:
+    """Return a model's name and figures in one line."""
     figures = zip(AXES, model.figures, strict=True)
     known = (f"{axis.name} {axis.form(value)}" for axis, value in figures if value is not None)
     return ", ".join([model.title, *known])
@@ -212,7 +212,7 @@ def _joined(
     )
 
 
-def tried(record: Record) -> Points | None:
+def candidates_plot(record: Record) -> Points | None:
     """Return every candidate that a search measured, by the memory of its weights and its KL.
 
     None where nothing was searched.

@@ -115,7 +115,7 @@ def _rebuilding(record: Record) -> str:
 
 def _loading(record: Record, repo: str) -> str:
     path = PurePath(record.out)
-    # the folder as the run was asked for it, but nothing of where that lies on the machine
+    # the folder as it was requested, but not its place on the machine
     place = repr(repo or (path.name if path.is_absolute() else record.out) or "this-folder")
     note = "" if repo else "  # this folder"
     code = "" if record.native else "import moesaic  # without it: trust_remote_code=True in both\n"

@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec
 
-from moesaic.errors import shown
+from moesaic.errors import quote
 
 P = ParamSpec("P")
 NONE = "–"
 NBSP = "\u00a0"
 FORM = re.compile(r",?(\.\d)?[efg%]")
-"""Specifications that may say how a number is written; they come from files, too."""
+"""Specifications of number formats that are allowed, since they also come from files."""
 
 
 def _any(
     write: Callable[Concatenate[float, P], str],
 ) -> Callable[Concatenate[float | None, P], str]:
-    """Return a function that writes also what is not finite, and None, from one that does not."""
+    """Return a format for any value, also None and infinity, from one for finite numbers."""
 
     @wraps(write)
     def written(value: float | None, /, *args: P.args, **options: P.kwargs) -> str:
@@ -89,7 +89,7 @@ def number(value: float, form: str) -> str:
     ('12.3 %', '1,234', '–')
     """
     if not FORM.fullmatch(form):
-        raise ValueError(f"{shown(form)} is no form of a number")
+        raise ValueError(f"{quote(form)} is no form of a number")
     return format(value, form).replace("%", f"{NBSP}%")
 
 

@@ -62,28 +62,28 @@ def html(records: Sequence[Record]) -> str:
                 "number": n,
                 "title": facts.title(record),
                 "outcome": outcome(record),
-                "sections": contents(record, alone=not several),
+                "sections": contents(record, single=not several),
             }
             for n, record in enumerate(records, 1)
         ],
         shared=_shared(records) if several else [],
         groups=_groups,
         half=_half,
-        drawn=drawn,
+        drawn=figure_svg,
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
     return printable(page)
 
 
 def _shared(records: Sequence[Record]) -> list[Section]:
-    """Return what compares several runs: their frontiers and a table."""
+    """Return the comparison of several runs: their frontiers and a table."""
     plots = frontiers(records)
     compared: list[Block] = [tables.overview(records)]
     return [*([Section(SECTION, [*plots])] if plots else []), Section("Runs", compared)]
 
 
 def _groups(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
-    """Return blocks that follow each other and are of one kind together; all plots are one."""
+    """Return neighbouring blocks of one kind as groups; all plots are one kind."""
     kinds = groupby(blocks, key=lambda b: "plot" if b.kind in PLOTS else b.kind)
     return [(kind, [*of]) for kind, of in kinds]
 
@@ -109,7 +109,7 @@ def frontier_picture(records: Sequence[Record]) -> str:
     for plot in plots:
         plotted, _, height = points(plot, width - 2 * edge)
         body.append(text(edge, top + 14, plot.title, "head"))
-        body.append(moved(edge, top + 34, plotted))
+        body.append(shift(edge, top + 34, plotted))
         top += height + 50
     for n, record in enumerate(records if len(records) > 1 else (), 1):
         body.append(text(edge, top, f"{n}. {facts.title(record)}", "quiet"))
@@ -142,13 +142,13 @@ ACROSS = 8
 LETTER = 6.2
 """Mean width of a character."""
 NARROW = 340.0
-"""Width of a plot of points on a phone; :func:`drawn` makes both."""
+"""Width of a plot of points on a phone; :func:`figure_svg` makes both."""
 
 Drawing = tuple[list[str], float, float]
 """SVG elements, their width and their height."""
 
 
-def drawn(figure: Figure) -> Markup:
+def figure_svg(figure: Figure) -> Markup:
     """Return a figure as SVG; points twice, of which the page shows the one that has room."""
     if isinstance(figure, Points):
         forms = (("desk", 680.0), ("phone", NARROW))
@@ -203,7 +203,7 @@ def line(points: Iterable[tuple[float, float]], kind: str) -> str:
     return f'<polyline points="{path}" class="{kind}"></polyline>'
 
 
-def moved(x: float, y: float, body: Iterable[str]) -> str:
+def shift(x: float, y: float, body: Iterable[str]) -> str:
     """Return a drawing at another place."""
     return f'<g transform="translate({x:.1f} {y:.1f})">{"".join(body)}</g>'
 
@@ -222,7 +222,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 class Plane:
-    """The area of a plot, and where on it a point of two figures lies.
+    """Area of a plot, with the scales that place points on it.
 
     Args:
         points: all that are drawn.
@@ -313,7 +313,7 @@ def points(figure: Points, width: float) -> Drawing:
 
 
 def _stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the way from point to point along the axes: what lies behind it is beaten.
+    """Return a line in steps from point to point; models beyond it are beaten.
 
     >>> _stairs([(0, 0), (5, 7)])
     [(0, 0), (5, 0), (5, 7)]
@@ -395,7 +395,7 @@ def lines(figure: Lines, height: float = 220.0) -> Drawing:
 
 
 def _line(figure: Lines, series: Series, n: int, plane: Plane) -> list[str]:
-    """Return one line, a tooltip at each point of few."""
+    """Return one line, with a tooltip at each point if there are few."""
     colour = f"s{n % COLOURS}"
     strong = series.name and series.name == figure.strong
     thick = " strong" if strong else " dash" if n >= COLOURS else ""
@@ -411,7 +411,7 @@ def _line(figure: Lines, series: Series, n: int, plane: Plane) -> list[str]:
 
 
 def _names(series: Sequence[Series], plane: Plane, x: float) -> list[str]:
-    """Return the name of each line at its end, clear of the one below."""
+    """Return the names of lines at their ends, moved so that none overlap."""
     ends = [(plane.at(*s.points[-1])[1] + 4, s.name, n) for n, s in enumerate(series)]
     out, floor = [], plane.bottom + 4
     for y, name, n in sorted(ends, reverse=True):
@@ -461,7 +461,7 @@ def maps(figure: Heat) -> Drawing:
     for n, (panel, rows) in enumerate(panels):
         body, width, height = _map(figure, rows, panel, cell, cell)
         x, y = (width + 4) * (n % across), (height + 10) * (n // across)
-        out.append(moved(x, y, body))
+        out.append(shift(x, y, body))
         widths.append(x + width)
         heights.append(y + height)
     return out, max(widths), max(heights)

@@ -39,7 +39,7 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
 def score_table(record: Record) -> Table:
     """Return quality and size of all models that were scored; no rows if none was.
 
-    Rows that say nothing are left out: no routers, active ratios beside an original mixture.
+    Rows without information are left out: no routers, active ratios beside an original mixture.
     """
     scores = part(record.measured, "scores")
     columns = facts.names(scores)
@@ -150,9 +150,9 @@ SPEEDS: tuple[tuple[str, str, str, Format], ...] = (
 )
 """Rows: a label, the key of the value, and the word for its spread and its ratio."""
 ROUNDS = 5
-"""Fewer rounds than these call nothing faster or slower."""
+"""Fewest rounds after which speeds are called faster or slower."""
 GAP = 0.02
-"""Nor do medians that differ by less: five rounds agree by chance one time in 16."""
+"""Least difference of medians that is called so: five rounds agree by chance one time in 16."""
 UNCLEAR = "no clear difference"
 TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
 
@@ -192,7 +192,7 @@ def ratio_cell(record: Record, what: str) -> Cell:
 
 
 def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float = ROUNDS) -> str:
-    """Return "faster" or "slower" if each of :data:`ROUNDS` rounds says so, and by :data:`GAP`.
+    """Return "faster" or "slower" if every round agrees, by at least :data:`GAP`.
 
     Args:
         ratio: of the medians.
@@ -215,7 +215,7 @@ def pace(ratio: float | None, spread: tuple[float, float] | None, rounds: float 
 # --- layers --------------------------------------------------------------------------------------
 
 FINDINGS = 8
-"""Figures of a method's own that a table has columns for."""
+"""Figures of single methods that the table of layers has columns for."""
 PLAIN: dict[str, Callable[[LayerRecord], float]] = {
     "neurons before": lambda layer: layer.width_before,
     "neurons": lambda layer: layer.width,
@@ -227,7 +227,7 @@ PLAIN: dict[str, Callable[[LayerRecord], float]] = {
 
 
 def layer_table(record: Record) -> Table:
-    """Return a row for each layer: its form, its widths, and every figure its method saw of it."""
+    """Return a table of layers: form, widths, and every figure of the method."""
     found = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
     names = dict.fromkeys(name for row in found for name in row)
     of_method = {name: [row.get(name) for row in found] for name in names}

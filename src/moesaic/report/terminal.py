@@ -26,7 +26,7 @@ ACROSS = 2
 
 
 def terminal(record: Record) -> RenderableType:
-    """Return what came of a run in a sentence, its figures, how other ways do, continuations."""
+    """Return a run's verdict, figures, alternatives and continuations for a terminal."""
     parts: list[RenderableType] = [Line(facts.title(record), style="bold"), ""]
     for section in contents(record):
         if "terminal" in section.also:
@@ -37,7 +37,7 @@ def terminal(record: Record) -> RenderableType:
 
 
 def speeds(models: Mapping[str, Values], ratios: Mapping[str, Values]) -> RenderableType:
-    """Return what ``bench`` measured: a table, and sentences that compare two models.
+    """Return the figures of ``bench``: a table, and sentences that compare two models.
 
     Args:
         models: by name the keys of :meth:`moesaic.metrics.speed.Speed.as_json`, and sizes.
@@ -108,5 +108,5 @@ SHOWN: dict[str, Callable[[Any], list[RenderableType]]] = {
     "prompt": lambda blocks: [Line(f" {block.text}", style="bold") for block in blocks],
     "text": _texts,
 }
-"""How a terminal shows blocks, by their kinds. Others, such as notes, are on card and page alone;
+"""Functions that show blocks on a terminal, by kind. Others, such as notes, are on card and page;
 warnings were printed in the run."""

@@ -107,7 +107,7 @@ class Objective(ABC):
         The loop minimises and logs their mean over all such tokens of a step.
         """
 
-    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+    def after_step(self, figures: dict[str, float]) -> dict[str, float]:
         """Update the state from the figures of a finished step; return further figures to log."""
         return {}
 
@@ -219,7 +219,7 @@ def learn(
         Schedule.of(config),
         folder,
         trainable=trainable,
-        request=job.request({**job.asked(config), **(request or {})}),
+        request=job.request({**job.request_of(config), **(request or {})}),
         objective=objective,
         device=job.device,
         track=job.args.track,

@@ -101,7 +101,7 @@ class _Loop(Trainer):
             reduced = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
             tokens, *totals = reduced.tolist()
             figures = {n: t / max(1, tokens) for n, t in zip(names[1:], totals, strict=True)}
-            logs = {**logs, **figures, **self.objective.stepped(figures)}
+            logs = {**logs, **figures, **self.objective.after_step(figures)}
             self._sums = None
         super().log(logs, *rest, **options)
 

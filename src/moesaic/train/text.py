@@ -17,8 +17,8 @@ from typing import cast, overload
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, drawn_from, open_rows
-from moesaic.data.rows import PromptAnswer, Row, Unusable, asked, text_of, usable
+from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows, shuffle_buffer
+from moesaic.data.rows import PromptAnswer, Row, RowError, pair_of, text_of, usable_rows
 from moesaic.data.sources import SHIPPED, sources_of
 from moesaic.data.text import IGNORED, Tokens, beginning, check_length, token_file, windows
 from moesaic.errors import MoesaicError
@@ -102,7 +102,7 @@ class PackedText(IterableDataset[Example]):
         self.seed, self.buffer, self.answers = seed, buffer, answers
         self.begin = beginning(tokenizer)
         if length <= len(self.begin):
-            raise MoesaicError(f"length {length} has no room for text behind BOS; raise it.")
+            raise MoesaicError(f"length {length} has no room for text after BOS; raise it.")
         if tokenised := next((part for part in sources if part.tokenised), None):
             raise MoesaicError(f"{tokenised}: a file of token ids cannot be part of a stream.")
         self._rows = {str(part): open_rows(part, "calibration") for part in sources}
@@ -122,7 +122,7 @@ class PackedText(IterableDataset[Example]):
         rng = random.Random(self.seed)
         names = list(self.weights)
         streams = {
-            name: drawn_from(
+            name: shuffle_buffer(
                 self._examples(name), random.Random(f"{self.seed} {name}"), self.buffer
             )
             for name in names
@@ -134,7 +134,7 @@ class PackedText(IterableDataset[Example]):
     def _usable(self, name: str, rows: Iterable[Row], say: bool) -> Iterator[str | Example]:
         """Yield the text of each row that can be used, or an example of its own."""
         read = partial(_learned, self.tokenizer, self.begin, self.length, self.answers)
-        return (item for _, item in usable(rows, read, name or SHIPPED, say))
+        return (item for _, item in usable_rows(rows, read, name or SHIPPED, say))
 
     def _examples(self, name: str, say: bool = True) -> Iterator[Example]:
         end, ignored = self.tokenizer.eos_token_id, [IGNORED] * len(self.begin)
@@ -176,7 +176,7 @@ def _learned(
     Raises:
         Unusable: the row has no text, or the cut leaves nothing of its answer.
     """
-    pair = asked(row, tokenizer) if answers else None
+    pair = pair_of(row, tokenizer) if answers else None
     if pair is None:
         return text_of(row, tokenizer)
     return answered(pair, tokenizer, length, begin)
@@ -206,7 +206,7 @@ def answered(
     ids = (prompt + answer + end)[:length]
     labels = ([IGNORED] * len(prompt) + answer + end)[:length]
     if all(label == IGNORED for label in labels[1:]):
-        raise Unusable(f"length {length}: behind a prompt nothing of its answer is left; raise it.")
+        raise RowError(f"length {length}: after a prompt nothing of its answer is left; raise it.")
     return {"input_ids": ids, "labels": labels}
 
 
@@ -261,7 +261,7 @@ def training_text(
     if not isinstance(text, str):
         return _whole(IndexedRows(text, RowRange(INLINE)), tokenizer, length, answers)
     if len(sources) > 1 and steps is None:
-        raise MoesaicError(f"{text!r} is a mix, which has no end: say how many steps.")
+        raise MoesaicError(f"{text!r} is a mix, which has no end: give a number of steps.")
     rows = None if stream or len(sources) > 1 else open_rows(sources[0], "calibration")
     if rows is None or (steps is not None and not rows.at_hand):
         return PackedText(text, tokenizer, length, seed, answers=answers)
@@ -278,7 +278,7 @@ def _whole(rows: Rows, tokenizer: Tokenizer, length: int, answers: bool) -> Text
     examples, texts = Texts(), []
     begin = beginning(tokenizer)
     read = partial(_learned, tokenizer, begin, length, answers)
-    for _, item in usable(rows, read, rows.taken.source or SHIPPED):
+    for _, item in usable_rows(rows, read, rows.taken.source or SHIPPED):
         if isinstance(item, str):
             texts.append(item)
         else:

@@ -45,7 +45,7 @@ from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.errors import MoesaicError
 from moesaic.losses import next_token_loss, predicting
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
-from moesaic.methods.figures import carved, number, some
+from moesaic.methods.figures import carved_clause, layers_text, number
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -85,7 +85,7 @@ def imbalance(weights_TN: Tensor, probabilities_TN: Tensor) -> Tensor:
 
 
 @contextmanager
-def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+def watch_routers(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
     """Record the input and the output of each router while the context lasts.
 
     Yields:
@@ -124,7 +124,7 @@ class SparseObjective(Objective):
         self, model: nn.Module, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         labels_BL = inputs.pop("labels")
-        with recorded(self.routers) as records:
+        with watch_routers(self.routers) as records:
             logits_BLV = model(**inputs).logits
         language = next_token_loss(logits_BLV, labels_BL)
         valid_T = predicting(labels_BL).flatten()
@@ -149,7 +149,7 @@ class SparseObjective(Objective):
         figures["sparsity"] = sparsity(G_LTN).sum()
         return language + self.state["lambda"] * figures["sparsity"], figures
 
-    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+    def after_step(self, figures: dict[str, float]) -> dict[str, float]:
         """Update lambda by a proportional-integral controller on the share of active blocks."""
         if self.config.variant == "top-k":
             return {}
@@ -246,11 +246,11 @@ class DSMoE(DenseMethod[DSMoEConfig]):
     ) -> Summary:
         """Describe how FFNs were split, how blocks are chosen, and how long they were trained."""
         assert decision.plan is not None
-        where = some(len(decision.plan.layers), len(layers))
+        where = layers_text(len(decision.plan.layers), len(layers))
         blocks = f"{number(self.config.experts)} blocks each"
         steps = len(decision.summary["training"]["losses"])
         return Summary(
-            carved(self.config, self.config.active if active is None else active),
+            carved_clause(self.config, self.config.active if active is None else active),
             f"The feed-forward networks of {where} are cut into {blocks}, of which each token runs "
             f"{self._chosen(layers)}. All weights were trained for {steps:,} steps.",
         )

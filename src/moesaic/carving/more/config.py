@@ -60,7 +60,7 @@ class MoREConfig(MethodConfig):
     library = ("sklearn", "carve")
     variants: ClassVar[dict[str, str]] = {
         "static": "static pruning",
-        "backbone": "the backbone alone",
+        "backbone": "only the backbone",
         "random": "random routing",
         "naive": "petals without a backbone",
     }
@@ -132,7 +132,7 @@ class MoREConfig(MethodConfig):
     prompts: Prompts = option(
         "auto",
         "petals: tokens of prompts are routed, too; dense: prompts run every neuron, tokens are "
-        "routed at decoding alone; auto: dense where a fitted router has petals of fewer than "
+        "routed only at decoding; auto: dense where a fitted router has petals of fewer than "
         "32 neurons, by which a prompt would gain nothing.",
         seldom=True,
     )

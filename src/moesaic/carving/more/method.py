@@ -35,7 +35,7 @@ from moesaic.carving.more.formulas import (
 from moesaic.config import chosen_layers
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
-from moesaic.methods.figures import carved, number, some
+from moesaic.methods.figures import carved_clause, layers_text, number
 from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
@@ -70,7 +70,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         if case.site is None or case.stats is None:
             hidden_size, width = case.view.weights_of(0)[-1].shape
             return {split: (self._outlined(width, hidden_size, split), {})}
-        return {split: (self.carved(case.stats, case.site, split), self.analyse(case.stats))}
+        return {split: (self.carve_layer(case.stats, case.site, split), self.analyse(case.stats))}
 
     def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Split, float]]) -> JSON:
         if not self.config.share and not self.config.multiple:
@@ -97,10 +97,10 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     ) -> Summary:
         """Describe how the FFNs were divided, or what they were cut down to."""
         nominal = decision.summary.get("active", self.config.active)
-        title = carved(self.config, nominal if active is None else active)
+        title = carved_clause(self.config, nominal if active is None else active)
         assert decision.plan is not None
         carved_layers = [layer for layer in layers if layer.index in decision.plan.layers]
-        where = f"The feed-forward networks of {some(len(carved_layers), len(layers))}"
+        where = f"The feed-forward networks of {layers_text(len(carved_layers), len(layers))}"
         text = f"{where} are {self._described(carved_layers)}."
         if self.config.multiple:
             text += (
@@ -173,7 +173,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         for name, tensor in zip(OWN, sums, strict=True):
             tally.keep(name, tensor)
 
-    def carved(
+    def carve_layer(
         self, stats: Mapping[str, Tensor], site: LayerTokens[DenseFFN], budget: Split
     ) -> LayerPlan:
         """Return a plan: backbone by importance, petals by co-activation, router; or a narrower

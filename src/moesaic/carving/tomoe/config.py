@@ -39,7 +39,7 @@ class ToMoEConfig(MethodConfig):
     experts: int = option(8, "Experts of a layer.", minimum=1, maximum=64)
     attention: Literal["routed", "none"] = option(
         "routed",
-        "routed: each token chooses dimensions of values and outputs; none: attention stays.",
+        "routed: each token chooses dimensions of values and outputs; none: attention is kept.",
         seldom=True,
     )
     tau: float = option(0.4, "Temperature of the straight-through masks.", above=0, seldom=True)
@@ -48,7 +48,7 @@ class ToMoEConfig(MethodConfig):
         "As the paper and its code: a load balance of weight 1, attention that starts less full, "
         "masks in Eq. 2's three places, a constant rate without clipping, and a result that "
         "tosses: its experts are one toss, its routers toss for each token; the budget counts "
-        "maxima over tosses, and the ratio stays where that leaves it.",
+        "maxima over tosses, and the ratio is what results.",
         seldom=True,
     )
     materialize: bool = option(

@@ -27,7 +27,7 @@ from moesaic.carving.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
-from moesaic.methods.figures import carved, number, some
+from moesaic.methods.figures import carved_clause, layers_text, number
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord, Row
@@ -36,7 +36,7 @@ from moesaic.types import JSON
 
 
 @dataclass(frozen=True)
-class Learned:
+class Logits:
     """Logits of one layer plus b and Gumbel noise or its median; above a threshold they are on."""
 
     shape: LayerShape
@@ -65,7 +65,7 @@ def _on(logits: Tensor, threshold: float) -> Tensor:
     return on | (logits == logits.max()) if logits.numel() else on
 
 
-def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
+def learned_logits(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Logits]:
     """Return the logits of every layer, by index; with the option ``noise``, one sample of them.
 
     Args:
@@ -80,14 +80,14 @@ def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[
         for i, shape in enumerate(masking.shapes):
             mlp_NM = _raised(masking.expert_logits(i), config.bias, config.noise)
             if config.attention == "none":
-                layers[i] = Learned(shape, mlp_NM)
+                layers[i] = Logits(shape, mlp_NM)
                 continue
             static = _raised(masking.static_logits(i), config.head_bias, config.noise)
             size = shape.heads.size
             vo_TA = static[None, :size]
             if i in head_logits:
                 vo_TA = _raised(head_logits[i], config.head_bias, config.noise)
-            layers[i] = Learned(shape, mlp_NM, static[size:], vo_TA)
+            layers[i] = Logits(shape, mlp_NM, static[size:], vo_TA)
     return layers
 
 
@@ -96,7 +96,7 @@ def _raised(logits: Tensor, bias: float, noise: bool) -> Tensor:
     return logits + bias + (gumbel(logits) if noise else MEDIAN)
 
 
-def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
+def active_ratio(layers: Mapping[int, Logits], threshold: float) -> float:
     """Return the share of the projections that a token uses at a threshold."""
     used = total = 0.0
     for layer in layers.values():
@@ -113,11 +113,11 @@ def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
     for i, shape in enumerate(shapes):
         mlp_NM, heads = torch.zeros(1, shape.width), shape.heads
         cut = (torch.arange(heads.free), torch.zeros(1, heads.size)) if attention != "none" else ()
-        layers[i] = Learned(shape, mlp_NM, *cut)
+        layers[i] = Logits(shape, mlp_NM, *cut)
     return active_ratio(layers, math.inf)
 
 
-def threshold_for(layers: Mapping[int, Learned], active: float) -> float:
+def threshold_for(layers: Mapping[int, Logits], active: float) -> float:
     """Return the threshold at which the active ratio is nearest to its target.
 
     The ratio falls as the threshold rises; training has brought it near the target at 0.
@@ -146,7 +146,7 @@ def similarity(experts_NW: Tensor, width: int) -> Tensor:
 
 
 def decide(
-    masking: MaskingModules, layers: Mapping[int, Learned], names: AttentionNames, threshold: float
+    masking: MaskingModules, layers: Mapping[int, Logits], names: AttentionNames, threshold: float
 ) -> tuple[dict[int, OverlappingLayer], dict[int, JSON]]:
     """Return the plan of every layer, and the figures that the paper reports about it.
 
@@ -233,7 +233,7 @@ def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> d
 # --- figures -------------------------------------------------------------------------------------
 
 
-def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
+def expert_figures(layers: Sequence[LayerRecord]) -> list[Figure]:
     """Draw widths, unions and similarity of the experts of each layer.
 
     Args:
@@ -343,7 +343,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         student.to("cpu")
         with torch.no_grad():
             student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
-            layers = learned(student.masking, head_logits)
+            layers = learned_logits(student.masking, head_logits)
             threshold = 0.0 if config.noise else threshold_for(layers, config.active)
             plans, analyses = decide(student.masking, layers, job.arch.attention, threshold)
         student.release()
@@ -394,7 +394,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         config = self.config
         masking = MaskingModules(config, shapes)
         masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
-        layers = learned(masking, {})
+        layers = learned_logits(masking, {})
         threshold = threshold_for(layers, config.active)
         plans, _ = decide(masking, layers, job.arch.attention, threshold)
         count = parameters(masking)
@@ -414,7 +414,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         return plan
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
-        return [*drawn(layers), *super().figures(layers, decision)]
+        return [*expert_figures(layers), *super().figures(layers, decision)]
 
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
@@ -422,13 +422,13 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         """Describe how FFNs and attention were divided, and how long modules were trained."""
         assert decision.plan is not None
         config, training = self.config, decision.summary["training"]
-        where = some(len(decision.plan.layers), len(layers))
+        where = layers_text(len(decision.plan.layers), len(layers))
         hold = "hold copies of" if config.materialize else "share"
         runs = f"The feed-forward networks of {where} are {number(config.experts)} experts each"
         attention = _attention(decision)
         attention += " Choices are tossed, as they were in training." * config.noise
         return Summary(
-            carved(config, training["active"] if active is None else active),
+            carved_clause(config, training["active"] if active is None else active),
             f"{runs}, which {hold} the original's neurons, and each token runs one. {attention} "
             f"Experts and routers were trained for {len(training['losses']):,} steps.",
         )
@@ -450,7 +450,7 @@ def _attention(decision: Decision) -> str:
     analyses = decision.analyses.values()
     cut = {part for part in ("qk", "vo") if any(x[part] < x["head_dim"] for x in analyses)}
     if not cut:
-        return "Attention stays whole."
+        return "Attention is kept whole."
     if cut == {"qk"}:
         return "Attention is cut down, for all tokens alike."
     sentence = "Each token uses only a part of attention's values and outputs"
@@ -461,7 +461,7 @@ def _attention(decision: Decision) -> str:
     )
 
 
-def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]) -> int:
+def _copied(layers: Mapping[int, Logits], plans: Mapping[int, OverlappingLayer]) -> int:
     """Return the number of FFN weights that materialised experts hold beyond the dense model's."""
     shares = {i: sum(p.header()["petals"]) / layers[i].shape.width for i, p in plans.items()}
     return round(sum(layers[i].shape.ffn * (share - 1) for i, share in shares.items()))

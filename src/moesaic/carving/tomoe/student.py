@@ -21,7 +21,7 @@ from moesaic.train.learning import Objective, checkpointing, distillation_loss
 from moesaic.types import Config, Model
 
 
-class Masked:
+class MaskingHooks:
     """Hooks that apply a masker's choices to a model.
 
     They are kept on in the backward pass, which may compute activations again.
@@ -60,7 +60,7 @@ class Masked:
 class _LayerMasks:
     """Masks of one layer, computed when its attention and its FFN are entered."""
 
-    def __init__(self, masked: Masked, index: int) -> None:
+    def __init__(self, masked: MaskingHooks, index: int) -> None:
         self.masked, self.index = masked, index
         self.heads: Mapping[str, Tensor] = {}
         """Masks by part of attention: q, k, v and o."""
@@ -152,7 +152,7 @@ class Student(nn.Module):
         super().__init__()
         self.base, self.arch = base, arch
         self.masking = MaskingModules(config, layer_shapes(base, arch))
-        self.masked = Masked(base, arch, self.masking, config.published)
+        self.masked = MaskingHooks(base, arch, self.masking, config.published)
         self.recomputing = False
 
     @property

@@ -81,7 +81,7 @@ class CondenseConfig(MethodConfig):
     )
     metric: Literal["js", "kl", "ppl"] = option(
         "js",
-        "The measure of change; ppl is for the choice of layers, experts then go by js.",
+        "The measure of change; ppl is for the choice of layers, and experts are chosen by js.",
         seldom=True,
     )
     expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
@@ -121,12 +121,12 @@ class CondenseConfig(MethodConfig):
 
     def check(self) -> None:
         if sum(target is not None for target in (self.count, self.memory, self.active)) != 1:
-            raise MoesaicError("count, memory and active say when to stop: give one of them.")
+            raise MoesaicError("count, memory and active are targets: give one of them.")
         if self.refit and self.keep in WITHOUT_FFN:
             raise MoesaicError(f"keep={self.keep} leaves nothing of the FFN: leave refit out.")
         if self.experts is not None and self.keep != "shared+routed":
             raise MoesaicError(
-                "experts says how many routed ones stay: it needs keep=shared+routed."
+                "experts is the number of routed ones to keep: it needs keep=shared+routed."
             )
 
     @classmethod

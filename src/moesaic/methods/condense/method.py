@@ -28,11 +28,11 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.search import ExpertSearch, LayerSearch, Replaced, legs
-from moesaic.methods.figures import credited
+from moesaic.methods.figures import credit_clause
 from moesaic.methods.layered import recover
 from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.metrics.score import model_size
-from moesaic.observation.job import Finished, Job
+from moesaic.observation.job import FinishedLayers, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.plans.base import LayerPlan
@@ -122,7 +122,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     def run(self, job: Job[MoEArch]) -> Decision:
         config = self.config
         candidates = _candidates(job, config)
-        finished = job.finished({**job.asked(config), "text": job.text})
+        finished = job.finished_layers({**job.request_of(config), "text": job.text})
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
@@ -164,7 +164,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         job: Job[MoEArch],
         stream: LayerStream[MoEFFN],
         candidates: Sequence[int],
-        finished: Finished,
+        finished: FinishedLayers,
     ) -> None:
         """Choose the experts of every unfinished candidate, in one pass over the layers."""
         missing = [i for i in candidates if ("experts", i) not in finished]
@@ -181,7 +181,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         job: Job[MoEArch],
         stream: LayerStream[MoEFFN],
         plans: Mapping[int, Replaced],
-        finished: Finished,
+        finished: FinishedLayers,
     ) -> Generator[JSON, None, None]:
         """Yield layers in the order of choice, each with the losses it was chosen by, those of an
         unfinished run first."""
@@ -214,22 +214,22 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
         assert decision.plan is not None
-        config, every = self.effective(decision.plan), len(decision.plan.base.routed)
+        config, every = self.described_config(decision.plan), len(decision.plan.base.routed)
         chosen: list[int] = decision.summary["layers"]
         shapes = [layers[i].shape for i in chosen]
-        stays = ["the shared path"] if any(shape.get("shared") for shape in shapes) else []
+        kept = ["the shared path"] if any(shape.get("shared") for shape in shapes) else []
         if config.keep == "shared+routed":
             count = span({len(shape["chosen"]) for shape in shapes})
-            stays.append(f"{count} routed expert{'' if count == '1' else 's'} at fixed weights")
+            kept.append(f"{count} routed expert{'' if count == '1' else 's'} at fixed weights")
         done = {"attention": "feed-forward blocks dropped", "nothing": "layers dropped"}
         what = done.get(config.keep, "layers condensed")
-        title = f"{len(chosen)} of {every} {what}{credited(config, 'with')}"
+        title = f"{len(chosen)} of {every} {what}{credit_clause(config, 'with')}"
         text = {
             "attention": "Without feed-forward block",
             "nothing": "Dropped, attention included",
         }.get(config.keep, "Turned from mixtures of experts into small dense layers")
         text += f": {listed(sorted(chosen))}"
-        text += f", keeping {' and '.join(stays)}" if stays else ""
+        text += f", keeping {' and '.join(kept)}" if kept else ""
         text += "."
         if config.refit and chosen:
             text += " Their down projections were then refitted."
@@ -244,7 +244,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             *_search_figure(decision.summary.get("search") or (), section),
             *figures.lines(
                 section,
-                "What a layer loses.",
+                "Change of a layer’s output.",
                 [
                     figures.series(
                         name, [(i, values.get(name)) for i, values in divergence.items()]
@@ -255,7 +255,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
                 ],
                 f"{self.config.metric} divergence",
                 strong=self.config.keep,
-                caption="Of a layer’s output from what it was, were that layer alone replaced, by "
+                caption="Of a layer’s output from what it was, were only that layer replaced, by "
                 "what of it would be kept. Thick: what was kept.",
             ),
             *super().figures(layers, decision),
@@ -268,17 +268,17 @@ def _choice_figure(layers: list[LayerRecord], order: Sequence[int], section: str
     rows = []
     for layer in routed:
         count, taken = layer.experts_before or layer.experts, layer.index in order
-        stays = tuple(layer.shape.get("chosen") or ()) if taken else ()
+        kept = tuple(layer.shape.get("chosen") or ()) if taken else ()
         rows.append(
             Row(
                 str(layer.index),
                 figures.calls(layer, count),
-                gone=tuple(sorted({*range(count)} - {*stays})) if taken else None,
-                outlined=stays,
+                gone=tuple(sorted({*range(count)} - {*kept})) if taken else None,
+                outlined=kept,
                 note=f"chosen {_ordinal(order.index(layer.index) + 1)}" if taken else "routes",
             )
         )
-    caption = "Outlined experts stay with fixed weights, crossed ones are gone."
+    caption = "Outlined experts are kept with fixed weights, crossed ones are removed."
     if len(order) > 1:
         caption += f" Layers in this order: {', '.join(map(str, order))}."
     caption, side = f"{caption} {figures.SHADES}", "what became of it"
@@ -365,7 +365,7 @@ def padded(
     }
 
 
-# --- what was asked for --------------------------------------------------------------------------
+# --- the request ---------------------------------------------------------------------------------
 
 
 def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
@@ -422,5 +422,5 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str) -> str:
     if keep not in ("shared", "shared+routed"):
         return ""
     if keep == "shared" and not view.shared_width:
-        return "it has no shared experts, so that nothing of a layer would stay"
+        return "it has no shared experts, so that nothing of a layer would be kept"
     return view.apart(routed=keep == "shared+routed")

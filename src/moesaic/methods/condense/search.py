@@ -11,7 +11,7 @@ C, K                the routed experts that are kept, |C| = K
 h                   Eq. 3: x + E_s(x) + sum_{i in C} g_i E_i(x); no router
 ==================  ==========================================================
 
-Alg. 1 chooses C greedily by JS(O_ref, O) of the decoder layer's output, each layer alone. With the
+Alg. 1 chooses C greedily by JS(O_ref, O) of the decoder layer's output, layer by layer. With the
 residual, the shared path and every E_i(x) known once, each candidate's output is a sum of vectors,
 so the paper's 369 inferences a layer (66 experts, K = 6) become one. Where a layer does more with
 its block's output than to add it, such as normalise it, each candidate is run.
@@ -38,7 +38,7 @@ difference over windows, are out; the others are compared on four times the text
 or the text ends.
 
 Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's own output,
-``global-rank`` by the model's with that layer alone condensed. ``cosine`` is the rule of He et al.
+``global-rank`` by the model's with only that layer condensed. ``cosine`` is the rule of He et al.
 (2024) for Block Drop and Layer Drop: the module whose output is most like its input is first.
 
 For divergences the released code turns each hidden state into a distribution by a softmax over
@@ -66,7 +66,7 @@ from moesaic.losses import next_token_loss, predicting
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import random_scores
 from moesaic.modules.running import SpilledList
-from moesaic.observation.branches import Metric, branches, changed, measured
+from moesaic.observation.branches import Metric, branches, layer_replacement, window_sums
 from moesaic.observation.stream import Block, LayerStream, valid
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer
 from moesaic.plans.recovery import significantly_worse
@@ -145,7 +145,7 @@ def candidate_losses(
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the mean divergence from O_ref with each candidate added to the chosen experts
-    (candidates,); without candidates, that of the chosen experts alone (1,).
+    (candidates,); without candidates, that of only the chosen experts (1,).
 
     Args:
         batches: O_ref (T, D), the layer's output before it is condensed; the residual plus the kept
@@ -199,7 +199,7 @@ def greedy_experts(
     return chosen, least
 
 
-# --- Tab. 5: experts by their weights alone ------------------------------------------------------
+# --- Tab. 5: experts by their weights --------------------------------------------------------
 
 
 BINS = 100
@@ -316,7 +316,7 @@ class ExpertSearch:
 
     def _outputs(self, plan: Replaced | None = None) -> Iterator[Tensor]:
         """Yield the layer's output for each batch (T, D), as it is or with a plan applied."""
-        with changed(self.block.layer, self.arch, plan) as layer:
+        with layer_replacement(self.block.layer, self.arch, plan) as layer:
             outputs = self.block.outputs(self.hidden, layer)
             yield from map(valid, outputs, self.stream.masks())
 
@@ -363,7 +363,7 @@ class ExpertSearch:
         return sums_2A[0] / sums_2A[1], sums_2A[1, : view.count]
 
     def _shared(self, g_S: Tensor) -> CondensedLayer:
-        """Return the plan with the shared path alone; ``g_S`` are gates of weighed shared
+        """Return the plan with only the shared path; ``g_S`` are gates of weighed shared
         experts."""
         view, width = self.view, self.view.shared_width
         if not width:
@@ -504,7 +504,7 @@ class LayerSearch:
         some, stream = {i: self.plans[i] for i in chosen}, self.streams[leg]
         if leg not in self._originals:
             (self._originals[leg],) = branches(stream, [{}])
-        sums_CN, count_N = measured(
+        sums_CN, count_N = window_sums(
             stream,
             [{**some, i: self.plans[i]} for i in candidates],
             metric=METRICS[self.metric],

@@ -234,7 +234,7 @@ BUILT_IN = (
     Criterion(
         "aimer",
         "AIMER",
-        "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
+        "without data: mean |w| over rms(w), pooled over gate, up and down; the highest are cut",
         'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
         score=lambda layer: -layer.stats["spread_E"],
         needs=("spread_E",),
@@ -339,7 +339,7 @@ class PruneConfig(MethodConfig):
             yield Family("prune spread", every, partial(replace, refit=True), priced=3)
 
     @property
-    def chosen(self) -> Criterion:
+    def criterion(self) -> Criterion:
         """Criterion named by ``score``."""
         return CRITERIA[self.score]
 
@@ -354,11 +354,11 @@ class PruneConfig(MethodConfig):
 
     @property
     def credit(self) -> str:
-        return self.chosen.paper
+        return self.criterion.paper
 
     @property
     def base_label(self) -> str:
-        return self.chosen.title
+        return self.criterion.title
 
     def experts_of(self, count: int, groups: int = 1) -> float:
         """Return how many of ``count`` experts are kept, a multiple of ``groups`` if uniform."""
@@ -367,7 +367,7 @@ class PruneConfig(MethodConfig):
         return round(self.keep * count / groups) * groups if self.uniform else self.keep * count
 
     def check(self) -> None:
-        criterion, by = self.chosen, f"score {self.score!r}"
+        criterion, by = self.criterion, f"score {self.score!r}"
         if self.keep <= 0:
             raise MoesaicError(f"keep {self.keep:g}: give a number of experts, or a share below 1.")
         if self.uniform and self.keep > 1 and self.keep != int(self.keep):

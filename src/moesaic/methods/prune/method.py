@@ -10,7 +10,7 @@ Deviations from the paper or its code, and options that restore theirs:
 - One squared error over all tokens, the root once. The released code sums the norms of batches,
   so that its answer depends on the batch size: ``sum_batch_norms``.
 - Equal losses: the lexicographically first set of dropped experts.
-- Sets are enumerated while sets times tokens stay within ``exhaustive_limit``; beyond it, greedy
+- Sets are enumerated while sets times tokens are within ``exhaustive_limit``; beyond it, greedy
   removal and swaps on the same exact loss. Where both run (n <= 16) the gap is reported.
 - w' is what will be deployed: the architecture's own router over the kept experts. If it does not
   normalise, the softmax over fewer experts inflates the weights, and that counts.
@@ -32,7 +32,7 @@ from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.figures import credited
+from moesaic.methods.figures import credit_clause
 from moesaic.methods.layered import LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, original, routed_layers, routing_of, span
 from moesaic.methods.prune.config import PruneConfig, ScoredLayer
@@ -43,8 +43,8 @@ from moesaic.methods.prune.subsets import (
     best_scores,
     exhaustive,
     greedy,
-    refined,
     subsets,
+    swap,
 )
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
@@ -65,12 +65,12 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     @property
     def needs(self) -> set[str]:
-        chosen = self.config.chosen
+        chosen = self.config.criterion
         return {*chosen.needs, *(("calls_E", "batch_T", "bias_E") if chosen.observes else ())}
 
     @property
     def gram_bytes(self) -> int:
-        return self.config.gram_mb << 20 if self.config.chosen.gram else 0
+        return self.config.gram_mb << 20 if self.config.criterion.gram else 0
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[int]]:
         config, args = self.config, job.args
@@ -102,7 +102,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             if config.uniform and keep % groups:
                 raise MoesaicError(
                     f"keep {config.keep:g} is not a multiple of the {groups} router groups, which "
-                    f"must lose equally many; {int(keep // groups) * groups} is."
+                    f"must keep equally many; {int(keep // groups) * groups} is."
                 )
             every = range(least, view.count + 1, groups)
             sizes[i] = [int(keep)] if config.uniform else list(every)
@@ -147,7 +147,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             by size the layer's plan and analysis; if the criterion reads tokens, with ``calls``,
             ``loss`` and ``relative_loss``.
         """
-        criterion, stats = self.config.chosen, layer.stats
+        criterion, stats = self.config.criterion, layer.stats
         if criterion.score is not None:
             score_E = criterion.score(layer)
             if len(score_E) != layer.routing.count:
@@ -186,25 +186,25 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         if r == n:
             return path, {}
         if subsets(n, r, groups) * tokens > self.config.exhaustive_limit:
-            return refined(losses, path, groups), {}
+            return swap(losses, path, groups), {}
         best = exhaustive(losses, n, r, groups)
         if n > 16:
             return best, {}
-        swapped = refined(losses, path, groups)
+        swapped = swap(losses, path, groups)
         return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
 
     def _scored(
         self, score_E: Tensor, stats: Mapping[str, Tensor], r: int, groups: int
     ) -> tuple[CutLayer, JSON]:
         kept_E = best_scores(score_E, r, groups)
-        if not self.config.chosen.observes:
+        if not self.config.criterion.observes:
             return _layer(kept_E), {"scores": score_E.tolist()}
-        gone = score_E[~kept_E].sum().item()
+        removed = score_E[~kept_E].sum().item()
         return _layer(kept_E), {
             "scores": score_E.tolist(),
             "calls": stats["calls_E"].tolist(),
-            "loss": gone,
-            "relative_loss": gone / max(score_E.sum().item(), 1e-300),
+            "loss": removed,
+            "relative_loss": removed / max(score_E.sum().item(), 1e-300),
         }
 
     # --- a model ---------------------------------------------------------------------------------
@@ -241,21 +241,21 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        config = self.effective(decision.plan)
+        config = self.described_config(decision.plan)
         changed = [layer for layer in layers if layer.index in decision.analyses]
-        stay = span([len(layer.shape["kept"]) for layer in changed])
+        kept = span([len(layer.shape["kept"]) for layer in changed])
         before = span([layer.shape["before"] for layer in changed])
         comma = "," if config.beyond else ""
-        title = f"pruned{credited(config, 'by')}{comma} to {stay} of {before} experts"
-        chosen = config.chosen
+        title = f"pruned{credit_clause(config, 'by')}{comma} to {kept} of {before} experts"
+        chosen = config.criterion
         by = chosen.title + (" on calibration text" if chosen.observes else "")
-        text = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
+        text = f"{kept} of {before} experts are kept in every layer that routes, chosen by {by}."
         if config.refit:
-            text += " The down projections of the experts that stay were then refitted."
+            text += " The down projections of the kept experts were then refitted."
         return Summary(title, text)
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
-        return [*figures.kept(layers), *super().figures(layers, decision)]
+        return [*figures.kept_figures(layers), *super().figures(layers, decision)]
 
 
 def _layer(kept_E: Tensor) -> CutLayer:

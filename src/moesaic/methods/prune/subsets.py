@@ -35,11 +35,11 @@ class Neighbours:
 
     def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
         """Return the losses of the sets without one more candidate (C,)."""
-        return self(changed(kept_E, candidates, False))
+        return self(neighbour_sets(kept_E, candidates, False))
 
     def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
         """Return the losses of the sets with one candidate restored (C,)."""
-        return self(changed(kept_E, candidates, True))
+        return self(neighbour_sets(kept_E, candidates, True))
 
 
 def neighbours(losses: Losses) -> Neighbours:
@@ -77,8 +77,8 @@ def every_set(experts: int, keep: int, groups: int = 1, block: int = 1024) -> It
     choices = product(*(combinations(run, size - keep // groups) for run in runs))
     while dropped := list(islice(choices, block)):
         kept_CE = torch.ones(len(dropped), experts, dtype=torch.bool)
-        for row, gone in zip(kept_CE, dropped, strict=True):
-            row[list(chain(*gone))] = False
+        for row, removed in zip(kept_CE, dropped, strict=True):
+            row[list(chain(*removed))] = False
         yield kept_CE
 
 
@@ -97,9 +97,9 @@ def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Sear
     return SearchResult(best[1], best[0], "exhaustive", evaluated)
 
 
-def changed(kept_E: Tensor, candidates: Tensor, stays: bool) -> Tensor:
-    """Return the sets with one more candidate removed, or restored if ``stays`` (C, E)."""
-    return kept_E.repeat(len(candidates), 1).scatter_(1, candidates[:, None], stays)
+def neighbour_sets(kept_E: Tensor, candidates: Tensor, restored: bool) -> Tensor:
+    """Return the sets with one more candidate removed, or ``restored`` (C, E)."""
+    return kept_E.repeat(len(candidates), 1).scatter_(1, candidates[:, None], restored)
 
 
 def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> SearchResult:
@@ -119,20 +119,20 @@ def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Search
     return SearchResult(kept_E, loss, "greedy", evaluated)
 
 
-def refined(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 64) -> SearchResult:
+def swap(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 64) -> SearchResult:
     """Restore one expert and remove another, as long as that lowers the loss."""
     kept_E, loss, evaluated = start.kept_E, start.loss, start.evaluated
     near = neighbours(losses)
     group_E = torch.arange(len(kept_E)) // (len(kept_E) // groups)
     for _ in range(rounds):
-        gone = (~kept_E).nonzero().flatten()
-        if not len(gone) or not kept_E.any():
+        removed = (~kept_E).nonzero().flatten()
+        if not len(removed) or not kept_E.any():
             break
-        back_CE = changed(kept_E, gone, True)
-        order = near.having(kept_E, gone).double().cpu().argsort(stable=True)
-        evaluated += len(gone)
+        back_CE = neighbour_sets(kept_E, removed, True)
+        order = near.having(kept_E, removed).double().cpu().argsort(stable=True)
+        evaluated += len(removed)
         for c in order.tolist():
-            others = (kept_E & (group_E == group_E[gone[c]])).nonzero().flatten()
+            others = (kept_E & (group_E == group_E[removed[c]])).nonzero().flatten()
             loss_C = near.without(back_CE[c], others).double().cpu().numpy()
             evaluated += len(others)
             if loss_C.min() < loss * (1 - ENOUGH):
@@ -153,8 +153,8 @@ def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
     [False, True, False, True]
     """
     score_GE = score_E.view(groups, -1)
-    gone_GE = score_GE.argsort(dim=1, stable=True)[:, : score_GE.shape[1] - keep // groups]
-    return torch.ones_like(score_GE, dtype=torch.bool).scatter(1, gone_GE, False).flatten()
+    removed_GE = score_GE.argsort(dim=1, stable=True)[:, : score_GE.shape[1] - keep // groups]
+    return torch.ones_like(score_GE, dtype=torch.bool).scatter(1, removed_GE, False).flatten()
 
 
 # --- counts that differ by layer -----------------------------------------------------------------

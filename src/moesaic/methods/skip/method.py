@@ -121,7 +121,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             self.rule(job.arch.mixture(job.layers[i]).top_k)
         if job.arch.parts.inward:
             raise MoesaicError(
-                f"A router of {job.arch.model_type} scales what experts are given: those that stay "
+                f"A router of {job.arch.model_type} scales what experts are given: the kept ones "
                 "cannot take over the weight of others. skip --top-k N works."
             )
         return {i: [beta] for i, beta in zip(layers, betas or [None] * len(layers), strict=True)}
@@ -134,9 +134,9 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
         routing = routing_of(case.job, case.index, case.stats)
         weights_TK = routing.weights(case.stats["logits_TX"]).topk(top_k, dim=-1).values.double()
-        return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
+        return {beta: self.calibrate(weights_TK, beta) for beta in sizes}
 
-    def calibrated(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
+    def calibrate(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
         """Return a layer's plan with its beta, and how much it skips of the calibration tokens.
 
         Args:
@@ -231,7 +231,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
         if arch.chosen is None:
             raise MoesaicError(
                 f"A router of {arch.model_type} runs {span(tops.values())} experts a token, "
-                "whatever its config says."
+                "whatever its config holds."
             )
         most = min(tops.values())
         if target > most:

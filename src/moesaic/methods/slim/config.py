@@ -230,22 +230,22 @@ class SlimConfig(MethodConfig):
         return "layers" in self.allocate
 
     @property
-    def chosen(self) -> Score:
+    def rule(self) -> Score:
         """Score named by ``score``."""
         return SCORES[self.score or BEST]
 
     @property
     def decides_from_stats(self) -> bool:
-        needs_model = self.score is not None and self.chosen.gram
+        needs_model = self.score is not None and self.rule.gram
         return not (self.measures or needs_model)
 
     @property
     def credit(self) -> str:
-        return self.chosen.paper
+        return self.rule.paper
 
     @property
     def base_label(self) -> str:
-        return self.chosen.title
+        return self.rule.title
 
     @property
     def beyond(self) -> tuple[str, ...]:

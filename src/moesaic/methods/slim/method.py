@@ -10,7 +10,7 @@ Deviations from the scores' papers:
   widths, which no architecture holds: zeros are stored. Here experts are of one width;
   where ``allocate`` names ``experts`` a layer's neurons are ranked together, and no zeros are
   stored.
-- CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
+- CAMERA mixes the sum of squares with the largest square (alpha); here it is only the sum.
 
 A budget may also remove experts: N are kept, each as wide as the budget then allows. ``auto`` takes
 the N for which the layers' routed output changes least on the calibration tokens, measured exactly
@@ -43,10 +43,10 @@ from moesaic.methods.slim.neurons import (
     candidates,
     choose,
     highest,
+    highest_in_layer,
     losses,
     neurons_of,
     share_lost,
-    uneven,
     width_for,
 )
 from moesaic.observation.files import observed_layers
@@ -124,7 +124,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         pairs = max(neuron_pairs(view.count, view.width) for view in views)
         if pairs > PAIRS_BYTES:
             return "energy", (
-                f"Neurons are scored by energy: {BEST}, which loses less, would hold "
+                f"Neurons are scored by energy: {BEST}, which has less KL, would hold "
                 f"{pairs / 2**30:.1f} GiB of inner products for each layer."
             )
         return BEST, ""
@@ -132,7 +132,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     @property
     def needs(self) -> set[str]:
         """Statistics of neurons; also the tokens if several sizes are compared on them."""
-        config, score = self.config, self.config.chosen
+        config, score = self.config, self.config.rule
         read = {"reach", "size", *["energy"] * score.observes, *["gram", "down"] * score.gram}
         paths = (False, True) if config.shared is not None else (False,)
         needs = {NAMES[field][shared] for field in read for shared in paths}
@@ -148,7 +148,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             option = "experts" if config.experts != "all" else "shared"
             raise MoesaicError(
                 f"{job.arch.model_type} is dense: it has no {option}. Leave {option} out; keep is "
-                "the share of each FFN's neurons that stays."
+                "the share of each FFN's neurons to keep."
             )
         multiple = self._multiple(job)
         if config.uneven:
@@ -287,9 +287,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         at = middle.neurons // count
         below = range(at, max(step, at // 3) - 1, -stride)
         widths = sorted({*below, *range(at, width + 1, stride)})
-        beyond = middle.neurons - at * count  # of experts that differ in width
+        extra = middle.neurons - at * count  # of experts that differ in width
         most = width // step * step * count
-        sizes = [min(w * count + beyond, most) for w in widths]
+        sizes = [min(w * count + extra, most) for w in widths]
         return [Size(count, -(-n // count), n, width, step) for n in sizes]
 
     def _with_shared(self, view: FFN, size: Size) -> Size:
@@ -306,8 +306,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             shared *= view.shared_count
         native = config.allocate == "uniform"
         room = arch.shared_room(shared, size.width) if native else shared
-        alone = shared == room == whole and (arch.shared_size or not native)
-        if alone:
+        unchanged = shared == room == whole and (arch.shared_size or not native)
+        if unchanged:
             return size
         return replace(size, shared=shared, room=room, shared_count=view.shared_count)
 
@@ -323,7 +323,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             stats = {name: torch.zeros(shape) for name, shape in zeros.items()}
         arch, config = case.job.arch, case.job.shape.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
-        score = SCORES["random"] if case.stats is None else self.config.chosen
+        score = SCORES["random"] if case.stats is None else self.config.rule
         seed = self.config.seed * 10_007 + case.index
         score_EM, shared = score.score(neurons_of(stats, seed)), None
         if any(size.room for size in sizes):
@@ -369,9 +369,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         config, reach_EM = self.config, stats["reach_EM"]
         kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
         if config.uneven:
-            neurons_NW = uneven(score_EM, size.neurons, reach_EM, config.multiple or 1)
+            neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, config.multiple or 1)
         analysis: JSON = {}
-        if config.chosen.observes or case.stats is None:
+        if config.rule.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
             analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
         if size.dense:
@@ -424,9 +424,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def _loss_in_words(self) -> str:
         if self.config.measures:
             return "the change of the experts’ output, relative to the residual stream"
-        if not self.config.chosen.observes:
+        if not self.config.rule.observes:
             return ""
-        return f"the share of all neurons’ squared scores, by {self.config.chosen.title}, that went"
+        return f"the removed share of all neurons’ squared scores, by {self.config.rule.title}"
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -434,18 +434,18 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         slim = [layer for layer in layers if "neurons" in layer.shape]
         lost, measure = [x.analysis.get("relative_loss") for x in slim], decision.summary["loss"]
         columns = {
-            ("neurons that stay", ",.0f"): [layer.shape["neurons"] for layer in slim],
+            ("neurons kept", ",.0f"): [layer.shape["neurons"] for layer in slim],
             ("lost", ".1%"): lost,
         }
         section, caption = "How narrow experts become", f"Lost: {measure}." if any(lost) else ""
         return [
             *figures.bars(section, "Neurons by layer.", caption, slim, columns),
-            *figures.kept(slim, section, measure),
+            *figures.kept_figures(slim, section, measure),
             *super().figures(layers, decision),
         ]
 
-    def effective(self, plan: Plan | None) -> SlimConfig:
-        config = super().effective(plan)
+    def described_config(self, plan: Plan | None) -> SlimConfig:
+        config = super().described_config(plan)
         if plan is None or any(
             isinstance(layer, CutLayer) and len(layer.experts) < plan.base.experts_of(i)
             for i, layer in plan.layers.items()
@@ -457,26 +457,26 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
         assert decision.plan is not None
-        config = self.effective(decision.plan)
+        config = self.described_config(decision.plan)
         changed = [layer for layer in layers if layer.index in decision.plan.layers]
-        stay = span([layer.shape["neurons"] for layer in changed])
+        neurons = span([layer.shape["neurons"] for layer in changed])
         before = span([layer.shape["of"] for layer in changed])
         mixture = any(layer.experts for layer in changed)
         each = " an expert" if mixture else " a layer"
-        beyond = f", with {', '.join(config.beyond)}" if config.beyond else ""
+        added = f", with {', '.join(config.beyond)}" if config.beyond else ""
         by = config.base_label
         differ = " in the mean" if config.uneven else ""
-        title = f"slimmed to {stay} of {before} neurons{each}{differ} by {by}{beyond}"
-        by += " on calibration text" if config.chosen.observes else ""
+        title = f"slimmed to {neurons} of {before} neurons{each}{differ} by {by}{added}"
+        by += " on calibration text" if config.rule.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
-        text = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
+        text = f"{neurons} of {before} neurons of {where} are kept{differ}, chosen by {by}."
         text += " Experts of a layer differ in width." if differ else ""
         text += _compared(decision.summary)
         fewer = [layer for layer in changed if "kept" in layer.shape]
         if fewer:
             kept = span([len(layer.shape["kept"]) for layer in fewer])
             were = span([layer.shape["before"] for layer in fewer])
-            text += f" {kept} of {were} experts stay."
+            text += f" {kept} of {were} experts are kept."
         if config.refit:
             text += " The down projections were then refitted."
         return Summary(title, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
@@ -488,7 +488,7 @@ def _compared(summary: Values) -> str:
     if not by_name:
         return ""
     equal, unequal = by_name[EQUAL], by_name[RESULT]
-    kept = "would lose more" if summary["kept"] == RESULT else "were kept"
+    kept = "are significantly worse" if summary["kept"] == RESULT else "were kept"
     sure = ", which is no sure gain" if kept == "were kept" and unequal < equal else ""
     return f" Equal widths {kept}: KL {equal:.3g} beside {unequal:.3g} on windows held back{sure}."
 

@@ -50,12 +50,12 @@ def neurons_of(stats: Mapping[str, Tensor], seed: int, shared: bool = False) -> 
     return Neurons(**{"energy": torch.zeros_like(found["size"]), **found}, seed=seed)
 
 
-def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
+def ranking(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
     """Return each row's indices, highest scores first (E, M); equal ones by reach, then by index.
 
     The neurons of an expert that no token reached all score zero.
 
-    >>> ranked(torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([[1.0, 1.0, 2.0]])).tolist()
+    >>> ranking(torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([[1.0, 1.0, 2.0]])).tolist()
     [[1, 2, 0]]
     """
     order_EM = reach_EM.argsort(dim=1, descending=True, stable=True)
@@ -65,10 +65,10 @@ def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
 
 def highest(score_EM: Tensor, width: int, reach_EM: Tensor) -> Tensor:
     """Return the rising indices of each row's highest scores (E, W); equal ones by reach."""
-    return ranked(score_EM, reach_EM)[:, :width].sort(dim=1).values
+    return ranking(score_EM, reach_EM)[:, :width].sort(dim=1).values
 
 
-def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:
+def highest_in_layer(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:
     """Return the kept neurons of each expert (E, W), those of the highest scores in the layer, then
     PADDING.
 
@@ -79,17 +79,17 @@ def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Ten
         step: widths are a multiple of this, and at least this.
 
     >>> score = torch.tensor([[1.0, 9, 8], [6, 2, 7], [0, 0, 1]])
-    >>> uneven(score, count=5, reach_EM=torch.ones(3, 3)).tolist()
+    >>> highest_in_layer(score, count=5, reach_EM=torch.ones(3, 3)).tolist()
     [[1, 2], [0, 2], [2, -1]]
     """
-    ranked_EM = ranked(score_EM, reach_EM)
+    ranked_EM = ranking(score_EM, reach_EM)
     blocks = ranked_EM[:, : ranked_EM.shape[1] // step * step].unflatten(1, (-1, step))
     worth_EB, reach_EB = (
         table_EM.gather(1, blocks.flatten(1)).square().view(blocks.shape).sum(2)
         for table_EM in (score_EM, reach_EM)
     )
     worth_EB[:, 0] = torch.inf
-    best = ranked(worth_EB.view(1, -1), reach_EB.view(1, -1))[0, : count // step]
+    best = ranking(worth_EB.view(1, -1), reach_EB.view(1, -1))[0, : count // step]
     blocks_E = torch.bincount(best // worth_EB.shape[1], minlength=len(score_EM))
     widths: list[int] = (blocks_E * step).tolist()
     orders = [row[:width].sort().values for row, width in zip(ranked_EM, widths, strict=True)]
@@ -123,9 +123,9 @@ def choose(
 def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
     """Return the share of all neurons' squared scores that is removed."""
     square_EM = score_EM.square()
-    stay_NW = square_EM[kept].gather(1, neurons_NW.clamp(min=0))
-    stays = stay_NW[neurons_NW != PADDING].sum().item()
-    return 1 - stays / max(square_EM.sum().item(), 1e-300)
+    kept_NW = square_EM[kept].gather(1, neurons_NW.clamp(min=0))
+    kept_sum = kept_NW[neurons_NW != PADDING].sum().item()
+    return 1 - kept_sum / max(square_EM.sum().item(), 1e-300)
 
 
 Shape = tuple[Tensor, Tensor]
@@ -142,15 +142,15 @@ def losses(site: LayerTokens[FFN], shapes: Sequence[Shape]) -> list[float]:
     """
     total, errors = 0.0, [0.0] * len(shapes)
     for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):
-        y_TD = routed(site.view, x_TD)
+        y_TD = routed_output(site.view, x_TD)
         total += r_TD.double().square().sum().item()
         for c, (kept, neurons_NW) in enumerate(shapes):
-            error_TD = routed(site.view, x_TD, kept, neurons_NW) - y_TD
+            error_TD = routed_output(site.view, x_TD, kept, neurons_NW) - y_TD
             errors[c] += error_TD.double().square().sum().item()
     return [(error / max(total, 1e-300)) ** 0.5 for error in errors]
 
 
-def routed(
+def routed_output(
     view: FFN,
     x_TD: Tensor,
     kept: Tensor | None = None,
@@ -227,14 +227,14 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
     last = 0.0
     while len(left_L):
         spread_L, norm_L = inverse_LL.diagonal().clone(), alike_LL.diagonal().clone()
-        gone_L = torch.zeros(len(left_L), dtype=torch.bool)
+        removed_L = torch.zeros(len(left_L), dtype=torch.bool)
         turns = min(BLOCK, len(left_L))
         # inverse - column^T share, and alike - share^T half - half^T share, in this block
         column_BL, share_BL, half_BL = torch.zeros(3, turns, len(left_L), dtype=torch.float64)
         for t in range(turns):
             trial_L = norm_L / spread_L.clamp(min=1e-300)
-            j = int(trial_L.masked_fill(gone_L, torch.inf).argmin())
-            gone_L[j] = True
+            j = int(trial_L.masked_fill(removed_L, torch.inf).argmin())
+            removed_L[j] = True
             last = max(trial_L[j].item(), last * (1 + 1e-9))
             cost_M[left_L[j]] = last
             before_BL, shares_BL, halves_BL = column_BL[:t], share_BL[:t], half_BL[:t]
@@ -245,12 +245,12 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
             column_BL[t], share_BL[t], half_BL[t] = column_L, share_L, half_L
             spread_L -= column_L * share_L
             norm_L -= 2 * share_L * half_L
-        stay_L = ~gone_L
-        left_L = left_L[stay_L]
-        column_BL, share_BL, half_BL = (t_BL[:, stay_L] for t_BL in (column_BL, share_BL, half_BL))
-        inverse_LL = inverse_LL[stay_L][:, stay_L] - column_BL.T @ share_BL
+        kept_L = ~removed_L
+        left_L = left_L[kept_L]
+        column_BL, share_BL, half_BL = (t_BL[:, kept_L] for t_BL in (column_BL, share_BL, half_BL))
+        inverse_LL = inverse_LL[kept_L][:, kept_L] - column_BL.T @ share_BL
         change_LL = share_BL.T @ half_BL
-        alike_LL = alike_LL[stay_L][:, stay_L] - change_LL - change_LL.T
+        alike_LL = alike_LL[kept_L][:, kept_L] - change_LL - change_LL.T
     return cost_M
 
 

@@ -3,7 +3,7 @@
 condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed layers; gate values,
             attention and everything else are kept. Rate 1e-4, 10 % warm-up, cosine.
 attention   the attention of the same layers, as the paper trains Layer Drop for comparison.
-routers     the routers alone, towards the original model's next-token distribution (router
+routers     only the routers, towards the original model's next-token distribution (router
             knowledge distillation); of carved models, too, through the choice (straight-through).
 lora        low-rank updates of every linear module of the decoder layers, merged at the end.
 all         everything.
@@ -34,7 +34,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import of_model
 from moesaic.io.models import HEADLESS, working_type
-from moesaic.io.names import PLAN, placed
+from moesaic.io.names import PLAN, our_path
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.observation.job import Job
@@ -201,7 +201,7 @@ class Tuning(Method[TuneConfig, Arch]):
         config, args = self.config, job.args
         if job.arch.model_type in HEADLESS and job.on_disk and job.original.beside:
             raise MoesaicError(
-                f"tune writes the language model alone, and transformers has no class for "
+                f"tune writes only the language model, and transformers has no class for "
                 f"{job.arch.model_type} outside of the whole."
             )
         text = config.train if args.text is None else args.text
@@ -249,7 +249,7 @@ class Tuning(Method[TuneConfig, Arch]):
                     "trained_parameters": count,
                     "total_parameters": total,
                     "distilled": teacher is not None,
-                    "layers": touched(chosen, job.arch, len(job.arch.layers(job.shape))),
+                    "layers": layers_with(chosen, job.arch, len(job.arch.layers(job.shape))),
                 }
             },
             trained=live.to(job.return_device),
@@ -277,7 +277,7 @@ class Tuning(Method[TuneConfig, Arch]):
         return Summary(f"{what} trained", f"{text}.")
 
 
-def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:
+def layers_with(names: Iterable[str], arch: Arch, count: int) -> list[int]:
     """Return the decoder layers that parameters belong to, by the parameters' names.
 
     Args:
@@ -292,7 +292,7 @@ def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:
 def _plan(job: Job[Arch]) -> Plan | None:
     """Return the plan that made a checkpoint, if it is in the folder."""
     original = job.original
-    if isinstance(original, Source) and placed(original.folder, PLAN).is_file():
+    if isinstance(original, Source) and our_path(original.folder, PLAN).is_file():
         return Plan.load(original.folder)
     return None
 
