@@ -428,9 +428,7 @@ def test_conversations_are_shown_in_the_models_own_template(row: Any, tokenizer:
     assert text_of(row, tokenizer) == text_of(row) == "Hi.\n\nYes?"
     for role in ("system", "developer"):
         instructed = {"messages": [{"role": role, "content": "Be brief."}, *TALK]}
-        assert text_of(instructed, talking) == "<user>Be brief.
-
-Hi.</><assistant>Yes?</>"
+        assert text_of(instructed, talking) == "<user>Be brief.\n\nHi.</><assistant>Yes?</>"
     with pytest.raises(MoesaicError, match="has role and content"):
         text_of({"messages": ["Hi."]}, talking)
     learned = training_text([row], talking, 64, answers=True)[0]
