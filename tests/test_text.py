@@ -415,7 +415,6 @@ TALK = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ye
     [
         {"messages": TALK, "source": "x", "score": 3},
         {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Yes?"}]},
-        {"conversations": [{"from": "user", "value": "Hi."}, {"from": "chatgpt", "value": "Yes?"}]},
     ],
 )
 def test_conversations_are_shown_in_the_models_own_template(row: Any, tokenizer: Any) -> None:

@@ -178,13 +178,7 @@ def _pair(
 
 TURNS = ("messages", "conversations")
 """Columns that hold a conversation, whatever other columns there are."""
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 """Usual names of roles, by those in some data sets."""
 SYSTEM = ("system", "developer")
 """Roles that some templates do not have."""

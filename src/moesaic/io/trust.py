@@ -80,7 +80,7 @@ def reading(
         reason = " ".join(f"{error}".split())[:300].strip(" .") or type(error).__name__
         if isinstance(error, RecursionError):
             reason = "it is nested too deeply"
-        if isinstance(error, KeyError):
+        if isinstance(error, KeyError) and " " not in reason:  # some libraries' are sentences
             reason = f"it has no {reason}"
         end = f" {remedy}" if remedy else ""
         raise MoesaicError(f"{what} {failure}: {reason}.{end}") from error
