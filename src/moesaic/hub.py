@@ -496,7 +496,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
             said = {k: source_config[k] for k in (alias, name) if k in source_config}
             if not said or now[name] != before.get(name):
                 said = {alias: now[name], name: now[name]}
-            plain |= {k: said.get(k, next(iter(said.values()))) for k in (alias, name)}
+            plain |= {k: said.get(k, now[name]) for k in (alias, name)}
     plain = {**_engine_keys(config), **plain}
     if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):
