@@ -165,9 +165,9 @@ def _define_model(
             install(self, dataclasses.replace(arch, layers_path=path), config)
         self.post_init()
 
-    def initialize_weights(self: Model) -> None:
+    def _initialize_missing_keys(self: Model, *args: object) -> None:
         with per_layer_config.as_base(self.config):  # Gemma 4's asks for one value a layer type
-            model.initialize_weights(self)
+            model._initialize_missing_keys(self, *args)
 
     return type(
         f"Moesaic{model.__name__}",
@@ -175,7 +175,7 @@ def _define_model(
         {
             "config_class": config,
             "__init__": __init__,
-            "initialize_weights": initialize_weights,
+            "_initialize_missing_keys": _initialize_missing_keys,
             "_keep_in_fp32_modules_strict": [
                 *(model._keep_in_fp32_modules_strict or ()),
                 *(() if base in architectures()["moe"] else ("router",)),
