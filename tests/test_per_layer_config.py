@@ -179,3 +179,15 @@ def test_layers_of_twice_the_width_stay_so(tokens, tmp_path):
     source = saved(tmp_path, model, layers)
     assert (source.config.model_type, source.config.intermediate_size) == ("gemma4_text", 32)
     assert torch.equal(logits(loaded(tmp_path), tokens), logits(model, tokens))
+
+
+@torch.no_grad()
+def test_layer_types_are_those_of_the_base(tokens, tmp_path):
+    """transformers 5.17 renames LFM2's ``conv`` in configs of classes that are not its own."""
+    model = small_model("lfm2_moe")
+    kinds = [*model.config.layer_types]
+    cut = CutLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
+    source = saved(tmp_path, model, {routed(model)[0]: cut})
+    assert source.config.model_type == "moesaic_lfm2_moe"
+    assert source.config.layer_types == kinds
+    assert torch.equal(logits(loaded(tmp_path), tokens), logits(model, tokens))

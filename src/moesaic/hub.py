@@ -79,8 +79,13 @@ def _keep_source_out(cls: type, auto_class: str = "") -> None:
     """Replace ``register_for_auto_class``, which would copy this package into checkpoints."""
 
 
-OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
-"""Attributes of all our classes."""
+OURS = {
+    "__module__": __name__,
+    "register_for_auto_class": classmethod(_keep_source_out),
+    "is_custom_code": classmethod(lambda _: False),
+}
+"""Attributes of all our classes. In custom code transformers renames layer types, and leaves
+buffers as they are in memory that other modules' code fills (Falcon-H1)."""
 
 
 def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
@@ -182,8 +187,6 @@ def _define_model(
             ],
             "_can_set_attn_implementation": model._can_set_attn_implementation,
             "_can_set_experts_implementation": model._can_set_experts_implementation,
-            # or buffers that another module's code fills, as in Falcon-H1, stay as memory was
-            "is_custom_code": classmethod(lambda _: False),
             **methods,
             **OURS,
         },
