@@ -332,6 +332,16 @@ def test_a_stack_becomes_a_type_expert_by_expert():
     assert read == [1, 1, 1]
 
 
+def test_a_stack_is_quantised_expert_by_expert(monkeypatch):
+    """Codes take several times the memory of the values until they are packed."""
+    rounded, sizes = Mxfp4._rounded, []
+    monkeypatch.setattr(
+        Mxfp4, "_rounded", lambda self, x, like: sizes.append(x.numel()) or rounded(self, x, like)
+    )
+    Mxfp4Experts(MXFP4).parts(drawn(3, 64, 8), {})
+    assert sizes == [64 * 8] * 3
+
+
 def test_choosing_carries_bytes():
     """Experts and whole blocks by their bytes; else by value alone."""
     form = Mxfp4Experts(MXFP4)

@@ -388,8 +388,10 @@ class Mxfp4Experts(Mxfp4):
         return super().values(parts).transpose(1, 2).contiguous()
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
-        scales = torch.empty(1, 1, 1, dtype=torch.uint8)
-        return super().parts(values.transpose(1, 2), dict.fromkeys(self.ends, scales))
+        one = dict.fromkeys(self.ends, torch.empty(1, 1, dtype=torch.uint8))
+        rounded = super().parts  # of one expert: its codes take four times its memory until packed
+        each = [rounded(value.T, one) for value in values]
+        return {end: torch.stack([parts[end] for parts in each]) for end in self.ends}
 
     def select(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         return super().select(parts, axis if axis < -2 else -3 - axis, order)
