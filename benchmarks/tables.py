@@ -261,7 +261,7 @@ DRAWN = (
 GAINS = (
     ("SmolLM2-135M, dense", "smollm2", "iq3_xxs", "fit --memory 86958KB"),
     ("eight copies of SmolLM2", "smollm2-mixture", "q4_k_m", "2 of eight, q8_0"),
-    ("wide-moe", "wide-moe", "iq2_xxs", "fit --memory 3947KB"),
+    ("flat-moe", "flat-moe", "iq2_xxs", "fit --memory 3263KB"),
     ("tiny-moe", "tiny-moe", "iq1_s", "fit --memory 2614KB"),
     ("tiny-moe", "tiny-moe", "by layer", "fit --memory 2090KB"),
     ("tiny-moe", "tiny-moe", "iq3_xxs", "fit --memory 3315KB"),

@@ -2,9 +2,9 @@
 
     python scripts/train_tiny.py tiny-moe [--corpus build/corpus] [--assets src/moesaic/assets]
 
-Four do not ship. The rows of ``wide-moe`` are multiples of 256, as GGUF types of few bits want.
-``fine-moe`` (a Qwen2-MoE with 24 experts), ``coarse-moe`` (a Mixtral with 8 wide ones) and
-``flat-moe`` (a Qwen3-MoE of four layers, rows of 256) are mixtures that no method was tuned on.
+Three do not ship, mixtures that no method was tuned on: ``fine-moe`` (a Qwen2-MoE with 24
+experts), ``coarse-moe`` (a Mixtral with 8 wide ones) and ``flat-moe`` (a Qwen3-MoE of four layers,
+whose rows are multiples of 256, as GGUF types of few bits want).
 They learn in float32 from the calibration text that ships, ten minutes of one core each, and are
 written to ``build``; no corpus is needed:
 
@@ -51,7 +51,7 @@ DOMAINS = ("prose", "reference", "code")
 END = "<|endoftext|>"
 VOCABULARY = 4096
 SEED = 20
-STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400, "wide-moe": 1000}
+STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400}
 OF_SHIPPED_TEXT = {"fine-moe": 180, "coarse-moe": 300, "flat-moe": 200}
 STEPS |= OF_SHIPPED_TEXT
 MATRIX_RATE, OTHER_RATE = 0.02, 0.003
@@ -74,7 +74,7 @@ COMMON = {
     "eos_token_id": 0,
 }
 NAMES = tuple(STEPS)
-WIDTHS = {"tiny-moe": 96, "wide-moe": 256, "coarse-moe": 320}  # of an expert
+WIDTHS = {"tiny-moe": 96, "coarse-moe": 320}  # of an expert
 UNLIKE: dict[str, dict[str, int]] = {  # sizes in place of those of COMMON and build
     "tiny-shared-moe": {"hidden_size": 192, "num_attention_heads": 6},
     "fine-moe": {"hidden_size": 160, "num_experts": 24, "moe_intermediate_size": 80}

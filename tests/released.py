@@ -212,6 +212,8 @@ def _fewer_layers(text: dict[str, Any]) -> None:
 
 def _shrink_rotary(text: dict[str, Any], rope: dict[str, Any]) -> None:
     """Give rotary settings the sizes of heads of 16."""
+    if "qk_rope_head_dim" in text and "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = text["qk_rope_head_dim"] / text["head_dim"]
     share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor") or 1.0)
     half = int(16 * share) // 2
     if "mrope_section" in rope:

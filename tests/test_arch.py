@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import converted, logits, tiny_config, tiny_model, tiny_moe, whole_plan
+from builders import MOE, converted, logits, tiny_config, tiny_model, tiny_moe, whole_plan
 from transformers import AutoConfig
 
 from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
 from moesaic.errors import MoesaicError
+from moesaic.hub import SAME
 from moesaic.io.models import SHAPES, shape_of, skeleton
 from moesaic.plans.cut import CutLayer
 
@@ -19,6 +20,7 @@ from moesaic.plans.cut import CutLayer
     [
         (dense_arch, {"model_type": "gpt2"}, "'gpt2' is not supported. Every decoder.*GPT2MLP"),
         (dense_arch, {"model_type": "mixtral"}, "already a mixture of experts"),
+        (dense_arch, {"model_type": "mpt"}, "MptMLP of this mpt computes with residual too"),
         (moe_arch, {"model_type": "llama"}, "no routed experts"),
         (moe_arch, {"model_type": "switch_transformers"}, "no causal language model"),
         (
@@ -31,6 +33,19 @@ from moesaic.plans.cut import CutLayer
 def test_what_is_no_such_architecture_is_refused(find, config, words):
     with pytest.raises(MoesaicError, match=words):
         find(AutoConfig.for_model(**config))
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_keys_that_only_other_programs_read_are_not_taken(model_type):
+    """Published configs have them beside those of transformers' class."""
+    config = tiny_moe(model_type).config
+    arch = base_arch(config)
+    known = {*type(config).__dataclass_fields__, *config.attribute_map}
+    for names in SAME:
+        ours = {arch.count, arch.chosen, arch.width, arch.shared_size} & {*names}
+        for other in {*names} - known if len(ours) == 1 else ():
+            setattr(config, other, getattr(config, *ours))
+    assert base_arch(config) == arch
 
 
 def test_heads_are_told_from_the_weights():

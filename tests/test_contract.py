@@ -45,7 +45,9 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 TEXT = Tokens(TOKENS)
 SOME = (
     "afmoe",  # sentences to a router with a bias of its block
+    "falcon_h1",  # layers that return a tuple of one, buffers that another module's code fills
     "gemma4_text",  # experts in the decoder layer itself, with norms of their own
+    "gpt_neox",  # a head of another name on disk
     "glm_moe_dsa",  # layers that hand on more than hidden states
     "inkling2_text",  # experts in another order on disk
     "hunyuan_v1_moe",  # no attribute for the shared path
@@ -81,6 +83,18 @@ def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> No
     assert kind == "unsupported"
     assert reason.startswith("Parts beside text: MoesaicError")
     assert "have names that are not read" in reason
+
+
+@old
+def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    """transformers splits Sarvam's queries, keys and values by the sizes of a live model."""
+    small_model("sarvam_moe").save_pretrained(tmp_path)
+    for verb, config in (
+        (moesaic.prune, PruneConfig(keep=6)),
+        (moesaic.slim, SlimConfig(keep=0.5)),
+    ):
+        with pytest.raises(MoesaicError, match="query_key_value.* is one tensor for several of"):
+            verb(str(tmp_path), config, calibration=TEXT)
 
 
 @pytest.mark.nightly

@@ -37,6 +37,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
+from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
 from moesaic.exports.rounder import least
 from moesaic.io.gguf import folder_of
@@ -186,9 +187,11 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
 
 
-def needs_llamacpp():
+def needs_llamacpp(converter=False):
     try:
         library()
+        if converter:
+            find_converter()
     except MoesaicError as error:
         pytest.skip(str(error))
 
@@ -628,7 +631,7 @@ SMALLER |= {"slim": SlimConfig(keep=0.5, score="magnitude", refit=False)}
 )
 def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_path, tokenizer):
     """Biases and what only chooses experts are among them."""
-    needs_llamacpp()
+    needs_llamacpp(converter=True)
     from moesaic.exports.quantiser import tensors_of
     from moesaic.fitting.gguf_files import Files
 

@@ -153,3 +153,41 @@ def test_llamacpp_lacks_experts_a_token_by_layer():
     assert differing.model_type == "hunyuan_v1_moe"
     (lack,) = lacking(differing)
     assert lack.startswith("experts per token by layer")
+
+
+@pytest.mark.skipif(OLD, reason="this transformers has no such model")
+@torch.no_grad()
+def test_settings_of_a_layer_type_are_found_where_widths_differ(tokens, tmp_path):
+    """Gemma 4 asks for one setting of all layers of a type when it is read."""
+    model = small_model("gemma4_text", enable_moe_block=False, num_experts=None)
+    layers = {i: CutLayer(None, torch.arange(16 + 8 * i)[None], 64) for i in range(4)}
+    source = saved(tmp_path, model, layers)
+    assert source.config.model_type == "moesaic_gemma4_text"
+    assert torch.equal(logits(loaded(tmp_path), tokens), logits(model, tokens))
+
+
+@pytest.mark.skipif(OLD, reason="this transformers has no such model")
+@torch.no_grad()
+def test_layers_of_twice_the_width_stay_so(tokens, tmp_path):
+    """As in Gemma 4 E2B, whose last layers share keys and values."""
+    types = ["sliding_attention", "full_attention"] * 2
+    sharing = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "layer_types": types}
+    model = small_model("gemma4_text", enable_moe_block=False, num_experts=None, **sharing)
+    widths = [64, 64, 128, 128]
+    halves = {i: torch.arange(w // 2)[None] for i, w in enumerate(widths)}
+    layers = {i: CutLayer(None, half, widths[i]) for i, half in halves.items()}
+    source = saved(tmp_path, model, layers)
+    assert (source.config.model_type, source.config.intermediate_size) == ("gemma4_text", 32)
+    assert torch.equal(logits(loaded(tmp_path), tokens), logits(model, tokens))
+
+
+@torch.no_grad()
+def test_layer_types_are_those_of_the_base(tokens, tmp_path):
+    """transformers 5.17 renames LFM2's ``conv`` in configs of classes that are not its own."""
+    model = small_model("lfm2_moe")
+    kinds = [*model.config.layer_types]
+    cut = CutLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
+    source = saved(tmp_path, model, {routed(model)[0]: cut})
+    assert source.config.model_type == "moesaic_lfm2_moe"
+    assert source.config.layer_types == kinds
+    assert torch.equal(logits(loaded(tmp_path), tokens), logits(model, tokens))

@@ -21,6 +21,9 @@ import pytest
 import torch
 from builders import edited, inside
 from filelock import FileLock
+from huggingface_hub.errors import StrictDataclassError
+from shrunken import TYPES
+from transformers.models.auto import CONFIG_MAPPING
 
 import moesaic
 from moesaic.config import ExportArgs
@@ -38,6 +41,7 @@ from moesaic.io.outputs import (
     whole_folder,
 )
 from moesaic.io.source import resolve
+from moesaic.io.trust import check_counts
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.plans.cut import CutLayer
 
@@ -537,6 +541,13 @@ def test_a_config_of_any_size_is_answered_without_memory(
                 assert "disk" not in err
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_no_known_type_is_too_large() -> None:
+    """Doge's class says 16,384 experts, also of dense models."""
+    for model_type in TYPES:
+        with contextlib.suppress(StrictDataclassError):  # has no defaults
+            check_counts(CONFIG_MAPPING[model_type]().to_dict())
 
 
 # --- files that are opened -----------------------------------------------------------------------

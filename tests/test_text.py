@@ -26,7 +26,7 @@ import torch
 from builders import OLD, documents, pages, tiny_model, tiny_tokenizer, whole_plan
 from safetensors.torch import save_file
 from shrunken import small_whole
-from tokenizers import processors
+from tokenizers import Regex, normalizers, processors
 from transformers import LlamaConfig
 
 import moesaic
@@ -402,7 +402,8 @@ def test_text_that_is_trained_on_is_not_measured_on(folder: Any, tmp_path: Path)
 # --- conversations, and mixes by name ------------------------------------------------------------
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('none') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -424,13 +425,23 @@ def test_conversations_are_shown_in_the_models_own_template(row: Any, tokenizer:
     assert pair is not None
     assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes?</>")
     assert text_of(row, tokenizer) == text_of(row) == "Hi.\n\nYes?"
-    row = {"messages": [{"role": "system", "content": "Be brief."}, *TALK]}
-    assert text_of(row, talking) == "<user>Be brief.\n\nHi.</><assistant>Yes?</>"
+    for role in ("system", "developer"):
+        instructed = {"messages": [{"role": role, "content": "Be brief."}, *TALK]}
+        assert text_of(instructed, talking) == "<user>Be brief.\n\nHi.</><assistant>Yes?</>"
     with pytest.raises(MoesaicError, match="has role and content"):
         text_of({"messages": ["Hi."]}, talking)
     learned = training_text([row], talking, 64, answers=True)[0]
     shown = talking.decode([i for i in learned["labels"] if i != -100])
     assert shown.startswith("Yes?</>")
+
+
+def test_what_a_function_returned_is_a_tools_turn(tokenizer: Any) -> None:
+    talking = copy.deepcopy(tokenizer)
+    talking.chat_template = TEMPLATE
+    turns = [("human", "Hi."), ("function_call", "f()"), ("observation", "3"), ("gpt", "Yes?")]
+    row = {"conversations": [{"from": a, "value": b} for a, b in turns]}
+    shown = text_of(row, talking)
+    assert shown == "<user>Hi.</><assistant>f()</><tool>3</><assistant>Yes?</>"
 
 
 def test_a_named_mix_is_its_sources(
@@ -619,6 +630,16 @@ def test_documents_are_windows_of_their_own(tokenizer: Any) -> None:
     assert (each[:, 0] == tokenizer.eos_token_id).all(), "a BOS before each, where there is one"
     args = RunArgs.of(tiny_model("llama"), calibration=texts, tokenizer=tokenizer, documents=True)
     assert args.calibration == Calibration(documents=True)
+
+
+def test_documents_without_a_token_are_none(tokenizer: Any) -> None:
+    """Of a tokenizer that knows no character of them."""
+    silent = copy.deepcopy(tokenizer)
+    silent.backend_tokenizer.normalizer = normalizers.Replace(Regex("."), "")
+    tokens = calibration_tokens("shipped:prose", silent, 2, 16, documents=True)
+    assert (tokens.count, tokens.input_ids.dtype) == (0, torch.int64)
+    with pytest.raises(MoesaicError, match="no token"):
+        tokens.check(LlamaConfig())
 
 
 def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:

@@ -13,6 +13,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -78,8 +79,13 @@ def _keep_source_out(cls: type, auto_class: str = "") -> None:
     """Replace ``register_for_auto_class``, which would copy this package into checkpoints."""
 
 
-OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
-"""Attributes of all our classes."""
+OURS = {
+    "__module__": __name__,
+    "register_for_auto_class": classmethod(_keep_source_out),
+    "is_custom_code": classmethod(lambda _: False),
+}
+"""Attributes of all our classes. In custom code transformers renames layer types, and leaves
+buffers as they are in memory that other modules' code fills (Falcon-H1)."""
 
 
 def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
@@ -164,12 +170,17 @@ def _define_model(
             install(self, dataclasses.replace(arch, layers_path=path), config)
         self.post_init()
 
+    def _initialize_missing_keys(self: Model, *args: object) -> None:
+        with per_layer_config.as_base(self.config):  # Gemma 4's asks for one value a layer type
+            model._initialize_missing_keys(self, *args)
+
     return type(
         f"Moesaic{model.__name__}",
         (model,),
         {
             "config_class": config,
             "__init__": __init__,
+            "_initialize_missing_keys": _initialize_missing_keys,
             "_keep_in_fp32_modules_strict": [
                 *(model._keep_in_fp32_modules_strict or ()),
                 *(() if base in architectures()["moe"] else ("router",)),
@@ -302,12 +313,14 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         return
     every = base.plain_widths | dense
     widths = {*every.values()}
+    if not isinstance(arch, MoEArch):  # layers may have multiples of one width, as in Gemma 4 E2B
+        shares = {Fraction(width, base.widths[i]) for i, width in every.items()}
+        if len(shares) == 1:
+            yield arch.with_width(int(shares.pop() * min(base.widths[i] for i in every)))
+        return
     if len(widths) != 1:
         return
     (width,) = widths
-    if not isinstance(arch, MoEArch):
-        yield arch.with_width(width)
-        return
     mix = arch.dense_at(config, every.keys())
     if mix is not None:
         yield from ({**mix, name: width} for name in arch.dense_sizes(config))
@@ -448,8 +461,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
 
     transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE,
     and writes the new names only. Here both are written, and unchanged values keep the source's
-    names. The config of a multimodal model's language model is a part of the file, unless the
-    result has a class of our own: then it is the whole file.
+    names. The config of a multimodal model's language model is a part of the file, also where the
+    source has its keys beside those of other parts, unless the result has a class of our own: then
+    it is the whole file.
 
     Args:
         config: of the result.
@@ -467,7 +481,12 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         before = _every_key(language)
         if language is not whole:
             outer = source_config if config.model_type == language.model_type else None
-            source_config = dict(source_config[PART])
+            if PART in source_config:
+                source_config = dict(source_config[PART])
+            else:  # Qwen2.5-VL's keys stand beside those of its other parts
+                own = {*before, "rope_scaling", "rope_theta"} - {*_every_key(whole)}
+                source_config = {k: v for k, v in source_config.items() if k in own}
+                outer = outer and {k: v for k, v in outer.items() if k not in own}
         source_config.pop("transformers_version", None)
         for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
             source_config.pop(key, None)  # of how it is computed where it is loaded
@@ -480,7 +499,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
             said = {k: source_config[k] for k in (alias, name) if k in source_config}
             if not said or now[name] != before.get(name):
                 said = {alias: now[name], name: now[name]}
-            plain |= {k: said.get(k, next(iter(said.values()))) for k in (alias, name)}
+            plain |= {k: said.get(k, now[name]) for k in (alias, name)}
     plain = {**_engine_keys(config), **plain}
     if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from operator import attrgetter
 
 import torch
@@ -334,9 +335,9 @@ def _mixture(
         ffn=names or FFNNames(),
         ffn_path=block_path,
         layers_path=path,
-        count=_counting(name, settings, count),
-        width=_widening(name, settings, width),
-        chosen=_choosing(settings, block.get_submodule(parts.router), parts),
+        count=_counting(name, config, count),
+        width=_widening(name, config, width),
+        chosen=_choosing(config, block.get_submodule(parts.router), parts),
         transposed=transposed,
         alternating=not getattr(experts, "is_concatenated", True),
         parts=parts,
@@ -383,7 +384,8 @@ def _sizing_shared(
         return width_in(wider) > path_width
 
     settings, path_width = config.to_dict(), width_in(layer)
-    size = _key(settings, path_width, ("shared", "size"))
+    sizes = (key for key in _keys(settings, ("shared", "size")) if settings[key] == path_width)
+    size = _likeliest(sizes, config)
     times = (key for key in _keys(settings, ("shared",), ("size",)) if counts(key))
     many = None if size else next(times, None)
     tied = 0 if size or many or path_width % width else path_width // width
@@ -507,21 +509,28 @@ def _keys(settings: JSON, words: Sequence[str], never: Sequence[str] = ()) -> It
             yield key
 
 
-def _key(settings: JSON, value: int, words: Sequence[str], never: Sequence[str] = ()) -> str | None:
-    return next((key for key in _keys(settings, words, never) if settings[key] == value), None)
+def _likeliest(keys: Iterable[str], config: Config) -> str | None:
+    """Return the first key that a config's class knows, else the first one: published configs also
+    have keys that only other programs read."""
+    known = {*type(config).__dataclass_fields__, *(config.attribute_map or {}).values()}
+    return min(keys, key=lambda key: key not in known, default=None)
 
 
-def _counting(name: str, settings: JSON, count: int) -> str:
-    key = _key(settings, count, ("expert",), ("per_tok", "shared", "group", "top", "size", "width"))
+def _counting(name: str, config: Config, count: int) -> str:
+    settings = config.to_dict()
+    never = ("per_tok", "shared", "group", "top", "size", "width")
+    keys = (key for key in _keys(settings, ("expert",), never) if settings[key] == count)
+    key = _likeliest(keys, config)
     if key is None:
         raise MoesaicError(f"{name}: its config has no attribute for the {count} experts.")
     return key
 
 
-def _widening(name: str, settings: JSON, width: int) -> str:
+def _widening(name: str, config: Config, width: int) -> str:
+    settings = config.to_dict()
     patterns = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
-    keys = (_key(settings, width, words, ("shared",)) for words in patterns)
-    key = next((key for key in keys if key), None)
+    keys = (key for words in patterns for key in _keys(settings, words, ("shared",)))
+    key = _likeliest((key for key in keys if settings[key] == width), config)
     if key is None:
         raise MoesaicError(
             f"{name}: its config has no attribute for the {width} neurons of experts."
@@ -529,16 +538,17 @@ def _widening(name: str, settings: JSON, width: int) -> str:
     return key
 
 
-def _choosing(settings: JSON, router: nn.Module, parts: RouterParts) -> str | None:
+def _choosing(config: Config, router: nn.Module, parts: RouterParts) -> str | None:
     """Return the config attribute that holds the top-k, of all layers or by layer."""
     owner, _, leaf = parts.top_k.rpartition(".")
     top_k = getattr(getattr(router, owner) if owner else router, leaf, None)
-    for word in CHOSEN:
-        for key, value in settings.items():
-            each = value if isinstance(value, list) else [value]
-            if word in key and not re.search("group|index|shared", key) and top_k in each:
-                return str(key)
-    return None
+    keys = (
+        key
+        for word, (key, value) in product(CHOSEN, config.to_dict().items())
+        if word in key and not re.search("group|index|shared", key)
+        if top_k in (value if isinstance(value, list) else [value])
+    )
+    return _likeliest(keys, config)
 
 
 # --- found by running the router -----------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
+
 from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic.arch import support_table
@@ -9,7 +11,7 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.discovery import discover
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.io.models import predicts_tokens
+from moesaic.io.models import predicts_tokens, shape_of
 from moesaic.io.quantised import format_of, quantization_of
 from moesaic.registry import Registry
 from moesaic.types import Config
@@ -98,7 +100,8 @@ def dense_arch(config: Config) -> Arch:
     """Return the architecture of a dense model's config.
 
     Raises:
-        MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+        MoesaicError: the model is a mixture of experts, was converted already, or is unknown, or
+            its FFN needs more than hidden states.
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} is already carved; start from the dense original.")
@@ -111,6 +114,15 @@ def dense_arch(config: Config) -> Arch:
     if isinstance(arch, MoEArch):
         raise MoesaicError(
             f"{config.model_type} is already a mixture of experts; carve takes a dense model."
+        )
+    ffn = arch.ffn_of(arch.layers(shape_of(config))[0])
+    beside = [*signature(type(ffn).forward).parameters.values()][2:]
+    many = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = [p.name for p in beside if p.default is p.empty and p.kind not in many]
+    if needed:
+        raise MoesaicError(
+            f"{type(ffn).__name__} of this {config.model_type} computes with {needed[0]} too, not "
+            "with hidden states alone, and cannot be carved. For a smaller file: slim."
         )
     return arch
 

@@ -473,7 +473,8 @@ def _documents(
     ]
     longest = max(map(len, encoded))
     filling = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    ids = torch.tensor([row + [filling] * (longest - len(row)) for row in encoded])
+    rows_NL = [row + [filling] * (longest - len(row)) for row in encoded]
+    ids = torch.tensor(rows_NL, dtype=torch.int64)  # also where no document has a token
     mask = torch.arange(longest) < torch.tensor([*map(len, encoded)])[:, None]
     origins = (replace(rows.taken, windows=samples),)
     return Tokens(ids, None if bool(mask.all()) else mask, origins, begun=len(begin))

@@ -27,7 +27,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from moesaic.errors import MoesaicError, dims
 from moesaic.io.checkpoint import Checkpoint
@@ -82,10 +85,12 @@ def register_conversions(model_type: str, name: str = "") -> None:
 
 
 def _own_conversions(model_type: str) -> list[Step] | None:
-    """Return transformers' conversions by a type's name, else by its base model's class."""
+    """Return transformers' conversions by a type's name, else by its base model's or its causal
+    language model's class."""
     steps: list[Step] | None = get_checkpoint_conversion_mapping(model_type)
-    if steps is None and model_type in MODEL_MAPPING_NAMES:
-        steps = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
+    for classes in (MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if steps is None and model_type in classes:
+            steps = get_checkpoint_conversion_mapping(classes[model_type])
     return steps
 
 
@@ -197,6 +202,11 @@ class Naming:
             return read(parts[0][0])
         parts = sorted(parts, key=lambda p: dot_natural_key(p[0]))
         converter = copy.deepcopy(self._converters[parts[0][1]])
+        if len(converter.target_patterns) > 1:
+            raise MoesaicError(
+                f"{parts[0][0]} in {self.checkpoint.folder} is one tensor for several of the model "
+                f"({', '.join(converter.target_patterns)}), which is not read layer by layer."
+            )
         steps = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
         if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             matrices: dict[str, list[str]] = {p: [] for p in converter.source_patterns}

@@ -37,9 +37,9 @@ ODD = (
     AssertionError, SafetensorError, struct.error,
 )  # fmt: skip
 """Exceptions that readers raise over a damaged file, RecursionError included."""
-LAYERS, EXPERTS = 1000, 10_000
-"""Largest numbers of decoder layers and of experts; the largest known are 126 and 1,024. More are a
-mistake, and would take minutes to be found out."""
+LAYERS, EXPERTS = 1000, 20_000
+"""Largest numbers of decoder layers and of experts; the largest known are 126 and 16,384 (Doge's).
+More are a mistake, and would take minutes to be found out."""
 _COUNTS = (
     (re.compile(r"(layers?|num_blocks|block_count|depth)$"), LAYERS),
     (re.compile(r"experts|expert_(used_)?count$"), EXPERTS),
@@ -85,7 +85,7 @@ def reading(
         reason = " ".join(f"{error}".split())[:300].strip(" .") or type(error).__name__
         if isinstance(error, RecursionError):
             reason = "it is nested too deeply"
-        if isinstance(error, KeyError):
+        if isinstance(error, KeyError) and " " not in reason:  # some libraries' are sentences
             reason = f"it has no {reason}"
         end = f" {remedy}" if remedy else ""
         raise MoesaicError(f"{what} {failure}: {reason}.{end}") from error

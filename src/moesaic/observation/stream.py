@@ -89,7 +89,7 @@ class Block:
         result = layer(states.to(self.device), **arguments)
         after: Tensor = result
         if isinstance(result, tuple):
-            after, self._carried[key] = result[0], result[1]
+            after, self._carried[key] = (*result, None)[:2]  # Falcon-H1's are alone in theirs
             self._carried.pop((which, batch, index - 2), None)
         return after
 

@@ -76,11 +76,16 @@ class Target:
         size, layers = model_size(model), job.arch.layers(model)
         return size.total_bytes + sum(map(_tables, layers)), size.active_parameters
 
-    def shapes(self, chosen: Sequence[int]) -> tuple[tuple[int, str], ...]:
-        """Return all that :meth:`sizes` depends on, for comparison with another choice."""
+    def shapes(self, chosen: Sequence[int]) -> tuple[object, ...]:
+        """Return all that a result's bytes depend on, for comparison with another choice."""
+        job, shared = self.job, self.config.keep.startswith("shared")
+        dense = {*chosen} | {i for i, count in enumerate(job.base.experts) if not count}
+        # parts beside a language model are written with a result of the base's own class
+        beside = job.on_disk and job.original.beside and shared
+        native = beside and job.arch.dense_at(job.original.config, dense) is not None
         layers = ((self.job.layers[i], plan) for i, plan in self.finish(chosen).items())
         sizes = ((sum(sizes_in(x)) + _tables(x), json.dumps(plan.header())) for x, plan in layers)
-        return tuple(sorted(sizes))
+        return native, *sorted(sizes)
 
     def met(self, chosen: Sequence[int]) -> bool:
         """Return True if the layers chosen so far are enough."""
