@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builders import MOE, converted, logits, tiny_config, tiny_model, tiny_moe, whole_plan
+from shrunken import small_config
 from transformers import AutoConfig
 
 from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
@@ -46,6 +47,14 @@ def test_keys_that_only_other_programs_read_are_not_taken(model_type):
         for other in {*names} - known if len(ours) == 1 else ():
             setattr(config, other, getattr(config, *ours))
     assert base_arch(config) == arch
+
+
+@pytest.mark.parametrize("experts_size", [32, 64])
+def test_the_width_is_the_attribute_that_the_layers_are_made_of(experts_size):
+    """Granite 4 Micro has a mixture's class without experts: its shared path is its MLP."""
+    sizes = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": experts_size}
+    config = small_config("granitemoehybrid", shared_intermediate_size=64, **sizes)
+    assert dense_arch(config).width == "shared_intermediate_size"
 
 
 def test_heads_are_told_from_the_weights():

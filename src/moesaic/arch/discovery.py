@@ -227,23 +227,32 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
     if any(ffn.custom_act for ffn in names):
         raise MoesaicError(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
     ffn = names.pop()
-    width = getattr(layers[0].get_submodule(place), ffn.down).in_features
     at, attention = _attention(layers[0])
-    return Arch(name, ffn, place, path, attention, at, *_sizing(config.to_dict(), width))
+    return Arch(name, ffn, place, path, attention, at, *_sizing(config, layers[0], place, ffn.down))
 
 
-def _sizing(settings: JSON, width: int) -> tuple[str, int, str | None]:
+def _sizing(config: Config, layer: nn.Module, place: str, down: str) -> tuple[str, int, str | None]:
     """Return how a dense model's config holds the width of FFNs: fields of :class:`Arch`.
 
     Returns:
         the config attribute, its value over the width, and the one by which the width is computed.
     """
+
+    def width_in(layer: nn.Module) -> int:
+        return int(getattr(layer.get_submodule(place), down).in_features)
+
+    def counts(key: str) -> bool:
+        return width_in(_with_more(config, key, layer, 0)) > width
+
+    settings, width = config.to_dict(), width_in(layer)
     adjusted = next((k for k in settings if "auto_adjust" in k and settings[k] is True), None)
     never = ("shared", "moe", "expert", "multiple")
     keys = [key for words in WIDTHS for key in _keys(settings, words, never)]
-    exact = (key for key in keys if settings[key] == width)
+    exact = [key for key in keys if settings[key] == width]
+    if shared := [key for key in _keys(settings, ("shared", "size")) if settings[key] == width]:
+        exact = [key for key in (*exact, *shared) if counts(key)]  # Granite 4 without experts
     whole = (key for key in keys if settings[key] > width and settings[key] % width == 0)
-    key = next(exact, None) or (None if adjusted else next(whole, None))
+    key = next(iter(exact), None) or (None if adjusted else next(whole, None))
     if key is not None:
         return key, settings[key] // width, None
     unset = (key for key in UNSET_WIDTHS if key in settings)
@@ -377,11 +386,7 @@ def _sizing_shared(
         """Return True if the path's width grows with this attribute, a count of experts."""
         if settings[key] * width != path_width:
             return False
-        more = copy.deepcopy(config)
-        setattr(more, key, settings[key] + 1)
-        with torch.device("meta"):
-            wider = type(layer)(more, [*layers].index(layer))
-        return width_in(wider) > path_width
+        return width_in(_with_more(config, key, layer, [*layers].index(layer))) > path_width
 
     settings, path_width = config.to_dict(), width_in(layer)
     sizes = (key for key in _keys(settings, ("shared", "size")) if settings[key] == path_width)
@@ -390,6 +395,14 @@ def _sizing_shared(
     many = None if size else next(times, None)
     tied = 0 if size or many or path_width % width else path_width // width
     return replace(arch, shared_size=size, shared_count=many, shared_times=tied)
+
+
+def _with_more(config: Config, key: str, layer: nn.Module, index: int) -> nn.Module:
+    """Return a decoder layer, on the meta device, of a config with one more of an attribute."""
+    more = copy.deepcopy(config)
+    setattr(more, key, getattr(config, key) + 1)
+    with torch.device("meta"):
+        return type(layer)(more, index)
 
 
 def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
