@@ -606,6 +606,12 @@ def test_one_type_rounds_by_text_too(rounding, tmp_path):
     assert "iq2_xxs" in types_of(tensors_of(file))
 
 
+def test_an_architecture_that_the_package_gguf_does_not_know_is_refused(rounding, monkeypatch):
+    monkeypatch.setattr(gguf, "MODEL_ARCH_NAMES", {})
+    with pytest.raises(MoesaicError, match="gguf does not know 'qwen2'.*type=f16 works"):
+        rounding("qwen2")
+
+
 def test_the_kl_of_rounding_a_group_is_estimated(rounding):
     """Each as the whole model with that group rounded; tied embeddings with their head."""
     whole = rounding("qwen2")

@@ -24,7 +24,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, positions
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, quote
 from moesaic.exports import run_script
 from moesaic.exports.native import base_config, export_native, head_dim_of
 from moesaic.exports.quantiser import OTHERS, FileTensor, quantise, tensors_of, types_of
@@ -270,7 +270,12 @@ def _names_of(reader: GGUFReader, source: Source) -> Callable[[str], str | None]
 
     fields = reader.fields
     name = str(fields["general.architecture"].contents())
-    arch = next(number for number, other in MODEL_ARCH_NAMES.items() if other == name)
+    arch = next((number for number, other in MODEL_ARCH_NAMES.items() if other == name), None)
+    if arch is None:
+        raise MoesaicError(
+            f"The installed package gguf does not know {quote(name)}, which llama.cpp's converter "
+            "writes: a newer gguf may. Without one, type=f16 works."
+        )
     names = get_tensor_name_map(arch, int(fields[f"{name}.block_count"].contents()))
     naming = Naming(source.checkpoint, source.config.model_type)
     on_disk = {name: stored for stored, name in naming.in_memory.items()}
