@@ -77,8 +77,8 @@ def recovery_ratio(ours: Values, theirs: Values) -> float | None:
     Returns:
         the ratio; None if no task has a main figure in both.
 
-    >>> tasks = {"a": {"acc": 0.25}, "b": {"acc": 0.5, "acc_norm": 0.75}, "c": {"n": 1}}
-    >>> recovery_ratio(tasks, {"a": {"acc": 0.5}, "b": {"acc_norm": 0.75}})
+    >>> tasks = {"a": {"acc": 0.25}, "b": {"acc": 0.5, "acc_norm": 0.75}, "c": {"acc": 1.0}}
+    >>> recovery_ratio(tasks, {"a": {"acc": 0.5}, "b": {"acc_norm": 0.75}, "c": {"n": 1}})
     0.8
     """
     pairs = [(headline(task), headline(theirs.get(name, {}))) for name, task in ours.items()]
