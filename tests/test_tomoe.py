@@ -379,6 +379,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
 
 
 def test_the_curves_of_the_losses_are_kept() -> None:
+    """In an order that a checkpoint, which sorts names, does not change."""
     config = configured(ToMoEConfig, **SHORT, accumulate=2)
     result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
     losses = result.summary["training"]["losses"]
@@ -386,6 +387,7 @@ def test_the_curves_of_the_losses_are_kept() -> None:
     for line in losses:
         penalty = 16 * line["parameters"] + 2 * line["union"] + line["balance"] / 8
         assert line["loss"] == pytest.approx(line["distillation"] + penalty, rel=1e-3)
+        assert [*line] == ["loss", *sorted(line.keys() - {"loss"})]
 
 
 def test_other_masks() -> None:

@@ -319,10 +319,15 @@ def train(
         shape.restore()
         bar.close()
     return [
-        {k: v for k, v in log.items() if k not in _NOT_KEPT}
+        {k: log[k] for k in sorted(log, key=_loss_first) if k not in _NOT_KEPT}
         for log in loop.state.log_history
         if "loss" in log
     ]
+
+
+def _loss_first(name: str) -> tuple[bool, str]:
+    """Return an order of logged values that is the same in a resumed run, whose are sorted."""
+    return name != "loss", name
 
 
 @contextmanager
