@@ -239,7 +239,7 @@ def refits(results: Results) -> Iterator[str]:
 
 # --- docs/frontier.md and README -----------------------------------------------------------------
 
-FIT, VERB, LAYERS, PLAIN_TYPE = "`fit`", "one verb, rounded", "types by layer", "one type"
+FIT, VERB, LAYERS, PLAIN_TYPE = "`fit`", "one verb, quantised", "types by layer", "one type"
 COLOURS = {FIT: "#0072b2", VERB: "#d55e00", LAYERS: "#009e73", PLAIN_TYPE: "#7d858c"}
 Points = dict[tuple[str, str], list[tuple[float, ...]]]
 """By kind and name of a row the MB, KL and perplexity of its draws, and the KL of each source."""
