@@ -23,7 +23,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import Numbers, Types, choice, tensor_types
 from moesaic.fitting.candidates import NONE, QUANTISE, Candidate, Levels, pareto_front, simplest
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.forms import Form, ending, forms, largest, places_priced
+from moesaic.fitting.forms import Form, ending, forms, largest
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.prices import IMPOSSIBLE, Prices, key_of, priced_configs
 from moesaic.fitting.texts import Texts
@@ -366,8 +366,7 @@ class Search:
             return size is not None and config.allows(size)
 
         if file is not None and file.memory is not None:
-            native = (n for n in places_priced(form.family)[:-1] if self._possible(form, n))
-            return [*native]
+            return [n for n in range(form.count - 1) if self._possible(form, n)]
         first = self._first(form)
         if first is None:
             try:
