@@ -249,6 +249,17 @@ def keeping(*counts: int) -> Form:
     return form_of("prune", configs, lambda config: replace(config, refit=True))
 
 
+def test_sizes_between_priced_ones_are_candidates_where_types_differ(
+    tmp_path: Path, plain: PlainFiles
+) -> None:
+    """Their prices are interpolated."""
+    drop = keeping(*range(2, 9))
+    form = replace(drop, family=replace(drop.family, priced=2))
+    config = FitConfig(memory=9, types=(WIDE, NARROW))
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    assert [*looking._places(form, config, ending(config))] == [0, 1, 2, 3, 4, 5]
+
+
 def test_weights_and_bits_share_one_budget(
     tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
