@@ -24,6 +24,7 @@ from builders import (
     logits,
     nightly,
     pages,
+    predicting,
     tiny_model,
     tiny_moe,
     weights,
@@ -633,15 +634,20 @@ SMALLER |= {"slim": SlimConfig(keep=0.5, score="magnitude", refit=False)}
 
 @pytest.mark.parametrize(
     ("model_type", "verb"),
-    [*itertools.product(("mixtral", "gpt_oss", "deepseek_v3"), SMALLER), ("starcoder2", "slim")],
+    [
+        *itertools.product(("mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"), SMALLER),
+        ("starcoder2", "slim"),
+    ],
 )
 def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_path, tokenizer):
-    """Biases and what only chooses experts are among them."""
+    """Biases, what only chooses experts, and MTP layers (GLM-4.5) are among them."""
     needs_llamacpp(converter=True)
     from moesaic.exports.quantiser import tensors_of
     from moesaic.fitting.gguf_files import Files
 
-    small_model(model_type).save_pretrained(tmp_path / "base")
+    mtp = model_type == "glm4_moe"
+    model = small_model(model_type, **({"num_nextn_predict_layers": 1} if mtp else {}))
+    predicting(model, tmp_path / "base", count=int(mtp))
     tokenizer.save_pretrained(tmp_path / "base")
     getattr(moesaic, verb)(str(tmp_path / "base"), SMALLER[verb]).save(tmp_path / "out")
     files = Files(resolve(str(tmp_path / "base")), "none", tmp_path)

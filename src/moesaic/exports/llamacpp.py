@@ -370,8 +370,9 @@ def _deepseek(config: Config) -> Iterator[str]:
 
 
 def _deepseek_v4(config: Config) -> Iterator[str]:
+    # transformers 5.17 has it beside the quantisation, later ones within
     stated = (quantization_of(config) or {}).get("expert_dtype")
-    if "fp4" not in (stated, getattr(config, "expert_dtype", None)):  # in 5.17
+    if "fp4" not in (stated, getattr(config, "expert_dtype", None)):
         yield "plain experts of DeepSeek-V4: its converter takes them packed, as released"
 
 

@@ -162,7 +162,7 @@ def resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layo
     old, new = ([_sizes(arch, layer) for layer in arch.layers(b.model)] for b in (original, result))
     for name, tensor in tensors.items():
         if match := re.match(r"blk\.(\d+)\.((?:ffn_|exp_probs_b).+)", name):
-            i = int(match[1])
+            i = min(int(match[1]), len(old) - 1)  # MTP layers are cut as the last layer is
             shape = _shape(match[2], tensor.shape, old[i], new[i])
             tensors[name] = replace(tensor, shape=shape)
     longer = ALIGNED if tensors != layout.tensors else 0
