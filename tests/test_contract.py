@@ -23,8 +23,8 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import tap
+from moesaic.fitting.candidates import forms
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.forms import forms
 from moesaic.io.models import predicts_tokens
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import KEEPS, CondenseConfig

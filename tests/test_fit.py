@@ -34,9 +34,8 @@ from moesaic.exports.rounder import Layout, choice
 from moesaic.families import Family, Shape
 from moesaic.fitting import prices as prices_module
 from moesaic.fitting import run, search, trials
-from moesaic.fitting.candidates import Candidate, simplest
+from moesaic.fitting.candidates import Candidate, Form, ending, forms, simplest
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.forms import Form, ending, forms
 from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, key_of, priced_configs
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search

@@ -22,7 +22,7 @@ from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import Numbers, Rounder
-from moesaic.fitting.forms import Form, places_priced
+from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading
 from moesaic.observation.branches import Change

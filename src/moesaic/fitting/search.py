@@ -21,13 +21,22 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import Numbers, Types, choice, tensor_types
-from moesaic.fitting.candidates import NONE, QUANTISE, Candidate, Levels, pareto_front, simplest
+from moesaic.fitting.candidates import (
+    NONE,
+    QUANTISE,
+    Candidate,
+    Form,
+    Levels,
+    ending,
+    forms,
+    largest,
+    pareto_front,
+    simplest,
+)
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.forms import Form, ending, forms, largest
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.prices import IMPOSSIBLE, Prices, key_of, priced_configs
-from moesaic.fitting.texts import Texts
-from moesaic.fitting.trials import Trials
+from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.outputs import remove
 from moesaic.io.source import resolve
 from moesaic.observation.estimates import priced_on

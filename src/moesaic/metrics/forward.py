@@ -8,9 +8,10 @@ counted on the same tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -131,15 +132,8 @@ def count_routing(model: Model) -> Iterator[Counts]:
     """Context in which the routing of everything that runs is counted."""
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
-    with ExitStack() as hooks:
-        hooks.callback(counts.look_at, None)
-        for router, routing in by_layer.values():
-            hooks.enter_context(router.register_forward_hook(_counter(routing, counts)))
-        yield counts
 
-
-def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
-    def count(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
+    def count(layer: Routing, _: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         chosen_TK = _choice(out)
         if counts.mask is not None:
             chosen_TK = chosen_TK[counts.mask.flatten().to(chosen_TK.device)]
@@ -149,7 +143,11 @@ def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
         new = torch.bincount(chosen_TK.flatten(), minlength=experts)[:experts].tolist()
         layer.counts = [a + b for a, b in zip(layer.counts, new, strict=True)]
 
-    return count
+    with ExitStack() as hooks:
+        hooks.callback(counts.look_at, None)
+        for router, routing in by_layer.values():
+            hooks.enter_context(router.register_forward_hook(partial(count, routing)))
+        yield counts
 
 
 # --- logits --------------------------------------------------------------------------------------
@@ -242,10 +240,6 @@ class _Kept:
     routing: dict[int, Routing]
 
 
-def _same(a: Sequence[Tokens], b: Sequence[Tokens]) -> bool:
-    return [t.fingerprint for t in a] == [t.fingerprint for t in b]
-
-
 class Layerwise:
     """Model on disk, of which one decoder layer is in memory at a time.
 
@@ -287,8 +281,8 @@ class Layerwise:
         """
         if not batches:
             return Pass(iter(()), {})
-        kept = self._kept
-        if kept is None or not _same(kept.batches, batches):
+        kept, texts = self._kept, [batch.fingerprint for batch in batches]
+        if kept is None or [batch.fingerprint for batch in kept.batches] != texts:
             kept = self._passed(batches, track, label)
         self._kept = kept if self.keep else None
         return Pass(kept.stream.heads(kept.states, logits=True), kept.routing)

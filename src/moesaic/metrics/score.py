@@ -37,6 +37,11 @@ LARGEST = 709.0
 """Nats a token of the largest perplexity that is reported: JSON has no infinity."""
 LEAST_COMMON = 0.9
 """Least share of the larger vocabulary that the smaller one has, for two models to be compared."""
+FIGURES = (
+    *("perplexity", "tokens", "total_parameters", "active_parameters", "active_ratio"),
+    *("nominal_active_ratio", "router_parameters", "total_bytes"),
+)
+"""Figures of every score, in the order in which they are printed."""
 
 
 # --- size ----------------------------------------------------------------------------------------
@@ -117,22 +122,15 @@ class Quality(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(Quality):
-    """Figures that ``eval`` reports of one model."""
+class Score(Quality, Size):
+    """Figures that ``eval`` reports of one model; active parameters are those of the text's tokens,
+    and bytes those of the types in which the model was measured."""
 
     bos: bool = False
     """True if windows begin with BOS, as the tokenizer's do; False for given token ids, which are
     measured unchanged."""
-    total_parameters: int
-    active_parameters: int
-    """Parameters that one token runs on this text, embeddings and head included."""
-    active_ratio: float
-    """Active ratio measured on this text's routed tokens."""
     nominal_active_ratio: float
     """Active ratio under uniform routing."""
-    router_parameters: int
-    total_bytes: int
-    """Bytes of all parameters, in the types in which the model was measured."""
     tasks: Mapping[str, Values] = field(default_factory=dict)
     """Keys of :func:`moesaic.metrics.tasks.measure_tasks` by task, and ``recovery`` if there was a
     comparison."""
@@ -163,16 +161,7 @@ class Score(Quality):
 
     def as_json(self) -> JSON:
         """Return the figures under the names that programs rely on."""
-        figures: JSON = {
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-            "total_parameters": self.total_parameters,
-            "active_parameters": self.active_parameters,
-            "active_ratio": self.active_ratio,
-            "nominal_active_ratio": self.nominal_active_ratio,
-            "router_parameters": self.router_parameters,
-            "total_bytes": self.total_bytes,
-        }
+        figures: JSON = {name: getattr(self, name) for name in FIGURES}
         if self.bos:
             figures["bos"] = True
         if self.sources:
@@ -209,19 +198,14 @@ def scores(
     The arguments are those of :func:`qualities`.
     """
     measured = qualities(runs, tokens, track, shared)
-    sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
     return [
         Score(
             **vars(quality),
+            **vars(model_size(run.shape, quality.routing)),
             bos=bool(tokens.begun),
-            total_parameters=size.total_parameters,
-            active_parameters=size.active_parameters,
-            active_ratio=size.active_ratio,
             nominal_active_ratio=model_size(run.shape).active_ratio,
-            router_parameters=size.router_parameters,
-            total_bytes=size.total_bytes,
         )
-        for run, quality, size in zip(runs, measured, sizes, strict=True)
+        for run, quality in zip(runs, measured, strict=True)
     ]
 
 
