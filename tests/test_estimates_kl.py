@@ -24,7 +24,7 @@ from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import qualities
 from moesaic.observation.branches import branches, divergences, window_sums
 from moesaic.observation.branches import layer_replacement as changed_by
-from moesaic.observation.estimates import PricedLayer, estimated, estimates, priced_layers
+from moesaic.observation.estimates import PricedLayer, estimates, priced_layers
 from moesaic.observation.stats import Tally
 from moesaic.observation.stream import BEFORE, LayerStream
 from moesaic.plans.condensed import DroppedLayer
@@ -145,7 +145,7 @@ def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens
     changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
     changes += [{0: changes[0][0], 1: changes[1][1], 2: changes[2][2]}, {}]
     measured = divergences(stream, changes).mean(1)
-    found = estimated(stream, changes, draws=128).mean(1)
+    found = estimates(stream, changes, draws=128).kl_CN.mean(1)
     assert found[-1] == 0
     some = slice(2, 3) if model_type in MOE else slice(4)
     assert measured[some].min() > 1e-7
@@ -158,7 +158,10 @@ def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
     stream = LayerStream(model, arch, tokens, view=arch.view)
     plans = [narrower("mixtral", width) for width in (4, 8, 12)]
     changes = [{i: plan} for i in range(3) for plan in plans]
-    measured, found = divergences(stream, changes).mean(1), estimated(stream, changes, 8).mean(1)
+    measured, found = (
+        divergences(stream, changes).mean(1),
+        estimates(stream, changes, 8).kl_CN.mean(1),
+    )
     logs = torch.stack([measured.log(), found.log()])
     assert torch.corrcoef(logs)[0, 1] > 0.95
     for layer in found.view(3, 3):
@@ -201,7 +204,7 @@ def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
     arch = base_arch(model.config)
     stream = LayerStream(model, arch, tokens, view=arch.view)
     changes = [{0: narrower("mixtral", 8)}]
-    one, again, other = (estimated(stream, changes, seed=seed) for seed in (1, 1, 2))
+    one, again, other = (estimates(stream, changes, seed=seed).kl_CN for seed in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
 
@@ -228,7 +231,7 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
 
     places = {"model.embed_tokens.weight": BEFORE, "lm_head.weight": 2}
     changes = [{place: partial(changed, name)} for name, place in places.items()]
-    found, original = estimated(stream, changes, draws=128).mean(1), logits()
+    found, original = estimates(stream, changes, draws=128).kl_CN.mean(1), logits()
     for name, kl, tolerance in zip(places, found.tolist(), (0.25, 1e-4), strict=True):
         with changed(name, model):
             measured = divergence(original, logits()).mean().item()

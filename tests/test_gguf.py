@@ -50,7 +50,7 @@ from moesaic.metrics import gguf_engine
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
-from moesaic.observation.estimates import estimated
+from moesaic.observation.estimates import estimates
 from moesaic.observation.stream import LayerStream
 from moesaic.sizes import Skeleton
 
@@ -620,7 +620,7 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
     stream = LayerStream.from_disk(
         whole.native.checkpoint, whole.native.config, rounder.arch, tokens, view=lambda layer: layer
     )
-    found = estimated(stream, rounder.changes(["q5_k"]), 64).mean(1).tolist()
+    found = estimates(stream, rounder.changes(["q5_k"]), 64).kl_CN.mean(1).tolist()
     reference = Layerwise(whole.native, dtype=torch.float32, keep=True)
     for group, kl in zip(rounder.groups, found, strict=True):
         change = rounder.change({group: "q5_k"})

@@ -361,8 +361,6 @@ def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
 
     from moesaic.config import parse_dtype
     from moesaic.fitting.candidates import figures
-    from moesaic.io.outputs import remove
-    from moesaic.io.source import Source
     from moesaic.metrics.evaluate import have_room, measured_text, rounded_scores
     from moesaic.metrics.forward import Layerwise
     from moesaic.metrics.score import scores
@@ -373,12 +371,9 @@ def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
     (tokens, _), reference = measured_text(source, settings), Layerwise(source, *place, keep=True)
     points = []
     for one in search.track(candidates, "Measuring what is shown", len(candidates)):
-        folder = search.trials.result(one.conversions)
-        assert folder is not None
-        run = Layerwise(Source("candidate", folder), *place)
-        score = figures(*scores([run, reference], tokens))
-        points.append(Point(one.form, one.size.memory, score, one))
-        remove(folder)
+        with search.trials.open(one) as (run, _):
+            score = figures(*scores([run, reference], tokens))
+            points.append(Point(one.form, one.size.memory, score, one))
     if have_room((source,), place[0], torch.float32):
         types = search.track(QUANTISED, "Quantising the original", len(QUANTISED))
         for type, ours, theirs in rounded_scores(source, reference, tokens, types, place[0]):

@@ -51,7 +51,7 @@ def export(
             return export_gguf(name, file, args, overwrite, tracked(progress))
         from moesaic.exports.native import export_native
 
-        return export_native(name, file, args, overwrite)
+        return export_native(name, file, args.target, overwrite)
 
 
 def run_script(name: str, request: str, **env: str) -> str | None:

@@ -112,7 +112,7 @@ def export_gguf(
             record = {"model_type": config.model_type}
         elif args.target or config.model_type.startswith(PREFIX):
             folder = place / "native"
-            record = export_native(model, folder, args)
+            record = export_native(model, folder, args.target)
             config = resolve(str(folder)).config
         if lacks := lacking(config):
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
@@ -312,8 +312,8 @@ def _of_experts(config: Config) -> Iterator[str]:
     """Yield what it lacks for a mixture of any architecture."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     count = next((n for name in names if (n := getattr(config, name, None))), 0)
-    names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
-    act = next((act for name in names if (act := getattr(config, name, None))), "silu")
+    acts = ("hidden_act", "mlp_hidden_act", "hidden_activation")
+    act = next((act for name in acts if (act := getattr(config, name, None))), "silu")
     if count and act not in ("silu", "swish", ACTIVATIONS.get(config.model_type)):
         yield f"the activation {act}: its experts know silu"
     if count > 1024:

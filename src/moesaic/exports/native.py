@@ -24,7 +24,6 @@ from moesaic import per_layer_config
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
@@ -108,9 +107,7 @@ of which two petals are nearly tied may take the other one; with hundreds of pet
 and any change in rounding does the same."""
 
 
-def export_native(
-    model: str, out: str | Path, args: ExportArgs | None = None, overwrite: bool = False
-) -> JSON:
+def export_native(model: str, out: str | Path, target: str = "", overwrite: bool = False) -> JSON:
     """Write a converted model as a checkpoint that loads without this package.
 
     The export is loaded in plain transformers, in a process of its own, and its logits are
@@ -119,8 +116,7 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to write.
-        args: its ``target`` names an architecture, or is empty for the one with the fewest active
-            neurons; its ``type`` is not used.
+        target: an architecture; empty for the one with the fewest active neurons.
         overwrite: replace ``out`` if it exists.
 
     Returns:
@@ -131,8 +127,7 @@ def export_native(
     """
     source = resolve(model)
     check_out(Path(out), overwrite, [model])
-    args = args or ExportArgs()
-    export = decide(source, args.target)
+    export = decide(source, target)
     with whole_folder(Path(out), overwrite, [model]) as folder:
         write(source, export, folder)
         differences = verify(source, folder, export.exact)

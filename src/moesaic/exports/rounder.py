@@ -43,9 +43,9 @@ from moesaic.exports.quantiser import FILES, WHOLE, FileTensor, bits, held_rows,
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
-from moesaic.observation.estimates import draws_for, estimated, priced_on
+from moesaic.observation.estimates import draws_for, estimates, priced_on
 from moesaic.observation.stats import Stats, Tally, square_sums
-from moesaic.observation.stream import BEFORE, LayerStream, PartChange
+from moesaic.observation.stream import BEFORE, LayerStream
 from moesaic.types import Model, Track, silent
 
 # --- importance ----------------------------------------------------------------------------------
@@ -481,10 +481,6 @@ class Rounder:
         shape = self.layout.tensors[name].shape
         return max(1, shape[2] // SAMPLED) if len(shape) > 2 else 1
 
-    def change(self, types: Types) -> PartChange:
-        """Return the change that rounds a layer while a stream has it open."""
-        return partial(self.rounded, types)
-
     # --- estimates -------------------------------------------------------------------------------
 
     def changes(self, types: Sequence[str]) -> list[Change]:
@@ -495,17 +491,13 @@ class Rounder:
         """
         self.known = self.weights  # found before a head or a layer is in memory beside it
         every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
-        return [
-            every.setdefault(self._called(group, type), self._change(group, type))
-            for group in self.groups
-            for type in types
-        ]
-
-    def _called(self, group: str, type: str) -> tuple[str, ...]:
-        """Return a group, and the types that its tensors get for a requested type."""
-        of_group = [n for n, other in self.layout.rounded.items() if other == group]
-        weighed = group not in OUTSIDE
-        return group, *(self.layout.tensors[n].as_type(type, weighed).type for n in of_group)
+        changes = []
+        for group, type in product(self.groups, types):
+            of_group = [n for n, other in self.layout.rounded.items() if other == group]
+            tensors = (self.layout.tensors[n].as_type(type, group not in OUTSIDE) for n in of_group)
+            key = group, *(tensor.type for tensor in tensors)
+            changes.append(every.setdefault(key, self._change(group, type)))
+        return changes
 
     def _change(self, group: str, type: str) -> Change:
         """Return the change that quantises a group to one type."""
@@ -548,7 +540,7 @@ class Rounder:
             view=lambda layer: layer,
         )
         draws = draws_for(stream.model)
-        kl_XN = estimated(stream, self.changes(types), draws, track=self.track)
+        kl_XN = estimates(stream, self.changes(types), draws, track=self.track).kl_CN
         kls: dict[str, dict[str, float]] = {type: {} for type in types}
         for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
             kls[type][group] = self.scale(group) * float(kl)

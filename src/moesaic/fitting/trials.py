@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -179,7 +179,7 @@ class Trials:
                 return candidate.with_score(score)
         give_back()  # of the candidate before
         tokens = self.texts.both[1]
-        with self._open(candidate) as (run, memory):
+        with self.open(candidate) as (run, memory):
             ours, theirs = scores([run, self._reference], tokens)
             score = {**figures(ours, theirs), BY_WINDOW: ours.kl_N}
             if memory is not None:
@@ -265,18 +265,15 @@ class Trials:
         work, last = run_folder(out), len(steps) - 1
         for number in range(len(steps)):
             layers = self.work / f"{LAYERS}-{_key(steps_as_json(tuple(steps[: number + 1])))}"
-            if layers.is_dir() and self._on_all_text(layers):
+            text = mapping_of(layers / "request.json")["text"] if layers.is_dir() else {}
+            # decided on all windows, and not on fewer, with others held back to compare
+            if text.get("fingerprint") == self.texts.both[0].fingerprint:
                 to = work if number == last else work / f"step-{number}.layers"
                 shutil.copytree(layers, to, dirs_exist_ok=True)
         return work.exists()
 
-    def _on_all_text(self, layers: Path) -> bool:
-        """Return whether layers were decided on all windows; a run holds others back to compare."""
-        decided = mapping_of(layers / "request.json")["text"]
-        return bool(decided["fingerprint"] == self.texts.both[0].fingerprint)
-
     @contextmanager
-    def _open(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
+    def open(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
         """Open a candidate's result or file; yield its runner, and the bytes of the file."""
         result, file, files = self.result(candidate.conversions), candidate.file, self.files
         if file is None or files is None:
@@ -304,7 +301,7 @@ class Trials:
         rounder = self.files.rounder(result, self.sizes.skeleton(candidate.conversions))
         rounder.known = self._weights.get(candidate.conversions)  # of a result in another folder
         self._weights[candidate.conversions] = rounder.weights
-        change = rounder.change(candidate.types)
+        change = partial(rounder.rounded, candidate.types)
         yield Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
 
     def _runner(self, source: Source) -> Runner:

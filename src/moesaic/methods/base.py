@@ -15,7 +15,7 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.record import Figure, LayerRecord, strongest
+from moesaic.record import Figure, LayerRecord
 from moesaic.types import Config, Model, Values
 
 C = TypeVar("C", bound=MethodConfig)
@@ -184,8 +184,3 @@ class DenseMethod(Method[C, Arch]):
             MoesaicError: the model is a mixture, was converted before, or is unknown.
         """
         return dense_arch(config)
-
-
-def weights_of(layers: list[LayerRecord], decision: Decision) -> str:
-    """Return the greatest change of weights in a result, one of :data:`moesaic.record.WEIGHTS`."""
-    return "trained" if decision.trained is not None else strongest([x.weights for x in layers])

@@ -240,7 +240,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             "stats": observation.file,
             "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
-        finished = job.finished_layers(request)
+        finished = FinishedLayers(job.args.resume_from, job.request(request))
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():

@@ -355,17 +355,6 @@ class Job(Generic[A_co]):
         """Return the request for a method, as a user wrote it: verb, method and options."""
         return {"verb": config.verb, "method": config.name, "config": asdict(config)}
 
-    def finished_layers(self, request: Values) -> FinishedLayers:
-        """Return the store of layers of this request that were decided before.
-
-        Args:
-            request: what identifies the run besides the model: config, comparisons, tokens.
-
-        Raises:
-            MoesaicError: the folder for progress holds another run.
-        """
-        return FinishedLayers(self.args.resume_from, self.request(request))
-
 
 class FinishedLayers(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
     """Decided layers by name and index, on disk too if there is a folder for them."""

@@ -90,6 +90,10 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
 # --- objectives ----------------------------------------------------------------------------------
 
 
+Tensors = dict[str, Tensor]
+"""Batch as arguments of a model, or figures of one, by name."""
+
+
 @dataclass
 class Objective(ABC):
     """Loss to minimise."""
@@ -98,9 +102,7 @@ class Objective(ABC):
     """Values that the objective adapts; a resumed run continues from them."""
 
     @abstractmethod
-    def __call__(
-        self, model: nn.Module, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         """Return the loss of a batch, and figures to log, as sums over the tokens of
         :func:`predicting`.
 
@@ -131,9 +133,7 @@ class NextToken(Objective):
         super().__init__()
         self._alone = logits_alone(config)
 
-    def __call__(
-        self, model: nn.Module, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         labels = inputs.pop("labels")
         return next_token_loss(model(**inputs, **self._alone).logits, labels), {}
 
@@ -145,9 +145,7 @@ class Distillation(Objective):
         super().__init__()
         self.teacher = teacher.eval()
 
-    def __call__(
-        self, model: nn.Module, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         labels = inputs.pop("labels")
         logits = model(**inputs).logits
         with torch.no_grad():

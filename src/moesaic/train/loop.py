@@ -318,16 +318,11 @@ def train(
         loop.finish(last_checkpoint(folder))
         shape.restore()
         bar.close()
-    return [
-        {k: log[k] for k in sorted(log, key=_loss_first) if k not in _NOT_KEPT}
+    return [  # in an order that is the same in a resumed run, whose values are sorted
+        {k: log[k] for k in sorted(log, key=lambda k: (k != "loss", k)) if k not in _NOT_KEPT}
         for log in loop.state.log_history
         if "loss" in log
     ]
-
-
-def _loss_first(name: str) -> tuple[bool, str]:
-    """Return an order of logged values that is the same in a resumed run, whose are sorted."""
-    return name != "loss", name
 
 
 @contextmanager

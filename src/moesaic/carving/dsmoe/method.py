@@ -50,7 +50,7 @@ from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.surgery import apply_plan, routed_modules
-from moesaic.train.learning import Objective, examples_of, learn
+from moesaic.train.learning import Objective, Tensors, examples_of, learn
 from moesaic.types import JSON, Model
 
 _SWIFT = 10.0
@@ -120,9 +120,7 @@ class SparseObjective(Objective):
         self.target = target
         self.state = {"lambda": config.sparsity, "sum": 0.0}
 
-    def __call__(
-        self, model: nn.Module, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         labels_BL = inputs.pop("labels")
         with watch_routers(self.routers) as records:
             logits_BLV = model(**inputs).logits

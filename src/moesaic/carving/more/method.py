@@ -36,7 +36,7 @@ from moesaic.config import chosen_layers
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Summary
 from moesaic.methods.figures import carved_clause, layers_text, number
-from moesaic.methods.layered import LayerCase, LayerMethod
+from moesaic.methods.layered import Decided, LayerCase, LayerMethod
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import Tally
@@ -63,9 +63,7 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     def tag(self, size: Split) -> str:
         return f"{size.backbone}-{size.experts}x{size.petal}"
 
-    def decide(
-        self, case: LayerCase[Arch], sizes: Sequence[Split]
-    ) -> dict[Split, tuple[LayerPlan, JSON]]:
+    def decide(self, case: LayerCase[Arch], sizes: Sequence[Split]) -> Decided[Split]:
         (split,) = sizes
         if case.site is None or case.stats is None:
             hidden_size, width = case.view.weights_of(0)[-1].shape

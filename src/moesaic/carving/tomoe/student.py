@@ -17,7 +17,7 @@ from moesaic.carving.tomoe.masks import LayerShape, MaskingModules
 from moesaic.data.text import Tokens
 from moesaic.distributed import process
 from moesaic.losses import predicting
-from moesaic.train.learning import Objective, checkpointing, distillation_loss
+from moesaic.train.learning import Objective, Tensors, checkpointing, distillation_loss
 from moesaic.types import Config, Model
 
 
@@ -246,9 +246,7 @@ class StudentLoss(Objective):
         super().__init__()
         self.seed, self.state = seed, {"batches": 0}
 
-    def __call__(
-        self, model: nn.Module, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         number, processes = process()
         torch.manual_seed(1_000_003 * self.seed + int(self.state["batches"]) * processes + number)
         self.state["batches"] += 1

@@ -127,7 +127,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     def run(self, job: Job[MoEArch]) -> Decision:
         config = self.config
         candidates = _candidates(job, config)
-        finished = job.finished_layers({**job.request_of(config), "text": job.text})
+        request = job.request({**job.request_of(config), "text": job.text})
+        finished = FinishedLayers(job.args.resume_from, request)
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}

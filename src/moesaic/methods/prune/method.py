@@ -33,7 +33,7 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.figures import credit_clause
-from moesaic.methods.layered import LayerCase, LayerMethod
+from moesaic.methods.layered import Decided, LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, original, routed_layers, routing_of, span
 from moesaic.methods.prune.config import PruneConfig, ScoredLayer
 from moesaic.methods.prune.subsets import (
@@ -110,9 +110,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     # --- one layer -------------------------------------------------------------------------------
 
-    def decide(
-        self, case: LayerCase[MoEArch], sizes: Sequence[int]
-    ) -> dict[int, tuple[LayerPlan, JSON]]:
+    def decide(self, case: LayerCase[MoEArch], sizes: Sequence[int]) -> Decided[int]:
         groups, stats = case.job.arch.group_count(case.job.shape.config), case.stats
         if stats is None and self.needs:
             alike_E = torch.zeros(case.view.count)
@@ -131,11 +129,9 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             sum_batch_norms=self.config.sum_batch_norms,
             device=case.job.device,
         )
-        return {**self.choose(layer, sizes, groups)}
+        return self.choose(layer, sizes, groups)
 
-    def choose(
-        self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1
-    ) -> dict[int, tuple[CutLayer, JSON]]:
+    def choose(self, layer: ScoredLayer, sizes: Sequence[int], groups: int = 1) -> Decided[int]:
         """Choose the experts that a layer keeps, for each size.
 
         Args:

@@ -32,12 +32,11 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.figures import percent
-from moesaic.methods.layered import LayerCase, LayerMethod
+from moesaic.methods.layered import Decided, LayerCase, LayerMethod
 from moesaic.methods.mixtures import routed_layers, routing_of, span, unskipped
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.modules.blocks import survivors
 from moesaic.observation.job import Job
-from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
 from moesaic.record import Figure, LayerRecord
 from moesaic.types import JSON, Config
@@ -128,7 +127,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
 
     def decide(
         self, case: LayerCase[MoEArch], sizes: Sequence[float | None]
-    ) -> dict[float | None, tuple[LayerPlan, JSON]]:
+    ) -> Decided[float | None]:
         top_k = case.view.top_k
         if case.stats is None:
             return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
@@ -241,9 +240,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
             )
         return {i: [target] for i in tops}
 
-    def decide(
-        self, case: LayerCase[MoEArch], sizes: Sequence[int]
-    ) -> dict[int, tuple[LayerPlan, JSON]]:
+    def decide(self, case: LayerCase[MoEArch], sizes: Sequence[int]) -> Decided[int]:
         before = case.view.top_k
         return {
             k: (

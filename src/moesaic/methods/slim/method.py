@@ -32,7 +32,7 @@ from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.layered import RESULT, LayerCase, LayerMethod
+from moesaic.methods.layered import RESULT, Decided, LayerCase, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
@@ -53,7 +53,6 @@ from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
 from moesaic.observation.stats import neuron_pairs
 from moesaic.plan import Plan
-from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up, in_groups
 from moesaic.record import Figure, LayerRecord
@@ -313,9 +312,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     # --- one layer -------------------------------------------------------------------------------
 
-    def decide(
-        self, case: LayerCase[Arch], sizes: Sequence[Size]
-    ) -> dict[Size, tuple[LayerPlan, JSON]]:
+    def decide(self, case: LayerCase[Arch], sizes: Sequence[Size]) -> Decided[Size]:
         view, stats = case.view, case.stats
         if stats is None:  # a dry run
             shape_EM = (view.count, view.width)
@@ -341,7 +338,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             exact = losses(case.site, [_shape(layer) for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
-        return {**decided}
+        return decided
 
     def choose(
         self,

@@ -20,7 +20,7 @@ multiplied by g; in the end they are folded again. The function is the same all 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -239,6 +239,9 @@ class Tuning(Method[TuneConfig, Arch]):
         if config.what == "lora":
             live = tuned.merge_and_unload()
         live.requires_grad_(True).eval()
+        # within names, to which an adapter may have added prefixes
+        starts = map(job.arch.layer_prefix, range(len(job.layers)))
+        layers = [i for i, start in enumerate(starts) if any(start in name for name in chosen)]
         return Decision(
             None,
             summary={
@@ -249,7 +252,7 @@ class Tuning(Method[TuneConfig, Arch]):
                     "trained_parameters": count,
                     "total_parameters": total,
                     "distilled": teacher is not None,
-                    "layers": layers_with(chosen, job.arch, len(job.arch.layers(job.shape))),
+                    "layers": layers,
                 }
             },
             trained=live.to(job.return_device),
@@ -275,18 +278,6 @@ class Tuning(Method[TuneConfig, Arch]):
         if training["distilled"]:
             text += ", towards a teacher's next-token distribution"
         return Summary(f"{what} trained", f"{text}.")
-
-
-def layers_with(names: Iterable[str], arch: Arch, count: int) -> list[int]:
-    """Return the decoder layers that parameters belong to, by the parameters' names.
-
-    Args:
-        names: names of parameters; an adapter may have added prefixes.
-        arch: the model's architecture.
-        count: number of decoder layers.
-    """
-    names = list(names)
-    return [i for i in range(count) if any(arch.layer_prefix(i) in name for name in names)]
 
 
 def _plan(job: Job[Arch]) -> Plan | None:
