@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.config import ROUNDED
 from moesaic.record import Record
@@ -194,15 +194,12 @@ def _joined(
     front = sorted(best(at), key=lambda i: at[i])
     names = (f"{p.label} of run {p.run}" if numbered and p.run else p.label for p in models)
     ahead = ", ".join(name for i, name in enumerate(names) if i in front)
-    marked = [
-        Point(p.x, p.y, p.kind, p.label, p.tip, p.run, i in front) for i, p in enumerate(models)
-    ]
     return Points(
         section=SECTION,
         title=f"{prefix}{y.name[:1].upper()}{y.name[1:]} over {x.name}.",
         caption="The line joins the models that none beats: none is as good in both figures and "
         f"better in one. They are: {ahead}.",
-        points=tuple(marked),
+        points=tuple(replace(p, ahead=i in front) for i, p in enumerate(models)),
         front=tuple(front),
         x=x.title,
         y=y.title,
@@ -231,4 +228,4 @@ def candidates_plot(record: Record) -> Points | None:
         return None
     plot = _joined(candidates, MEMORY, KL)
     count = f"{len(candidates)} candidates, on calibration text that nothing was decided on."
-    return Points(**{**vars(plot), "section": "The search", "caption": f"{count} {plot.caption}"})
+    return replace(plot, section="The search", caption=f"{count} {plot.caption}")
