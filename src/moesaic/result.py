@@ -317,12 +317,7 @@ class Result(MadeModel):
         return shape_of(config)
 
     def record(
-        self,
-        model: str,
-        out: str,
-        *,
-        earlier: Record | None = None,
-        measured: Values | None = None,
+        self, model: str, out: str, *, earlier: Record | None = None, measured: Values | None = None
     ) -> Record:
         """Return the record of the result: steps, layers and measurements.
 

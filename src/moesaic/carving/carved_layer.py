@@ -29,14 +29,7 @@ from moesaic.arch.dense import (
     put,
     weight_of,
 )
-from moesaic.carving.routers import (
-    CHOOSING,
-    DRAWING,
-    WEIGHING,
-    by_neuron,
-    make_router,
-    norm_scale,
-)
+from moesaic.carving.routers import CHOOSING, DRAWING, WEIGHING, by_neuron, make_router, norm_scale
 from moesaic.errors import quote
 from moesaic.modules.running import LayerTokens, Phase, RunningTokens
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers

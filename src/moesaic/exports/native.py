@@ -394,10 +394,7 @@ class _Reduced:
         """
         configs = [self.config]
         if self.condensed:
-            self.costs["dense_neurons"] = [
-                sum(self.dense.values()),
-                self.width * len(self.dense),
-            ]
+            self.costs["dense_neurons"] = [sum(self.dense.values()), self.width * len(self.dense)]
             configs = [copy.deepcopy(self.config) for _ in self.arch.dense_sizes(self.config)]
             for trial, name in zip(configs, self.arch.dense_sizes(self.config), strict=True):
                 setattr(trial, name, self.width)

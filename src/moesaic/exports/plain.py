@@ -13,10 +13,7 @@ def main(request: str) -> None:
     :func:`moesaic.exports.native.verify`."""
     folder, ids_file, logits_file = json.loads(request)
     model, loaded = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        output_loading_info=True,
-        trust_remote_code=False,
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if loaded.get(trouble):

@@ -101,10 +101,7 @@ def _check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def check_file(
-    out: Path,
-    kind: re.Pattern[bytes],
-    overwrite: bool = False,
-    inputs: Iterable[str | Path] = (),
+    out: Path, kind: re.Pattern[bytes], overwrite: bool = False, inputs: Iterable[str | Path] = ()
 ) -> None:
     """Refuse a file that exists, cannot be made, or is read.
 

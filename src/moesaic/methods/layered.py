@@ -39,11 +39,7 @@ from moesaic.types import JSON
 
 @torch.no_grad()
 def recover(
-    job: Job[Arch],
-    plans: Mapping[str, Plan],
-    finished: FinishedLayers,
-    *,
-    propagate: bool = False,
+    job: Job[Arch], plans: Mapping[str, Plan], finished: FinishedLayers, *, propagate: bool = False
 ) -> tuple[dict[str, Plan], dict[str, dict[int, JSON]]]:
     """Refit every layer of several plans of one model; see :meth:`LayerPlan.refit`.
 

@@ -25,14 +25,7 @@ from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import of_stored, stored_in, write_shard
 from moesaic.io.models import leaves_untouched
-from moesaic.io.outputs import (
-    STATISTICS,
-    check_file,
-    discard,
-    output_lock,
-    run_folder,
-    whole_file,
-)
+from moesaic.io.outputs import STATISTICS, check_file, discard, output_lock, run_folder, whole_file
 from moesaic.io.trust import check_fields, header_of, parse_json, reading
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job

@@ -357,10 +357,7 @@ class _Batch:
                     tally.join("delta_S", delta_SD.square().sum(-1), self.number)
 
     def _outputs(
-        self,
-        view: MoEFFN,
-        ran_TE: Tensor,
-        show: Callable[[Tensor, int, Tensor, Tensor], None],
+        self, view: MoEFFN, ran_TE: Tensor, show: Callable[[Tensor, int, Tensor, Tensor], None]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield experts' outputs, for as many tokens at a time as fit into memory.
 

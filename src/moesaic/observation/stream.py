@@ -322,10 +322,7 @@ class LayerStream(Generic[V_co]):
             states.clear()
 
     def blocks(
-        self,
-        kwargs: list[list[JSON]],
-        stop: int | None = None,
-        order: Iterable[int] | None = None,
+        self, kwargs: list[list[JSON]], stop: int | None = None, order: Iterable[int] | None = None
     ) -> Iterator[Block]:
         """Yield layers one after the other, each open while its turn lasts.
 

@@ -9,12 +9,4 @@ from moesaic.report.markdown import model_card, verdict
 from moesaic.report.page import frontier_picture, html
 from moesaic.report.terminal import speeds, terminal
 
-__all__ = [
-    "frontier_picture",
-    "html",
-    "model_card",
-    "speeds",
-    "terminal",
-    "title",
-    "verdict",
-]
+__all__ = ["frontier_picture", "html", "model_card", "speeds", "terminal", "title", "verdict"]

@@ -47,10 +47,7 @@ SAVED = (
     Axis("active parameters", numbers.count, ("scores", "*", "active_parameters")),
 )
 """Sizes, which a model may save: the horizontal axes."""
-LOST = (
-    Axis("perplexity", numbers.perplexity, ("scores", "*", "perplexity")),
-    KL,
-)
+LOST = (Axis("perplexity", numbers.perplexity, ("scores", "*", "perplexity")), KL)
 """Errors, which a model may add: the vertical axes."""
 AXES = (*SAVED, *LOST)
 

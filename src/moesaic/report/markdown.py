@@ -15,10 +15,7 @@ from moesaic.report import facts
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table
 from moesaic.report.contents import contents
 
-HUB_IDS = {
-    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "gemma3-270m": "google/gemma-3-270m",
-}
+HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "gemma3-270m": "google/gemma-3-270m"}
 TAGS = ("moesaic", "mixture-of-experts", "moe")
 TAGS_OF = {
     "prune": ("expert-pruning", "pruned"),

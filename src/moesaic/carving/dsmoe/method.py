@@ -235,8 +235,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         self.target(sizes)
         count = sum(p.numel() for p in job.shape.parameters())
         return Outline(
-            Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)),
-            trained=count,
+            Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)), trained=count
         )
 
     def title_and_text(

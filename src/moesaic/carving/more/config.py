@@ -16,13 +16,7 @@ Variant = Literal["full", "backbone", "random", "naive", "static"]
 Router = Literal["cosine", "ridge"]
 Prompts = Literal["auto", "petals", "dense"]
 
-BEST: JSON = {
-    "experts": 256,
-    "top_k": 0,
-    "layers": "all",
-    "router": "ridge",
-    "refit": True,
-}
+BEST: JSON = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
 """Bundle ``best``: fine petals."""
 FAST: JSON = {
     "experts": 6,

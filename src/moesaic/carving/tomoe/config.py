@@ -52,9 +52,7 @@ class ToMoEConfig(MethodConfig):
         seldom=True,
     )
     materialize: bool = option(
-        False,
-        "Give every expert a copy of its weights: faster, and larger.",
-        seldom=True,
+        False, "Give every expert a copy of its weights: faster, and larger.", seldom=True
     )
     steps: int = option(
         800,

@@ -399,9 +399,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         plans, _ = decide(masking, layers, job.arch.attention, threshold)
         count = parameters(masking)
         return Outline(
-            Plan(config.name, job.base, dict(plans), asdict(config)),
-            exact=False,
-            trained=count,
+            Plan(config.name, job.base, dict(plans), asdict(config)), exact=False, trained=count
         )
 
     def _beside(self, job: Job[Arch], name: str, active: float) -> Plan:

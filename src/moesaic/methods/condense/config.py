@@ -85,9 +85,7 @@ class CondenseConfig(MethodConfig):
         seldom=True,
     )
     expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
-        "greedy",
-        "How the kept experts are chosen; greedy is the paper's Alg. 1.",
-        seldom=True,
+        "greedy", "How the kept experts are chosen; greedy is the paper's Alg. 1.", seldom=True
     )
     layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine"] = option(
         "racing",
@@ -96,9 +94,7 @@ class CondenseConfig(MethodConfig):
         seldom=True,
     )
     candidates: tuple[int, ...] = option(
-        (),
-        "Decoder layers to choose from, such as 1,2,3. Default: all that route.",
-        seldom=True,
+        (), "Decoder layers to choose from, such as 1,2,3. Default: all that route.", seldom=True
     )
     shared_gate: Literal["token", "mean"] = option(
         "token",

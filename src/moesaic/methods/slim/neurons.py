@@ -151,10 +151,7 @@ def losses(site: LayerTokens[FFN], shapes: Sequence[Shape]) -> list[float]:
 
 
 def routed_output(
-    view: FFN,
-    x_TD: Tensor,
-    kept: Tensor | None = None,
-    neurons_NW: Tensor | None = None,
+    view: FFN, x_TD: Tensor, kept: Tensor | None = None, neurons_NW: Tensor | None = None
 ) -> Tensor:
     """Return the routed experts' part of a layer's output (T, D), float32.
 

@@ -297,11 +297,7 @@ def _with_lora(model: Model, config: TuneConfig) -> tuple[Model, dict[str, torch
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MoesaicError("what lora needs: pip install peft") from error
-    options = {
-        "r": config.rank,
-        "lora_alpha": 2 * config.rank,
-        "target_modules": "all-linear",
-    }
+    options = {"r": config.rank, "lora_alpha": 2 * config.rank, "target_modules": "all-linear"}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(config.seed)
         # peft has patterns of its own for parameters not trained here
