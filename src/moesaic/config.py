@@ -102,7 +102,7 @@ def flag_of(field: Field[object]) -> str:
     return f"--{name}"
 
 
-def in_words(field: Field[object]) -> str:
+def _in_words(field: Field[object]) -> str:
     """Return a field's help text with its default."""
     text, default = about(field).help, field.default
     plain = isinstance(default, int | float | str) and default not in ("", False)
@@ -200,7 +200,7 @@ class Options:
         attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
         members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
         doc = vars(cls).get("__doc__") or getattr(cls, "title", "")
-        cls.__doc__ = extend_doc(doc, ((name, in_words(value)) for name, value in members.items()))
+        cls.__doc__ = extend_doc(doc, ((name, _in_words(value)) for name, value in members.items()))
 
     def __post_init__(self) -> None:
         _check_options(self)
@@ -623,7 +623,7 @@ def _run_options() -> Iterator[Shown]:
         for entry in fields(config):
             if about(entry).help and entry.name != "source":
                 hint = WRITTEN.get(entry.name) or str(entry.type)
-                yield _argument(entry.name, entry.default, hint), in_words(entry)
+                yield _argument(entry.name, entry.default, hint), _in_words(entry)
     words = "Bars on stderr; False for none, or a function (items, label, total). Default: True."
     yield _argument("progress", True, "bool | Track"), words
 
@@ -672,7 +672,7 @@ def _method_options(configs: Sequence[type[Options]]) -> Iterator[tuple[str, Sho
         hints = [types_of(config)[name] for config, _ in group]
         default = group[0][1].default
         same = all(entry.default == default for _, entry in group)
-        texts = dict.fromkeys(in_words(entry) for _, entry in group)
+        texts = dict.fromkeys(_in_words(entry) for _, entry in group)
         spelled = _spelled(reduce(operator.or_, hints))
         if about(group[0][1]).parse == "bytes":
             spelled = f"str | {spelled}"

@@ -306,7 +306,7 @@ def method_of(verb: str, options: JSON) -> str:
     )
 
 
-def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
+def _plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
     """Return options with sizes and names of text as a dataclass's fields hold them."""
     values = dict(options)
     for entry in fields(config):
@@ -350,7 +350,7 @@ def parse_as(cls: type[D], data: object, where: str) -> D:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        values = plain_values(cls, data) if isinstance(data, dict) else data
+        values = _plain_values(cls, data) if isinstance(data, dict) else data
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         raise MoesaicError(_in_words(cls, error.errors()[0], where)) from None

@@ -227,7 +227,7 @@ def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
+def _mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
     """Return the plans for routed MTP layers: copies of the last decoder layer's plan.
 
     Returns:
@@ -270,7 +270,7 @@ def mtp_fate(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> st
         changed: the config's changed attributes; None if the result has a class of our own, as
             then nothing else reads the config.
     """
-    reduced, changes = mtp_plans(naming, arch, plan), (changed or {}).keys()
+    reduced, changes = _mtp_plans(naming, arch, plan), (changed or {}).keys()
     # a mixture's experts and dense layers may have their width from one config attribute
     dense = arch.width == "intermediate_size" or not plan.base.routed
     for start, count in mtp_blocks(naming, arch, plan.base).items() if changes else ():
@@ -330,12 +330,12 @@ def rewrite(
         plan: the decision.
         writer: takes the tensors.
         keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
-            layers that are kept are converted by :func:`mtp_plans`.
+            layers that are kept are converted by :func:`_mtp_plans`.
         dtype: floating-point type by name in memory; None for the checkpoint's own.
     """
     checkpoint = naming.checkpoint
     plans = {arch.layer_prefix(i): layer for i, layer in plan.layers.items()}
-    plans |= {start: p for start, p in mtp_plans(naming, arch, plan).items() if keep(start)}
+    plans |= {start: p for start, p in _mtp_plans(naming, arch, plan).items() if keep(start)}
     starts = {
         prefix: tuple(prefix + start for start in layer.sources(arch))
         for prefix, layer in plans.items()

@@ -101,7 +101,7 @@ class Layer:
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def backbone_of(header: Header | None, width: int) -> int:
+def _backbone_of(header: Header | None, width: int) -> int:
     """Return the neurons that every token runs: all of them if the layer was not carved."""
     return width if header is None else header["backbone"]
 
@@ -111,7 +111,7 @@ def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
     carved = [header for header in headers if header is not None]
     petals = [p for header in carved for p in header["petals"]]
     return Sizes(
-        shared=max(map(backbone_of, headers, widths)),
+        shared=max(map(_backbone_of, headers, widths)),
         experts=max((len(header["petals"]) for header in carved), default=0),
         width=multiple_of_8(max(petals, default=0)),
         top_k=max((header["top_k"] for header in carved), default=0) or 1,
@@ -335,7 +335,7 @@ def _costs(
     headers: Sequence[Header | None], widths: Sequence[int], active: int, sizes: Sizes
 ) -> JSON:
     """Return the neurons stored and run in all layers, before and after padding."""
-    before = sum(map(backbone_of, headers, widths))
+    before = sum(map(_backbone_of, headers, widths))
     run = before + sum(h["top_k"] * max(h["petals"]) for h in headers if h and h["petals"])
     stored = before + sum(sum(h["petals"]) for h in headers if h)
     each = sizes.shared + sizes.experts * sizes.width
@@ -363,7 +363,7 @@ def _write_carved(
         header, start = headers[index], arch.layer_prefix(index)
         layer = Layer(
             ffn,
-            backbone_of(header, ffn.width),
+            _backbone_of(header, ffn.width),
             tuple(header["petals"]) if header else (),
             None if router_RD is None else router_RD.float(),
             checkpoint.tensor(f"{start}post_attention_layernorm.weight"),

@@ -131,7 +131,7 @@ def _print_all(ctx: click.Context, _: object, value: bool) -> None:
         ctx.exit()
 
 
-class GuidedCommands(click.Group):
+class _GuidedCommands(click.Group):
     """Group of commands, in which a model's name in a command's place starts the guide."""
 
     guide: Command
@@ -165,7 +165,7 @@ class GuidedCommands(click.Group):
 
 
 @click.group(
-    cls=GuidedCommands,
+    cls=_GuidedCommands,
     invoke_without_command=True,
     context_settings=SETTINGS,
     epilog="Examples: moesaic tiny-moe, moesaic prune tiny-moe out --keep 6. Options of a command: "

@@ -25,7 +25,7 @@ MEASURED = ("data", "max_tokens", "compare", "baselines")
 """Fields of Evaluation that verbs have as options; ``-o`` takes the others."""
 
 
-class VerbCommand(Command):
+class _VerbCommand(Command):
     """Command of a verb, whose options are those of the method that its arguments name."""
 
     def __init__(self, verb: Verb) -> None:
@@ -243,7 +243,7 @@ def observe(
 def commands() -> None:
     """Make the commands of all verbs, and of recipes, plans and statistics."""
     for name in VERBS:
-        app.add_command(VerbCommand(VERBS[name]))
+        app.add_command(_VerbCommand(VERBS[name]))
     recipe = given.Argument("recipe", "A recipe.", "RECIPE.yaml", type=given.PATH)
     overrides = given.Argument(
         "overrides", "Fields to change, such as steps.0.prune.keep=4.", "[NAME=VALUE]...", nargs=-1,

@@ -49,7 +49,7 @@ def fit(
     **options: Any,
 ) -> None:
     """Find the recipe of least KL within a budget, and carry it out."""
-    recipe = search_recipe(model, out, options)
+    recipe = _search_recipe(model, out, options)
     config = parse_as(FitConfig, options, "")
     if push:
         check_repository(push)
@@ -75,7 +75,7 @@ def fit(
     shared.emit(as_json, {**record.output(), **upload}, shown)
 
 
-def search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Recipe:
+def _search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Recipe:
     """Return the recipe of a search, without steps; the options that it reads are removed.
 
     Args:
@@ -204,7 +204,7 @@ def guide(
 ) -> None:
     """Print whether a model fits this machine, find a smaller one, and save what you choose."""
     name = Path(model).expanduser().resolve().name.removesuffix(".gguf")
-    recipe = search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=ROUNDED)
+    recipe = _search_recipe(model, out or Path(f"{name}-smaller"), options, baselines=ROUNDED)
     config = parse_as(FitConfig, {"memory": 1, **options}, "")
     asked_for = Goal(config.memory if "memory" in options else None, max_kl)
     if asked_for.memory and max_kl is not None:

@@ -47,7 +47,7 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
     from moesaic import report
 
-    record = eval_record(model, against, figures, evaluation)
+    record = _eval_record(model, against, figures, evaluation)
     if card and not as_json:
         sys.stdout.write(report.verdict(record))
     else:
@@ -58,7 +58,7 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
         emit(as_json, figures, Group(report.terminal(record), limit))
 
 
-def eval_record(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
+def _eval_record(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
     """Return the figures of ``eval`` as the record of a model, or of a result and its original."""
     from moesaic.io.source import resolve
     from moesaic.record import Record

@@ -113,7 +113,7 @@ def option(
         bundle: values that stand in place of defaults.
     """
     field = next(entry for entry in fields(config) if entry.name == name)
-    kinds, default = kinds_of(config, name), value_text(bundle.get(name, field.default))
+    kinds, default = _kinds_of(config, name), value_text(bundle.get(name, field.default))
     text = help or help_of(config, field)
     if default and "efault" not in text:
         text = f"{text} Default: {default}."
@@ -127,7 +127,7 @@ def option(
     return made
 
 
-def kinds_of(config: type, name: str) -> list[object]:
+def _kinds_of(config: type, name: str) -> list[object]:
     """Return the types that a field may have, without None."""
     hint: Any = types_of(config)[name]
     kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
@@ -136,7 +136,7 @@ def kinds_of(config: type, name: str) -> list[object]:
 
 def metavar_of(config: type[DataclassInstance], field: Field[object]) -> str:
     """Return the word that stands for an option's value in help texts."""
-    info, kinds, allowed = about(field), kinds_of(config, field.name), choices(config, field.name)
+    info, kinds, allowed = about(field), _kinds_of(config, field.name), choices(config, field.name)
     listed = "|".join(map(str, allowed))
     if info.metavar or (allowed and len(listed) <= 22):
         return info.metavar or listed

@@ -127,7 +127,7 @@ class IndexedRows:
                 yield self._rows[i]
 
 
-class StreamedRows:
+class _StreamedRows:
     """Rows of a data set that is too large to be read whole.
 
     Args:
@@ -163,7 +163,7 @@ class StreamedRows:
         return [first, *others] if stop is None else [first.take(stop - start)]
 
 
-Rows = IndexedRows | StreamedRows
+Rows = IndexedRows | _StreamedRows
 
 
 def shuffle_buffer(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
@@ -221,7 +221,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
             taken = _taken(source, str(path.resolve()), parquet.read_metadata(path).num_rows)
             files = glob.escape(str(path))
             data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-            return StreamedRows(data, taken, first_shard=False)
+            return _StreamedRows(data, taken, first_shard=False)
         rows = _file_rows(path)
         return IndexedRows(rows, _taken(source, str(path.resolve()), len(rows)))
 
@@ -385,7 +385,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
             taken = replace(taken, start=spared)
     if at_hand:
         return IndexedRows(data, taken)
-    return StreamedRows(data, taken, first_shard=not source.sliced)
+    return _StreamedRows(data, taken, first_shard=not source.sliced)
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:

@@ -160,7 +160,7 @@ def decide(source: Source, target: str = "") -> Export:
     if isinstance(arch, MoEArch):
         if target not in ("", arch.model_type):
             raise MoesaicError(f"target {target!r}: a mixture is kept one, {arch.model_type}.")
-        return reduce_export(source, arch, stacks)
+        return _reduce_export(source, arch, stacks)
     if source.beside:
         raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
@@ -239,7 +239,7 @@ def _text(source: Source, tokens: int) -> Tensor:
 ALIGNED = multiple_of_8(1)
 
 
-def reduce_export(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
+def _reduce_export(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
     """Return the export with one number of experts and one dense width, padded if that is exact.
 
     Args:

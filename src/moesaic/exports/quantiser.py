@@ -195,7 +195,7 @@ def quantise(
     given = {tensor.name: tensor for tensor in sorted(reader.tensors, key=lambda t: order(t.name))}
     shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in given.items()}
     arch = str(fields["general.architecture"].contents())
-    rows = {name: shape[0] for name, shape in shapes.items() if is_quantised(name, shape)}
+    rows = {name: shape[0] for name, shape in shapes.items() if _is_quantised(name, shape)}
     whole = type == WHOLE
     wanted = {} if whole else mixture(rows, type, _model(fields, arch), bool(weights))
     wanted |= {
@@ -317,7 +317,7 @@ def order(name: str) -> tuple[int, str]:
     return int(match[1]) if match else -1, name
 
 
-def is_quantised(name: str, shape: Sequence[int]) -> bool:
+def _is_quantised(name: str, shape: Sequence[int]) -> bool:
     """Return True for matrices to quantise: no routers or small ones (row length: ``shape[0]``)."""
     return math.prod(shape[1:]) > 1 and name.endswith("weight") and not KEPT.search(name)
 

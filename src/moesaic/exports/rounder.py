@@ -80,7 +80,7 @@ def importance(
     tally = Tally()
     for block, states in track(stream.turns(), "Importance", len(stream)):
         layer = block.layer
-        names = dict(names_in(layer, block.index, arch, named))
+        names = dict(_names_in(layer, block.index, arch, named))
         with tap(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
             block.run(states)
     return means(tally.stats())
@@ -116,7 +116,7 @@ def _take(
         tally.add(f"{name}{CALLS}", torch.tensor(len(x_NI)), *row)
 
 
-def names_in(
+def _names_in(
     layer: nn.Module, index: int, arch: Arch, named: Callable[[str], str | None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the paths of a layer's matrices, each with llama.cpp's names of its parts."""
@@ -394,7 +394,7 @@ class Rounder:
         layers = self.arch.layers(shape)
         parts = {BEFORE: shape, **dict(enumerate(layers)), len(layers): shape}
         found = {name: place for place, part in parts.items() for name in self._held(part, place)}
-        parts_in = (names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
+        parts_in = (_names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
         # transformers has these in one with the first of their names
         fused = {name for part in parts_in for _, names in part for name in names[1:]}
         if unknown := {*self.layout.rounded} - {*found, *fused}:
@@ -416,7 +416,7 @@ class Rounder:
         arch, rounded = self.arch, self.layout.rounded
         held = dict[str, Tensor]()
         if 0 <= place < self.layout.layers:
-            for path, (name, *_) in names_in(part, place, arch, self.named):
+            for path, (name, *_) in _names_in(part, place, arch, self.named):
                 stacked = name.endswith("_exps.weight")
                 matrix = part.get_parameter(path if stacked else f"{path}.weight").data
                 transposed = stacked and isinstance(arch, MoEArch) and arch.transposed

@@ -88,7 +88,7 @@ class Files:
 
     def layout(self, built: Skeleton) -> Layout:
         """Return the tensors of the file of a result of the original's architecture."""
-        return resized_layout(self.original.layout, Skeleton(self.source.config, None), built)
+        return _resized_layout(self.original.layout, Skeleton(self.source.config, None), built)
 
     def size(self, built: Skeleton, file: ExportArgs) -> int:
         """Return the bytes of a result's file, which is not made."""
@@ -147,7 +147,7 @@ class Files:
             shutil.rmtree(source.folder, ignore_errors=True)
 
 
-def resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layout:
+def _resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layout:
     """Return the tensors of a result's file, by the original's, and the most bytes it takes.
 
     Both files have one name and card; how many weights there are is said in words, which may be

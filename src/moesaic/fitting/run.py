@@ -218,12 +218,12 @@ def make_chosen(
             log=log,
         )
     else:
-        record = write_gguf_alone(best, search.source, findings, more, overwrite)
+        record = _write_gguf_alone(best, search.source, findings, more, overwrite)
     shutil.rmtree(search.work, ignore_errors=True)
     return record
 
 
-def write_gguf_alone(
+def _write_gguf_alone(
     recipe: Recipe, source: Source, findings: JSON, more: Callable[[Path], JSON], overwrite: bool
 ) -> Record:
     """Write a folder with only the original's GGUF file, and return its record."""

@@ -78,7 +78,7 @@ def _method_of(config: JSON) -> str:
     return next((name for key, name in UNNAMED.items() if key in config), "without a name")
 
 
-def format_settings(config: Values, folder: Path) -> JSON:
+def _format_settings(config: Values, folder: Path) -> JSON:
     """Return the settings of the format of a folder's weights; empty if there are none.
 
     Args:
@@ -395,7 +395,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     file = folder / "config.json"
     config = mapping_of(file) if file.is_file() else {}
-    format = format_of(format_settings(config, folder))
+    format = format_of(_format_settings(config, folder))
     if format is None:
         checkpoint = Checkpoint(folder)
         for name, stored in checkpoint._stored.items():

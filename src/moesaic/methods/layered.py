@@ -63,7 +63,7 @@ def recover(
         i: [
             name
             for name, plan in plans.items()
-            if i in plan.layers and (refit_name(name), i) not in finished
+            if i in plan.layers and (_refit_name(name), i) not in finished
         ]
         for i in layers
     }
@@ -72,7 +72,7 @@ def recover(
         i = site.index
         results = {name: plans[name].layers[i].refit(site) for name in missing[i]}
         if propagate:
-            layer = results["result"] if "result" in results else finished[refit_name("result"), i]
+            layer = results["result"] if "result" in results else finished[_refit_name("result"), i]
             site.change = converted_copy(site.layer, job.arch, layer[0])
         return i, results
 
@@ -84,18 +84,18 @@ def recover(
         words, shared = "Refitting layers", not propagate
         for i, results in job.each_layer(indices, source, refitted, words, shared=shared):
             for name, (layer, figures) in results.items():
-                finished.add(refit_name(name), i, layer, figures)
+                finished.add(_refit_name(name), i, layer, figures)
     recovered = {
-        name: replace(plan, layers={i: finished[refit_name(name), i][0] for i in plan.layers})
+        name: replace(plan, layers={i: finished[_refit_name(name), i][0] for i in plan.layers})
         for name, plan in plans.items()
     }
     return recovered, {
-        name: {i: finished[refit_name(name), i][1] for i in plan.layers}
+        name: {i: finished[_refit_name(name), i][1] for i in plan.layers}
         for name, plan in plans.items()
     }
 
 
-def refit_name(name: str) -> str:
+def _refit_name(name: str) -> str:
     """Return the key of a plan's refitted layers."""
     return f"{name}-refit"
 
@@ -298,7 +298,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                     results[method._key(name, size)] = decision
                     if method._at_once(observation, options):
                         assert site is not None
-                        results[refit_name(name)] = decision[0].refit(site)
+                        results[_refit_name(name)] = decision[0].refit(site)
             if follow and site is not None:
                 key = self._key(RESULT, sizes[RESULT][i][0])
                 layer, _ = results[key] if key in results else finished[key, i]

@@ -78,7 +78,7 @@ def layer_replacement(
     return converted_copy(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
 
 
-def of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:
+def _of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:
     """Return a function of other logits of a window to KL(these || those) of each token (T,)."""
     labels = window.labels.to(logits_BLV.device)
     chunks = [*in_chunks(logits_BLV, labels)]
@@ -95,7 +95,7 @@ def window_sums(
     stream: LayerStream[object],
     changes: Sequence[Change],
     track: Track = silent,
-    metric: Metric = of_next_token,
+    metric: Metric = _of_next_token,
     *,
     logits: bool = True,
     original: SpilledList | None = None,

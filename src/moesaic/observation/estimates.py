@@ -83,7 +83,7 @@ class PricedLayer:
 
 
 @dataclass
-class PricedEnds:
+class _PricedEnds:
     """Parts of a model around its layers, with the first layer's input and gradient.
 
     Attributes:
@@ -123,7 +123,7 @@ def priced_layers(
     seed: int = 0,
     track: Track = silent,
     last: Callable[[SpilledList], None] | None = None,
-) -> Iterator[PricedLayer | PricedEnds]:
+) -> Iterator[PricedLayer | _PricedEnds]:
     """Run a model forward, and yield its layers from the last to the first, each open.
 
     One layer's weights are in memory at a time, and each is read twice. What lies around the layers
@@ -159,7 +159,7 @@ def priced_layers(
             for b, before in enumerate(mine):
                 _carry_back(block, b, before, handed[block.index][b], gradients)
                 leaving.replace(b, before)
-        yield PricedEnds(stream, gradients, leaving)
+        yield _PricedEnds(stream, gradients, leaving)
     finally:
         for spill in (states, entering, leaving, *gradients):
             spill.clear()

@@ -69,7 +69,7 @@ def html(records: Sequence[Record]) -> str:
         shared=_shared(records) if several else [],
         groups=_groups,
         half=_half,
-        drawn=figure_svg,
+        drawn=_figure_svg,
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
     return printable(page)
@@ -142,13 +142,13 @@ ACROSS = 8
 LETTER = 6.2
 """Mean width of a character."""
 NARROW = 340.0
-"""Width of a plot of points on a phone; :func:`figure_svg` makes both."""
+"""Width of a plot of points on a phone; :func:`_figure_svg` makes both."""
 
 Drawing = tuple[list[str], float, float]
 """SVG elements, their width and their height."""
 
 
-def figure_svg(figure: Figure) -> Markup:
+def _figure_svg(figure: Figure) -> Markup:
     """Return a figure as SVG; points twice, of which the page shows the one that has room."""
     if isinstance(figure, Points):
         forms = (("desk", 680.0), ("phone", NARROW))

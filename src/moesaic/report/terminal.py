@@ -49,7 +49,7 @@ def speeds(models: Mapping[str, Values], ratios: Mapping[str, Values]) -> Render
         found["rounds"] = min(ratio["rounds"] for ratio in ratios.values())
     measured = {"speed": models, "speed_ratio": found}
     record = Record("", "", "", True, [], [], measured=measured)
-    return Group(table_grid(speed_table(record)), *map(Line, speed_words(ratios)))
+    return Group(_table_grid(speed_table(record)), *map(Line, speed_words(ratios)))
 
 
 def _remarks(blocks: Sequence[Sentence]) -> list[RenderableType]:
@@ -74,7 +74,7 @@ def _texts(blocks: Sequence[Text]) -> list[RenderableType]:
     return grids
 
 
-def table_grid(table: Table) -> Grid:
+def _table_grid(table: Table) -> Grid:
     """Return a table of figures."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     grid.add_column("", style="dim", no_wrap=True)
@@ -103,7 +103,7 @@ def _cell(cell: Cell) -> Line:
 
 SHOWN: dict[str, Callable[[Any], list[RenderableType]]] = {
     "lead": lambda blocks: [Line(block.text) for block in blocks],
-    "table": lambda blocks: [table_grid(block) for block in blocks],
+    "table": lambda blocks: [_table_grid(block) for block in blocks],
     "remark": _remarks,
     "prompt": lambda blocks: [Line(f" {block.text}", style="bold") for block in blocks],
     "text": _texts,

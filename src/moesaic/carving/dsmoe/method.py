@@ -85,7 +85,9 @@ def imbalance(weights_TN: Tensor, probabilities_TN: Tensor) -> Tensor:
 
 
 @contextmanager
-def watch_routers(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+def _watch_routers(
+    routers: Sequence[nn.Module],
+) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
     """Record the input and the output of each router while the context lasts.
 
     Yields:
@@ -122,7 +124,7 @@ class SparseObjective(Objective):
 
     def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         labels_BL = inputs.pop("labels")
-        with watch_routers(self.routers) as records:
+        with _watch_routers(self.routers) as records:
             logits_BLV = model(**inputs).logits
         language = next_token_loss(logits_BLV, labels_BL)
         valid_T = predicting(labels_BL).flatten()

@@ -233,7 +233,7 @@ def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> d
 # --- figures -------------------------------------------------------------------------------------
 
 
-def expert_figures(layers: Sequence[LayerRecord]) -> list[Figure]:
+def _expert_figures(layers: Sequence[LayerRecord]) -> list[Figure]:
     """Draw widths, unions and similarity of the experts of each layer.
 
     Args:
@@ -412,7 +412,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         return plan
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
-        return [*expert_figures(layers), *super().figures(layers, decision)]
+        return [*_expert_figures(layers), *super().figures(layers, decision)]
 
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None

@@ -137,7 +137,7 @@ BLOCK_BYTES = 64 << 20
 # --- Alg. 1 --------------------------------------------------------------------------------------
 
 
-def candidate_losses(
+def _candidate_losses(
     batches: Iterable[tuple[Tensor, Tensor, Tensor]],
     chosen: list[int],
     g_E: Tensor,
@@ -414,7 +414,7 @@ class ExpertSearch:
 
             def losses(chosen: list[int], left: list[int]) -> Tensor:
                 batches = zip(self.reference, start, experts, strict=True)
-                return candidate_losses(batches, chosen, g_E, left, self.divergence)
+                return _candidate_losses(batches, chosen, g_E, left, self.divergence)
 
             return greedy_experts(losses, g_E, k)
         finally:

@@ -20,7 +20,7 @@ Eq. 3: C minimises ||F'(x, C) - F(x)||_F. With every expert's output known once,
 so a set costs its routing and a small quadratic form: exact, and no layer is run again.
 
 When one expert is removed or restored, only the rerouted tokens are computed
-(:class:`Rerouting`). A token's squared error is
+(:class:`_Rerouting`). A token's squared error is
 
     |f(C)|^2 - 2 <f(C), y> + |y|^2,    |f(C)|^2 = w'^T G w',    <f(C), y> = w'^T (G w + c),
 
@@ -122,7 +122,7 @@ class _Rows:
         return _Rows(*(mine.index_copy(0, tokens_N, theirs) for mine, theirs in pairs))
 
 
-class Rerouting:
+class _Rerouting:
     """Squared errors of sets of experts that differ in one expert from a known set.
 
     Args:
@@ -393,7 +393,7 @@ class Reconstruction(Neighbours):
     """Function from sets of experts (C, E) to ||F'(x, C) - F(x)||_F of Eq. 3 (C,), float64.
 
     Tokens are processed in blocks, so memory is bounded. For sets that differ in one expert only
-    the tokens that are rerouted are computed, if the router allows it (:class:`Rerouting`). With
+    the tokens that are rerouted are computed, if the router allows it (:class:`_Rerouting`). With
     cross terms (progressive pruning) the target is the original model's output, F(x) + delta.
 
     Args:
@@ -425,12 +425,12 @@ class Reconstruction(Neighbours):
         self.batch_S, self.batches = batch_S.to(self.device), len(batches)
 
     @cached_property
-    def rerouting(self) -> Rerouting | None:
+    def rerouting(self) -> _Rerouting | None:
         """Errors of neighbouring sets by rerouted tokens; None without a known law."""
         law = law_of(self.routing, self.logits_SX)
         if law is None:
             return None
-        return Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
+        return _Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
 
     def __call__(self, kept_CE: Tensor) -> Tensor:
         stats, kept_CE, weighed = self.stats, kept_CE.to(self.device), self.w_SA.shape[1]

@@ -35,11 +35,11 @@ class Neighbours:
 
     def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
         """Return the losses of the sets without one more candidate (C,)."""
-        return self(neighbour_sets(kept_E, candidates, False))
+        return self(_neighbour_sets(kept_E, candidates, False))
 
     def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
         """Return the losses of the sets with one candidate restored (C,)."""
-        return self(neighbour_sets(kept_E, candidates, True))
+        return self(_neighbour_sets(kept_E, candidates, True))
 
 
 def neighbours(losses: Losses) -> Neighbours:
@@ -97,7 +97,7 @@ def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Sear
     return SearchResult(best[1], best[0], "exhaustive", evaluated)
 
 
-def neighbour_sets(kept_E: Tensor, candidates: Tensor, restored: bool) -> Tensor:
+def _neighbour_sets(kept_E: Tensor, candidates: Tensor, restored: bool) -> Tensor:
     """Return the sets with one more candidate removed, or ``restored`` (C, E)."""
     return kept_E.repeat(len(candidates), 1).scatter_(1, candidates[:, None], restored)
 
@@ -128,7 +128,7 @@ def swap(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 64)
         removed = (~kept_E).nonzero().flatten()
         if not len(removed) or not kept_E.any():
             break
-        back_CE = neighbour_sets(kept_E, removed, True)
+        back_CE = _neighbour_sets(kept_E, removed, True)
         order = near.having(kept_E, removed).double().cpu().argsort(stable=True)
         evaluated += len(removed)
         for c in order.tolist():

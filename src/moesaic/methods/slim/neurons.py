@@ -142,15 +142,15 @@ def losses(site: LayerTokens[FFN], shapes: Sequence[Shape]) -> list[float]:
     """
     total, errors = 0.0, [0.0] * len(shapes)
     for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):
-        y_TD = routed_output(site.view, x_TD)
+        y_TD = _routed_output(site.view, x_TD)
         total += r_TD.double().square().sum().item()
         for c, (kept, neurons_NW) in enumerate(shapes):
-            error_TD = routed_output(site.view, x_TD, kept, neurons_NW) - y_TD
+            error_TD = _routed_output(site.view, x_TD, kept, neurons_NW) - y_TD
             errors[c] += error_TD.double().square().sum().item()
     return [(error / max(total, 1e-300)) ** 0.5 for error in errors]
 
 
-def routed_output(
+def _routed_output(
     view: FFN, x_TD: Tensor, kept: Tensor | None = None, neurons_NW: Tensor | None = None
 ) -> Tensor:
     """Return the routed experts' part of a layer's output (T, D), float32.
