@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -575,7 +576,7 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
         whole.mixed(file, chosen)
         assert file.stat().st_size == whole.layout.size(chosen)
         read = resolve(str(file)).load("cpu", torch.float32)
-        change = whole.rounder.change(chosen)
+        change = partial(whole.rounder.rounded, chosen)
         run = Layerwise(whole.native, dtype=torch.float32, change=change)
         ((logits, _),) = run.run([batch]).logits
         with torch.no_grad():
@@ -623,7 +624,7 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
     found = estimates(stream, rounder.changes(["q5_k"]), 64).kl_CN.mean(1).tolist()
     reference = Layerwise(whole.native, dtype=torch.float32, keep=True)
     for group, kl in zip(rounder.groups, found, strict=True):
-        change = rounder.change({group: "q5_k"})
+        change = partial(rounder.rounded, {group: "q5_k"})
         rounded = Layerwise(whole.native, dtype=torch.float32, change=change)
         assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
 
