@@ -138,19 +138,24 @@ class Installed:
         return self.carried_out(["moesaic", *arguments.split()], self.folder)
 
     def bare(self) -> list[str]:
-        """What is installed that only an extra asks for."""
+        """What is installed that only an extra asks for, and links that PyPI would not resolve."""
         if self.package.suffix != ".whl":
             return []
         with ZipFile(self.package) as wheel:
             (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
-            wanted = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist") or []
+            metadata = Parser().parsestr(wheel.read(name).decode())
+        wanted = metadata.get_all("Requires-Dist") or []
         names = {line: re.split(r"[^\w.-]", line)[0].lower() for line in wanted}
         needed = {name for line, name in names.items() if "extra ==" not in line}
         code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
         listed = self.carried_out(["python", "-c", code], self.folder).stdout
         there = {name.lower() for name in listed.split()}
         extras = sorted(({*names.values()} - needed - {"moesaic"}) & there)
-        return [f"{name} is installed, which only an extra asks for" for name in extras]
+        links = re.findall(r"\]\((?!https:).*?\)", str(metadata.get_payload()))
+        return [
+            *(f"{name} is installed, which only an extra asks for" for name in extras),
+            *(f"README's link {link} is relative on PyPI" for link in links),
+        ]
 
     def helps(self) -> list[str]:
         """What is wrong with the help of any command."""
