@@ -36,12 +36,15 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import base_arch
-from moesaic.config import ExportArgs
+from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
 from moesaic.exports.rounder import least
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.gguf_files import Files
+from moesaic.fitting.run import search_and_make
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
@@ -53,6 +56,7 @@ from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
 from moesaic.observation.estimates import estimates
 from moesaic.observation.stream import LayerStream
+from moesaic.recipe import Recipe
 from moesaic.sizes import Skeleton
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -643,9 +647,6 @@ SMALLER |= {"slim": SlimConfig(keep=0.5, score="magnitude", refit=False)}
 def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_path, tokenizer):
     """Biases, what only chooses experts, and MTP layers (GLM-4.5) are among them."""
     needs_llamacpp(converter=True)
-    from moesaic.exports.quantiser import tensors_of
-    from moesaic.fitting.gguf_files import Files
-
     mtp = model_type == "glm4_moe"
     model = small_model(model_type, **({"num_nextn_predict_layers": 1} if mtp else {}))
     predicting(model, tmp_path / "base", count=int(mtp))
@@ -658,6 +659,57 @@ def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_p
     sized, held = files.layout(result).tensors, tensors_of(tmp_path / "made.gguf")
     assert {n: t.shape for n, t in sized.items()} == {n: t.shape for n, t in held.items()}
     assert files.size(result, args) - 32 <= made["bytes"] <= files.size(result, args)
+
+
+def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokenizer, tokens):
+    """llama.cpp has them in two tensors, by head, of which the keys are transposed."""
+    needs_llamacpp(converter=True)
+    heads = {"qk_nope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64}
+    small_model("deepseek_v3", **heads).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    files, file = Files(resolve(str(tmp_path / "base")), "", tmp_path), tmp_path / "made.gguf"
+    files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
+    types, size = files.uniform(None, "iq3_xxs")
+    made = files.make(None, file, ExportArgs(to="gguf", type="iq3_xxs"))
+    assert size == made["bytes"]
+    assert types["blk.1.attn_k_b.weight"] == types["blk.1.attn_v_b.weight"] == "iq4_nl"
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    keys_HIN, values_HNI = (
+        torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in (held[f"blk.1.attn_{part}_b.weight"] for part in "kv")
+    )
+    model = files.source.load("cpu", torch.float32)
+    with torch.no_grad(), rounder.rounded(types, model.model.layers[1], 1) as layer:
+        found = layer.self_attn.kv_b_proj.weight
+        assert found.equal(torch.cat([keys_HIN.mT, values_HNI], 1).flatten(0, 1))
+
+
+@pytest.mark.parametrize("types", [("q8_0",), ("q8_0", "q4_0")])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", nightly("olmoe"), nightly("glm4_moe")])
+def test_a_file_that_transformers_cannot_read_is_found_and_measured(
+    model_type, types, tmp_path, tokenizer
+):
+    """DeepSeek's MLA and GLM-4.5's MTP layers among them."""
+    needs_llamacpp(converter=True)
+    mtp = model_type == "glm4_moe"
+    model = small_model(model_type, **({"num_nextn_predict_layers": 1} if mtp else {}))
+    predicting(model, tmp_path / "base", count=int(mtp))
+    tokenizer.save_pretrained(tmp_path / "base")
+    files = Files(resolve(str(tmp_path / "base")), "none", tmp_path)
+    budget = int(1.01 * files.original.layout.least(types[-1:]))
+    recipe = Recipe(
+        model=str(tmp_path / "base"),
+        out=str(tmp_path / "out"),
+        steps=(),
+        calibration=Calibration(samples=4, length=32),
+        evaluation=Evaluation(length=32, max_tokens=128, rounds=0, new_tokens=2),
+    )
+    config = FitConfig(memory=budget, types=types, windows=4, confirm=1)
+    record = search_and_make(recipe, config)
+    assert record is not None
+    made = record.measured["gguf"]
+    assert made["bytes"] <= budget
+    assert made["kl"] < 0.1
 
 
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):

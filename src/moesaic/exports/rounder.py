@@ -13,8 +13,8 @@ The quantiser is given an importance matrix, E[x_i^2], the mean square of each i
 over some text: a k-quant quantises a row w to q so that sum_i E[x_i^2] (w_i - q_i)^2 is small,
 instead of sum_i w_i^2 (w_i - q_i)^2.
 
-Shape suffixes: N tokens, R rows, I inputs of a matrix, E routed experts, G groups, C choices
-(types).
+Shape suffixes: N tokens, R rows, I inputs of a matrix, E routed experts, H heads, G groups,
+C choices (types).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import in_unit
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import FILES, WHOLE, FileTensor, bits, held_rows, values_of
+from moesaic.exports.quantiser import FILES, WHOLE, FileTensor, bits, held_rows, order, values_of
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
 from moesaic.observation.estimates import draws_for, estimates, priced_on
 from moesaic.observation.stats import Stats, Tally, square_sums
-from moesaic.observation.stream import BEFORE, LayerStream
-from moesaic.types import Model, Track, silent
+from moesaic.observation.stream import BEFORE, LayerStream, PartChange
+from moesaic.types import Config, Model, Track, silent
 
 # --- importance ----------------------------------------------------------------------------------
 
@@ -55,6 +55,8 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """Names of the routed experts' stacked matrices in llama.cpp."""
 SQUARE, CALLS = ".square_EI", ".calls_E"
 """Ends of the names of a matrix's statistics."""
+LATENT, KEYS, VALUES = ".attn_kv_b.weight", ".attn_k_b.weight", ".attn_v_b.weight"
+"""Ends of the names of MLA's matrix from latent states to keys and values, and of its parts."""
 Notify = Callable[[str, Tensor, int | None], None]
 
 
@@ -83,7 +85,26 @@ def importance(
         names = dict(_names_in(layer, block.index, arch, named))
         with tap(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
             block.run(states)
-    return means(tally.stats())
+    return of_heads(means(tally.stats()), source.config)
+
+
+def of_heads(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Return importance weights, with those of the keys and values of MLA by head (H I,).
+
+    The inputs of a key's rows are queries in llama.cpp, whose weights are taken to be equal.
+    """
+    for name in [name for name in weights if name.endswith(LATENT)]:
+        layer, heads = name.removesuffix(LATENT), config.num_attention_heads
+        weights[layer + KEYS] = torch.ones(heads * config.qk_nope_head_dim)
+        weights[layer + VALUES] = weights[name].repeat(heads)
+    return weights
+
+
+def by_head(matrix: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Return keys (H I N) and values (H N I) of an MLA matrix (H*N I), as llama.cpp has them."""
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys_HNI, values_HNI = matrix.view(-1, sum(sizes), matrix.shape[-1]).split(sizes, 1)
+    return keys_HNI.transpose(-1, -2), values_HNI
 
 
 def means(stats: Stats) -> dict[str, Tensor]:
@@ -187,14 +208,14 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
 
 
-def group_of(name: str) -> str:
-    """Return the group of a tensor by llama.cpp's name.
+def group_of(name: str, layers: int) -> str:
+    """Return the group of a tensor by llama.cpp's name; MTP layers are of the last layer's groups.
 
-    >>> group_of("blk.5.ffn_gate_exps.weight"), group_of("blk.5.ffn_down_exps.weight")
+    >>> group_of("blk.5.ffn_gate_exps.weight", 9), group_of("blk.5.ffn_down_exps.weight", 9)
     ('gate-up 5', 'down 5')
-    >>> group_of("blk.1.attn_q.weight"), group_of("blk.31.ffn_down_shexp.weight")
-    ('attn 1', 'shared 31')
-    >>> group_of("token_embd.weight"), group_of("output.weight")
+    >>> group_of("blk.1.attn_q.weight", 9), group_of("blk.9.ffn_down_shexp.weight", 9)
+    ('attn 1', 'shared 8')
+    >>> group_of("token_embd.weight", 9), group_of("output.weight", 9)
     ('embeddings', 'head')
     """
     match = re.match(r"blk\.(\d+)\.(?:(ffn_down)|(ffn))?(\w*)", name)
@@ -204,7 +225,7 @@ def group_of(name: str) -> str:
     part = "down" if down else "gate-up" if ffn else "attn"
     if rest.endswith("_shexp"):
         part = "shared"
-    return f"{part} {number}"
+    return f"{part} {min(int(number), layers - 1)}"
 
 
 @dataclass(frozen=True)
@@ -220,9 +241,8 @@ class Layout:
     @property
     def rounded(self) -> dict[str, str]:
         """Group of each tensor that is quantised."""
-        return {
-            name: group_of(name) for name, tensor in self.tensors.items() if tensor.type != WHOLE
-        }
+        quantised = (name for name, tensor in self.tensors.items() if tensor.type != WHOLE)
+        return {name: group_of(name, self.layers) for name in quantised}
 
     def bytes(self, names: Sequence[str], types: Sequence[str]) -> tuple[int, Numbers]:
         """Return bytes that no choice changes, and bytes of each group in each type (G, C).
@@ -341,7 +361,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 Types = Mapping[str, str]
-"""Types of tensors by group."""
+"""Types of tensors by group, or those of a file's tensors by name."""
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
 AT_ONCE = 1 << 24
@@ -397,10 +417,12 @@ class Rounder:
         parts_in = (_names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
         # transformers has these in one with the first of their names
         fused = {name for part in parts_in for _, names in part for name in names[1:]}
-        if unknown := {*self.layout.rounded} - {*found, *fused}:
+        known = {name for name in self.layout.rounded if order(name)[0] < self.layout.layers}
+        if unknown := known - {*found, *fused}:
             raise MoesaicError(
-                f"memory: types cannot be chosen for {', '.join(sorted(unknown)[:3])}, which "
-                f"{self.source.config.model_type} has under other names; give a type instead."
+                f"What quantising {', '.join(sorted(unknown)[:3])} costs cannot be estimated: "
+                f"{self.source.config.model_type} has other names for them. "
+                "export --to gguf --type works."
             )
         return {self.layout.rounded[name]: place for name, place in found.items()}
 
@@ -420,8 +442,12 @@ class Rounder:
                 stacked = name.endswith("_exps.weight")
                 matrix = part.get_parameter(path if stacked else f"{path}.weight").data
                 transposed = stacked and isinstance(arch, MoEArch) and arch.transposed
-                if name in rounded:
-                    held[name] = matrix.transpose(-1, -2) if transposed else matrix
+                parts = {name: matrix.transpose(-1, -2) if transposed else matrix}
+                if name.endswith(LATENT):
+                    keys_HIN, values_HNI = by_head(matrix, self.source.config)
+                    block = name.removesuffix(LATENT)
+                    parts |= {block + KEYS: keys_HIN, block + VALUES: values_HNI}
+                held |= {name: part for name, part in parts.items() if name in rounded}
             return held
         for path, module in part.named_modules():
             name = f"{self.named(path)}.weight"
@@ -440,10 +466,10 @@ class Rounder:
     def rounded(
         self, types: Types, part: nn.Module, place: int, back: bool = False
     ) -> Iterator[nn.Module]:
-        """Quantise groups of a layer, or of the model's ends, while the context lasts.
+        """Quantise tensors of a layer, or of the model's ends, while the context lasts.
 
         Args:
-            types: of tensors, by group.
+            types: of tensors.
             part: the layer of that number, or the model; its weights are present.
             place: the number; BEFORE for the embeddings, the number of layers for the head.
             back: round only some experts of many, and give them their weights back afterwards;
@@ -454,7 +480,7 @@ class Rounder:
             held |= self._tied(part)
         before = list[tuple[Tensor, Tensor]]()
         for name, matrix in held.items():
-            if (type := types.get(self.layout.rounded[name])) is not None:
+            if (type := self._type(types, name)) != WHOLE:
                 some = matrix[:: self._step(name)] if back and matrix.dim() > 2 else matrix
                 if back:
                     before.append((some, some.clone()))
@@ -465,10 +491,15 @@ class Rounder:
             for some, values in before:
                 some.copy_(values)
 
+    def _type(self, types: Types, name: str) -> str:
+        """Return the type that a tensor gets; WHOLE if it is not quantised."""
+        group = types.get(self.layout.rounded[name], WHOLE)
+        of_group = self.layout.tensors[name].as_type(group, name in self.weights).type
+        return types.get(name, WHOLE if group == WHOLE else of_group)
+
     def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
-        """Replace a matrix's values by those quantised to the requested types, part by part."""
+        """Replace a matrix's values by those quantised to a type, part by part."""
         weights = self.weights.get(name)
-        type = self.layout.tensors[name].as_type(type, weights is not None).type
         stacked, some = matrix.dim() > 2, max(1, AT_ONCE // matrix[0].numel())
         each = None if weights is None else weights.view(-1, matrix.shape[-1])[::step]
         for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
@@ -479,7 +510,16 @@ class Rounder:
     def _step(self, name: str) -> int:
         """Return the number of experts of which one is quantised for an estimate."""
         shape = self.layout.tensors[name].shape
-        return max(1, shape[2] // SAMPLED) if len(shape) > 2 else 1
+        return max(1, shape[2] // SAMPLED) if "_exps." in name else 1
+
+    def change(self, types: Types) -> PartChange:
+        """Return the change that rounds a layer while a stream has it open.
+
+        Raises:
+            MoesaicError: of a tensor of the file no matrix of the model is known.
+        """
+        _ = self.groups
+        return partial(self.rounded, types)
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -516,8 +556,8 @@ class Rounder:
         Their errors are taken to be alike and independent, so that KLs add up.
         """
         name = next(name for name, other in self.layout.rounded.items() if other == group)
-        experts = self.layout.tensors[name].shape[2:]
-        return experts[0] / len(range(0, experts[0], self._step(name))) if experts else 1.0
+        step, count = self._step(name), self.layout.tensors[name].shape[-1]
+        return count / len(range(0, count, step)) if step > 1 else 1.0
 
     @torch.no_grad()
     def best(self, among: Sequence[str], budget: int) -> Types:

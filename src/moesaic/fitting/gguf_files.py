@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +18,7 @@ from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter, lacking
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
-from moesaic.exports.rounder import Layout, Rounder
+from moesaic.exports.rounder import Layout, Rounder, Types
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
 from moesaic.sizes import Skeleton
@@ -73,6 +71,19 @@ class Files:
                 convert(self._converter, folder, self.source.folder, partial, type)
         return Rounding(folder, whole, self.text, self.track, self.samples)
 
+    def _rounding(
+        self, result: Path | None, weights: Mapping[str, torch.Tensor] | None
+    ) -> Rounding:
+        """Return the original or a result, converted, with the weights of inputs that are known."""
+        rounding = self.original
+        if result is not None:
+            whole = self.folder / "result.gguf"
+            whole.unlink(missing_ok=True)
+            rounding = self._converted(result, whole)
+        if weights is not None:
+            rounding.rounder.known = weights
+        return rounding
+
     def rounder(self, result: Path | None, built: Skeleton) -> Rounder:
         """Return the rounder that quantises the original's or a result's layers as a file has them.
 
@@ -101,11 +112,24 @@ class Files:
     def _original_size(self, type: str) -> int:
         """Return the bytes of the original's file in one type of file, some tensors in others."""
         if type not in self._sizes:
-            file = self.folder / f"original-{type}.gguf"
-            self.original.uniform(file, type, values=False)
-            self._sizes[type] = file.stat().st_size
-            file.unlink()
+            self._sizes[type] = self.uniform(None, type)[1]
         return self._sizes[type]
+
+    def uniform(
+        self, result: Path | None, type: str, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[Types, int]:
+        """Return the types of a file's tensors by name, and its bytes; no value is written.
+
+        Args:
+            result: the folder of a result; None for the original.
+            type: type of the file, of which some tensors have wider ones.
+            weights: of the matrices' inputs, where they are known.
+        """
+        file = self.folder / "candidate.gguf"
+        tensors = self._rounding(result, weights).uniform(file, type, values=False)
+        size = file.stat().st_size
+        file.unlink()
+        return {name: tensor.type for name, tensor in tensors.items()}, size
 
     def make(
         self,
@@ -127,24 +151,9 @@ class Files:
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
         """
-        rounding = self.original
-        if result is not None:
-            whole = self.folder / "result.gguf"
-            whole.unlink(missing_ok=True)
-            rounding = self._converted(result, whole)
-        if weights is not None:
-            rounding.rounder.known = weights
+        rounding = self._rounding(result, weights)
         tensors = rounding.mixed(out, types) if types else rounding.uniform(out, file.type)
         return {"bytes": out.stat().st_size, "types": types_of(tensors)}
-
-    @contextmanager
-    def open(self, file: Path) -> Iterator[Source]:
-        """Open a file as a model; the cache's copy of it is removed afterwards."""
-        source = resolve(str(file))
-        try:
-            yield source
-        finally:
-            shutil.rmtree(source.folder, ignore_errors=True)
 
 
 def _resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layout:

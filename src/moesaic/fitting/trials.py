@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from moesaic.data.text import (
     without_overlap,
 )
 from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import tensors_of
+from moesaic.exports.rounder import Rounder, Types
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures, largest
 from moesaic.fitting.gguf_files import Files
 from moesaic.io.names import FOLDER, our_folder
@@ -232,8 +234,9 @@ class Trials:
             tokens = evaluation_tokens(
                 settings.data, self.source.tokenizer, settings.length, settings.max_tokens
             )
-            with self._open_file(chosen, result, out) as ours:
-                record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
+            types = {name: tensor.type for name, tensor in tensors_of(out).items()}
+            ours = self._rounded(self._rounder(chosen, result), types)
+            record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
         return {"gguf": record}
 
     # --- what is made ----------------------------------------------------------------------------
@@ -281,28 +284,25 @@ class Trials:
             yield self._runner(Source("candidate", result)), None
             remove(result)
             return
-        out = files.folder / "candidate.gguf"
-        if candidate.types:
-            size = files.layout(self.sizes.skeleton(candidate.conversions)).size(candidate.types)
-        else:
-            size = files.make(result, out, file)["bytes"]
-        with self._open_file(candidate, result, out) as run:
-            yield run, size
-        out.unlink(missing_ok=True)
-
-    @contextmanager
-    def _open_file(self, candidate: Candidate, result: Path | None, out: Path) -> Iterator[Runner]:
-        """Open a candidate with its file's values: the file, or layers rounded like a mixed one."""
-        assert self.files is not None
+        rounder = self._rounder(candidate, result)
         if candidate.types is None:
-            with self.files.open(out) as source:
-                yield self._runner(source)
-            return
+            types, size = files.uniform(result, file.type, rounder.weights)
+        else:
+            types, size = candidate.types, rounder.layout.size(candidate.types)
+        yield self._rounded(rounder, types), size
+
+    def _rounder(self, candidate: Candidate, result: Path | None) -> Rounder:
+        """Return the rounder of a candidate's result; importance weights are computed once."""
+        assert self.files is not None
         rounder = self.files.rounder(result, self.sizes.skeleton(candidate.conversions))
         rounder.known = self._weights.get(candidate.conversions)  # of a result in another folder
         self._weights[candidate.conversions] = rounder.weights
-        change = partial(rounder.rounded, candidate.types)
-        yield Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
+        return rounder
+
+    def _rounded(self, rounder: Rounder, types: Types) -> Runner:
+        """Return the runner of a model with the values of a file, rounded layer by layer."""
+        change = rounder.change(types)
+        return Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
 
     def _runner(self, source: Source) -> Runner:
         return Layerwise(source, *self._place)
