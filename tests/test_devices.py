@@ -10,15 +10,24 @@ import faraway
 import pytest
 import test_gpu
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
-from builders import EQUAL, carved_layer, converted, pages, statistics, tiny_model, tiny_moe
+from accelerate import cpu_offload, dispatch_model
+from builders import (
+    EQUAL,
+    carved_layer,
+    converted,
+    drawn,
+    pages,
+    statistics,
+    tiny_model,
+    tiny_moe,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.carving.carved_layer import CarvedFFN
-from moesaic.carving.overlapping_layer import OverlappingFFN
+from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, set_form
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
@@ -37,80 +46,33 @@ from moesaic.train.loop import train
 
 # --- offloaded and hooked results ----------------------------------------------------------------
 
-ROUTINGS: dict[str, dict[str, Any]] = {
-    "one petal": {},
-    "two petals": {"top_k": 2},
-}
 
-
-def carved(kind: str = "one petal") -> Any:
+def carved(**options: Any) -> Any:
     """A model of which every layer is carved."""
-    layers = {i: carved_layer(*shape, seed=i, **ROUTINGS[kind]) for i, shape in EQUAL.items()}
+    layers = {i: carved_layer(*shape, seed=i, **options) for i, shape in EQUAL.items()}
     return converted(tiny_model("llama"), layers)
-
-
-def weighed() -> Any:
-    """A model whose petals have gates (DSMoE's)."""
-    model = carved()
-    for ffn in blocks(model):
-        generator = torch.Generator().manual_seed(1)
-        twin = CarvedFFN(
-            {name: getattr(ffn, name) for name in ffn.names.projections},
-            ffn.act_fn,
-            ffn.names,
-            32,
-            ffn.backbone,
-            ffn.petals,
-            1,
-            "threshold",
-            gate={"tau": 0.5},
-        )
-        twin.router.weight.data = torch.randn(4, 32, generator=generator)
-        replace(model, ffn, twin)
-    return model.eval()
 
 
 def overlapping() -> Any:
     """A model whose experts share neurons (ToMoE's)."""
-    model = carved()
-    for number, ffn in enumerate(blocks(model)):
-        projections = {name: getattr(ffn, name) for name in ffn.names.projections}
-        twin = OverlappingFFN(projections, ffn.act_fn, ffn.names, 32, 0, (40,) * 3, 1, "cosine")
-        generator = torch.Generator().manual_seed(number)
-        rows = [torch.randperm(64, generator=generator)[:40].sort().values for _ in range(3)]
-        twin.experts = torch.stack(rows)
-        twin.router.weight.data = torch.randn(3, 32, generator=generator)
-        twin.form = "moe"
-        replace(model, ffn, twin)
-    return model.eval()
-
-
-def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    for module in model.modules():
-        for name, child in module.named_children():
-            if child is old:
-                setattr(module, name, new)
-
-
-def blocks(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, CarvedFFN)]
+    rows = [torch.randperm(64, generator=torch.Generator().manual_seed(i))[:40] for i in range(3)]
+    experts = torch.stack(rows).sort(1).values
+    layers = {i: OverlappingLayer(experts.clone(), drawn(3, 32, seed=i)) for i in range(4)}
+    model = converted(tiny_model("llama"), layers)
+    set_form(model, "moe")
+    return model
 
 
 MODELS = {
     "one petal": carved,
-    "two petals": lambda: carved("two petals"),
-    "gates": weighed,
+    "two petals": lambda: carved(top_k=2),
+    "gates": lambda: carved(top_k=4, routing="threshold", gate={"tau": 0.5}),
     "overlapping": overlapping,
 }
 
 
-def test_gates_whose_weights_are_on_disk_compute_the_same(tokens: Any, tmp_path: Any) -> None:
-    """As do results of every other kind: laws/test_layers.py."""
-    model = weighed()
-    with torch.no_grad():
-        expected = model(tokens.input_ids).logits
-        disk_offload(model, str(tmp_path), execution_device="cpu")
-        assert torch.allclose(model(tokens.input_ids).logits, expected, atol=1e-5)
+def blocks(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, CarvedFFN)]
 
 
 def test_a_replica_without_parameters_of_its_own_computes_the_same(tokens: Any) -> None:
@@ -135,58 +97,31 @@ def projections(model: nn.Module) -> dict[str, nn.Linear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".mlp." in n}
 
 
-class Ranges:
-    """What a calibrating quantiser keeps: the largest size of each projection's input channels."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[str, Tensor] = {}
-        self.outputs: dict[str, int] = {}
-        self.handles = []
-        for name, module in projections(model).items():
-            self.handles.append(module.register_forward_pre_hook(self._before(name)))
-            self.handles.append(module.register_forward_hook(self._after(name)))
-
-    def _before(self, name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            size = args[0].detach().abs().flatten(0, -2).amax(0)
-            self.seen[name] = torch.maximum(self.seen.get(name, size), size)
-
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            self.outputs[name] = self.outputs.get(name, 0) + out.flatten(0, -2).shape[0]
-
-        return hook
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 @pytest.mark.parametrize("name", ["two petals", "gates", "overlapping"])
 def test_hooks_see_what_enters_every_projection(name: str, tokens: Any) -> None:
+    """As a calibrating quantiser has them, whose ranges are those of input channels."""
     model = MODELS[name]()
     entering: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, CarvedFFN):
-            module.register_forward_pre_hook(
-                lambda _, args, path=path: entering.update({path: args[0].flatten(0, -2)})
-            )
+    outputs: dict[str, int] = {}
+    paths = {module: path for path, module in model.named_modules()}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        entering[paths[module]] = args[0].flatten(0, -2)
+        outputs[paths[module]] = out.flatten(0, -2).shape[0]
+
     with torch.no_grad():
         expected = model(tokens.input_ids).logits
-        ranges = Ranges(model)
+        for module in [*blocks(model), *projections(model).values()]:
+            module.register_forward_hook(note)
         assert torch.allclose(model(tokens.input_ids).logits, expected, atol=1e-5)
-        ranges.close()
-        assert ranges.seen.keys() == projections(model).keys()
-        for path, x_TD in entering.items():
-            ffn = model.get_submodule(path)
-            assert torch.equal(ranges.seen[f"{path}.gate_proj"], x_TD.abs().amax(0))
-            assert torch.equal(ranges.seen[f"{path}.up_proj"], x_TD.abs().amax(0))
-            assert ranges.outputs[f"{path}.down_proj"] == len(x_TD)
-            assert torch.allclose(
-                ranges.seen[f"{path}.down_proj"], running(ffn, x_TD).abs().amax(0), atol=1e-5
-            )
+        assert entering.keys() >= projections(model).keys()
+        for ffn in blocks(model):
+            path, x_TD = paths[ffn], entering[paths[ffn]]
+            for part in ("gate_proj", "up_proj"):
+                assert torch.equal(entering[f"{path}.{part}"], x_TD)
+            found, wanted = entering[f"{path}.down_proj"], running(ffn, x_TD)
+            assert outputs[f"{path}.down_proj"] == len(x_TD)
+            assert torch.allclose(found.abs().amax(0), wanted.abs().amax(0), atol=1e-5)
 
 
 def running(ffn: Any, x_TD: Tensor) -> Tensor:
