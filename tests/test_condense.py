@@ -34,6 +34,7 @@ from moesaic.methods.condense.search import (
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
+from moesaic.sizes import weight_bytes
 from moesaic.surgery import converted_copy
 from moesaic.types import cache_of
 
@@ -116,22 +117,6 @@ def test_alpha_is_that_of_the_nearest_power_law(seed: int) -> None:
     assert tail_exponent(planted.sort().values) == pytest.approx(2.5, abs=0.15)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "mixtral"])
-def test_gates_are_the_mean_over_real_tokens_that_chose_the_expert(
-    model_type: str, padded: Tokens
-) -> None:
-    model = tiny_moe(model_type)
-    arch, i, layer = routed_layer(model)
-    x_TD, _ = seen(model, i, padded)
-    view = arch.mixture(layer)
-    w_TE = view.routing.weights(view.logits(x_TD))
-    plans, found = searched(model, padded, keep="shared+routed", experts=3)
-    for expert, gate in zip(plans[i].experts, plans[i].gates_K.tolist(), strict=True):
-        chose = w_TE[:, expert] != 0
-        assert gate == pytest.approx(w_TE[chose, expert].mean().item(), rel=1e-5)
-        assert found[i]["calls"][expert] == int(chose.sum())
-
-
 def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
     model = tiny_moe("ernie4_5_moe", experts=4)
     _, i, layer = routed_layer(model)
@@ -181,6 +166,8 @@ def test_cached_search_is_the_search_by_full_forwards(
             chosen.append(best)
     plans, found = searched(model, padded, keep="shared+routed", metric=metric)
     assert plans[i].experts == chosen
+    assert plans[i].gates_K.tolist() == pytest.approx(g_E[chosen].tolist(), rel=1e-5)
+    assert found[i]["calls"] == (w_TE != 0).sum(0).tolist()
     assert found[i]["expert_losses"] == pytest.approx(expected, rel=1e-3)
     assert found[i]["divergence"]["shared+routed"] == pytest.approx(expected[-1], rel=1e-3)
 
@@ -351,28 +338,10 @@ def test_perplexity_as_the_metric(padded: Tokens, tmp_path: Path) -> None:
 # --- the result ----------------------------------------------------------------------------------
 
 
-def weight_bytes(folder: Path) -> int:
-    from moesaic.io.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint(folder)
-    return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
-
-
 def test_what_he_et_al_call_layer_drop_leaves_the_attention() -> None:
     """Their Layer Drop takes the mixture out, their Block Drop attention as well."""
     named = {keep: CondenseConfig(keep=keep).base_label for keep in ("attention", "nothing")}
     assert named == {"attention": "Layer Drop", "nothing": "Block Drop"}
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
-def test_generation_with_a_cache_is_that_without(model_type: str, tokens: Tokens) -> None:
-    model = tiny_moe(model_type, num_hidden_layers=4)
-    config = CondenseConfig(count=2, keep="nothing", candidates=(1, 2))
-    dropped = condense(model, config, calibration=tokens).model
-    ids = tokens.input_ids[:2, :6]
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    cached = dropped.generate(ids, **options)
-    assert torch.equal(cached, dropped.generate(ids, use_cache=False, **options))
 
 
 @torch.no_grad()

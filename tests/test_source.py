@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import edited, equal, loaded, logits, tiny_model, tiny_moe, weights
+from builders import equal, loaded, logits, tiny_moe, weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -134,15 +134,6 @@ def test_head_and_embedding_are_one_where_transformers_has_them_so(stored, token
         assert torch.equal(logits(loaded(out), tokens), logits(live, tokens))
         head = "lm_head.weight"
         assert equal({head: weights(out)[head]}, {head: weights(tmp_path / "base")[head]})
-
-
-def test_attention_that_is_not_here_is_no_obstacle(tokens, tmp_path):
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    edited(tmp_path / "config.json", _attn_implementation="flash_attention_2")
-    source = resolve(str(tmp_path))
-    assert torch.equal(logits(source.load(), tokens), logits(model, tokens))
-    assert evaluate(str(tmp_path), data=Tokens(tokens.input_ids), stream=True).perplexity > 1
 
 
 def test_tensors_that_transformers_would_not_find_are_refused(tokens, tmp_path):
