@@ -119,15 +119,18 @@ def test_importance_is_equation_7(tokens):
         assert found[j].item() == pytest.approx(up + down, rel=1e-6)
 
 
-@pytest.mark.parametrize("balanced", [True, False])
-def test_planted_coactivation_is_recovered(balanced):
-    """Channels that fire in three separate groups are found again, in a shuffled order."""
+@pytest.mark.parametrize("large", [1, 1 << 18], ids=["by blocks", ""])
+@pytest.mark.parametrize(("count", "balanced"), [(3, True), (3, False), (24, True)])
+def test_planted_coactivation_is_recovered(count, balanced, large, monkeypatch):
+    """Channels that fire in separate groups are found again, in a shuffled order."""
+    monkeypatch.setattr("moesaic.carving.more.formulas.LARGE", large)
     generator = torch.Generator().manual_seed(0)
-    groups = torch.randperm(30, generator=generator).view(3, 10)
-    counts = torch.ones(34, 34)
+    groups = torch.randperm(10 * count, generator=generator).view(count, 10)
+    counts = torch.rand(10 * count + 4, 10 * count + 4, generator=generator)
+    counts = counts + counts.T
     for group in groups:
         counts[group[:, None], group] += 50
-    petals = petals_of(counts, torch.arange(30), 3, balanced, seed=0)
+    petals = petals_of(counts, torch.arange(10 * count), count, balanced, seed=0)
     assert {frozenset(p.tolist()) for p in petals} == {frozenset(g.tolist()) for g in groups}
 
 
@@ -292,15 +295,20 @@ def test_widths_are_multiples_as_near_to_the_target_as_these_allow():
         assert 0.5 <= split.backbone / split.active_width < 0.9  # two thirds, where widths allow
 
 
-def test_a_number_of_petals_and_a_top_k_may_be_given_beside_a_multiple():
-    _, split = fast_split("smollm2", 0.8)
-    assert split == Split(backbone=768, petal=128, experts=6, top_k=3)
-    _, split = fast_split("smollm2", 0.8, experts=24)
-    assert split == Split(backbone=768, petal=32, experts=24, top_k=11)
-    _, split = fast_split("smollm2", 0.8, experts=24, top_k=12)
-    assert split == Split(backbone=768, petal=32, experts=24, top_k=12)
-    _, split = fast_split("smollm2", 0.8, experts=4, top_k=1)
-    assert split == Split(backbone=1024, petal=128, experts=4, top_k=1)
+@pytest.mark.parametrize(
+    ("active", "options", "wanted"),
+    [
+        (0.8, {}, Split(backbone=768, petal=128, experts=6, top_k=3)),
+        (0.8, {"experts": 24}, Split(backbone=768, petal=32, experts=24, top_k=11)),
+        (0.8, {"experts": 24, "top_k": 12}, Split(backbone=768, petal=32, experts=24, top_k=12)),
+        (0.8, {"experts": 4, "top_k": 1}, Split(backbone=1024, petal=128, experts=4, top_k=1)),
+        (0.75, {"multiple": 256}, Split(backbone=0, petal=256, experts=6, top_k=4)),
+        (1.0, {}, Split(backbone=1536, petal=0, experts=6, top_k=5)),
+    ],
+)
+def test_a_number_of_petals_and_a_top_k_may_be_given_beside_a_multiple(active, options, wanted):
+    """What is said to work below does, and where all is asked for nothing is taken."""
+    assert fast_split("smollm2", active, **options)[1] == wanted
 
 
 @pytest.mark.parametrize(
@@ -316,16 +324,6 @@ def test_a_number_of_petals_and_a_top_k_may_be_given_beside_a_multiple():
 def test_multiples_that_cannot_be_say_what_would_work(options, message):
     with pytest.raises(MoesaicError, match=message):
         fast_split("smollm2", 0.8, **options)
-
-
-def test_what_is_said_to_work_works():
-    _, split = fast_split("smollm2", 0.75, multiple=256)
-    assert (split.petal, split.active_width) == (256, 1024)
-
-
-def test_nothing_is_taken_where_all_is_asked_for():
-    _, split = fast_split("smollm2", 1.0)
-    assert (split.backbone, split.petal) == (1536, 0)
 
 
 def test_the_record_says_what_multiples_made_of_the_target(tokens):

@@ -7,14 +7,12 @@ import json
 import pytest
 import torch
 from builders import loaded, logits, nightly, saved, tiny_moe
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shrunken import small_model
 
 import moesaic
 from moesaic.arch.lookup import moe_arch
-from moesaic.cli import app
 from moesaic.errors import MoesaicError
 from moesaic.hub import native_config
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
@@ -118,19 +116,6 @@ def test_skipped_experts_do_not_run(tokens):
     torch.testing.assert_close(found, y_TD, rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
-def test_the_extremes_are_the_original_and_top_1(tokens):
-    plain = tiny_moe("mixtral")
-    never = moesaic.skip(plain, calibration=tokens).model
-    for layer in never.model.layers:
-        layer.mlp.gate.beta = 0.0
-    torch.testing.assert_close(never(tokens.input_ids).logits, plain(tokens.input_ids).logits)
-    for layer in never.model.layers:
-        layer.mlp.gate.beta = 1.01
-    single = tiny_moe("mixtral", top_k=1)
-    torch.testing.assert_close(never(tokens.input_ids).logits, single(tokens.input_ids).logits)
-
-
 def test_a_number_of_calls_can_be_asked_for(tokens):
     model = tiny_moe("qwen3_moe", top_k=4)
     result = moesaic.skip(model, SkipConfig(calls=3), calibration=tokens)
@@ -223,17 +208,12 @@ def test_skipping_after_it_counts_the_experts_that_are_left(tokens):
 # --- asked for -----------------------------------------------------------------------------------
 
 
-def test_the_command(tmp_path):
-    """From a folder with its native config; a wrong request is one message."""
-    given = ["skip", "tiny-shared-moe", str(tmp_path / "out"), "--top-k", "2"]
-    run = CliRunner().invoke(app, [*given, "--no-eval", "--json"], catch_exceptions=False)
-    assert run.exit_code == 0, run.stderr
-    record = json.loads(run.stdout)
+def test_the_command(tmp_path, done):
+    """From a folder with its native config."""
+    out = tmp_path / "out"
+    printed = done("skip", "tiny-shared-moe", out, "--top-k", 2, "--no-eval", "--json")
+    record = json.loads(printed)
     assert record["native"]
     assert set(record["experts_per_token"]) <= {2, None}
     assert record["steps"][0]["title"] == "2 of 4 experts a token"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["num_experts_per_tok"] == 2
-    run = CliRunner().invoke(app, ["skip", "tiny-shared-moe", str(tmp_path / "x"), "--top-k", "9"])
-    assert run.exit_code != 0
-    assert "4 works" in str(run.exception)
+    assert json.loads((out / "config.json").read_text())["num_experts_per_tok"] == 2
