@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,9 @@ import psutil
 import pytest
 import torch
 from builders import loaded, pages, tiny_moe
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from moesaic import sizes
-from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
@@ -190,15 +187,3 @@ def test_what_cannot_go_with_statistics_is_refused_beforehand() -> None:
     recipe = recipe_of("tiny-moe", "out", ("prune", {"keep": 6, "progressive": True}))
     with pytest.raises(MoesaicError, match="cannot decide from stats"):
         estimate(replace(recipe, calibration=Calibration(stats="some.stats")))
-
-
-def test_dry_run_says_it_and_does_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    given = ["prune", "tiny-moe", str(out), "--keep", "6", "--dry-run", "--json"]
-    run = CliRunner().invoke(app, given, catch_exceptions=False)
-    assert run.exit_code == 0, run.stderr
-    sizes = json.loads(run.stdout)["estimate"]
-    for key in ("peak_memory_bytes", "output_bytes", "output_parameters"):
-        assert sizes[key] > 0
-    assert sizes["native"]
-    assert list(tmp_path.iterdir()) == []
