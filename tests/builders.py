@@ -544,10 +544,16 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["moesaic.pipeline", "moesaic.train.loop", "transformers.trainer"])
 
 
-def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
+def launch(
+    work: Callable[..., None], *arguments: Any, count: int = 2, ends: bool = False
+) -> list[tuple[int, str]]:
     """Call a function in several CPU processes to its end, with what a launcher gives them.
 
-    They are forks of one process that has imported what takes long.
+    They are forks of one process that has imported what takes long. None may fail, or, with
+    ``ends``, it is said how each ended.
+
+    Returns:
+        the exit code of each, and what it said on stderr.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -566,14 +572,18 @@ def launch(work: Callable[..., None], *arguments: Any, count: int = 2) -> None:
         ]
         for process in running:
             process.start()
-        while any(p.exitcode is None for p in running) and not any(p.exitcode for p in running):
+        while any(p.exitcode is None for p in running):
+            if not ends and any(p.exitcode for p in running):
+                break
             time.sleep(0.05)
         failed = [i for i, p in enumerate(running) if p.exitcode]
         for process in running:
-            if failed and process.exitcode is None:  # it waits for one that is gone
+            if process.exitcode is None:  # it waits for one that is gone
                 process.kill()
             process.join()
-        assert not failed, files[failed[0]].read_text()
+        assert ends or not failed, files[failed[0]].read_text()
+        said = [file.read_text() if file.exists() else "" for file in files]
+        return [(p.exitcode or 0, text) for p, text in zip(running, said, strict=True)]
 
 
 def called(

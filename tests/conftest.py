@@ -10,11 +10,14 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import gc
 import json
+import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from builders import DENSE, MOE, VOCAB, loaded, pages, tiny_model, tiny_moe, tiny_tokenizer
@@ -25,6 +28,7 @@ from transformers.utils import logging
 
 from moesaic.data.text import Tokens
 from moesaic.exports import run_script
+from moesaic.modules.running import SpilledList
 
 gc.disable()  # until all that stays to the end, as test modules do, is there
 logging.disable_progress_bar()
@@ -120,6 +124,13 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is written to mapped files of the CPU."""
+    first = SpilledList.__init__
+    monkeypatch.setattr(SpilledList, "__init__", lambda self, limit: first(self, 0))
+
+
+@pytest.fixture
 def padded(tokens: Tokens) -> Tokens:
     mask = torch.ones_like(tokens.input_ids, dtype=torch.bool)
     mask[1, 15:] = False
@@ -166,6 +177,21 @@ def carved_folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     text = Calibration(pages("calibration"), samples=12, length=32)
     run_recipe(Recipe(str(llama_folder), str(out), (MoREConfig(layers="all"),), text, None))
     return out
+
+
+@pytest.fixture
+def theirs(moe_folder: Path, tmp_path: Path) -> Path:
+    """A model that somebody sent, to be made hostile."""
+    return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """No more than two gigabytes beside what is there."""
+    limits, held = resource.getrlimit(resource.RLIMIT_AS), psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (held + (2 << 30), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 CommandOutcome = tuple[int, str, str]

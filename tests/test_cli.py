@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import errno
-import functools
 import io
 import json
-import operator
 import os
 import re
 import shlex
@@ -59,16 +56,13 @@ def test_carve_prints_one_json_object(done, llama_folder, tmp_path):
     )
 
 
-def test_inspect(command, done, carved_folder):
-    code, out, _ = command("inspect", carved_folder, "--json")
-    figures = json.loads(out)
-    assert code == 0
+def test_inspect(done, carved_folder):
+    figures = json.loads(done("inspect", carved_folder, "--json"))
     assert figures["model_type"] == "moesaic_llama"
     assert [layer["kind"] for layer in figures["layers"]] == ["carved"] * 4
     assert figures["layers"][0]["experts"] == 4
     assert figures["active_ratio"] == pytest.approx(0.8, abs=0.02)
-    out = done("inspect", carved_folder)
-    assert "carved" in out
+    assert "carved" in done("inspect", carved_folder)
 
 
 def test_generate(done, carved_folder):
@@ -77,24 +71,6 @@ def test_generate(done, carved_folder):
     prompt = ":heart: \x1b[31m" + "long " * 30
     out = done("generate", carved_folder, prompt, "--new-tokens", 4)
     assert out.startswith(prompt.replace("\x1b", "\N{REPLACEMENT CHARACTER}")), "as it was given"
-
-
-@pytest.mark.parametrize("value", ["x", [1], {"x": 1}, None, 3, [[]]])
-def test_a_record_of_wrong_types_is_refused_in_words(command, carved_folder, tmp_path, value):
-    """Whatever is wrong with it: it may be anybody's."""
-    record = json.loads((carved_folder / "moesaic/result.json").read_text())
-    record |= {"scores": {"result": {"perplexity": 3.0}}, "routing": {"0": {"share": [0.5, 0.5]}}}
-    places = [("model",), ("steps",), ("layers", 0), ("layers", 0, "told"), ("layers", 0, "shape")]
-    places += [("steps", 0, "beyond"), ("routing",), ("routing", "0"), ("routing", "0", "share")]
-    for place in places:
-        changed = copy.deepcopy(record)
-        *path, last = place
-        functools.reduce(operator.getitem, path, changed)[last] = value
-        file = tmp_path / "result.json"
-        file.write_text(json.dumps(changed))
-        code, _, err = command("report", file, "--out", tmp_path / "page.html")
-        assert code in (0, 2), (place, err)
-        assert "fault of moesaic" not in err
 
 
 def test_run_a_recipe_with_overrides(done, carved_folder, tmp_path):
@@ -128,25 +104,17 @@ def test_observe_prune_skip(command, done, moe_folder, tmp_path):
     assert [layer["experts"] for layer in json.loads(printed)["layers"]] == [5, 0, 5]
 
 
-def test_condense_then_tune(command, done, moe_folder, tmp_path):
+def test_condense_then_tune(done, moe_folder, tmp_path):
     quick = [*TEXT, "--samples", "4", "--length", "32", "--no-eval", "--json"]
     small, tuned = tmp_path / "small", tmp_path / "tuned"
-    out = done("condense", moe_folder, small, "--keep", "shared+routed", *quick)
-    record = json.loads(out)
+    record = json.loads(done("condense", moe_folder, small, "--keep", "shared+routed", *quick))
     (i,) = record["layers"]
     assert len(record["experts"][str(i)]) == 2
-    code, out, err = command("inspect", small, "--json")
-    assert json.loads(out)["layers"][i]["kind"] == "condensed"
+    assert json.loads(done("inspect", small, "--json"))["layers"][i]["kind"] == "condensed"
     options = ["--steps", "2", "--length", "32", "--no-eval", "--json"]
-    out = done("tune", small, tuned, "--train", "prose", *options)
-    (step,) = json.loads(out)["steps"]
+    (step,) = json.loads(done("tune", small, tuned, "--train", "prose", *options))["steps"]
     assert len(step["summary"]["training"]["losses"]) == 2
     assert step["weights"] == "trained"
-    code, out, err = command("tune", moe_folder, tmp_path / "none", "--train", "prose", *options)
-    assert code == 2
-    assert "no condensed layers" in err
-    assert "what=lora, what=routers or what=all" in err
-    assert not (tmp_path / "none").exists()
 
 
 # --- wrong requests ------------------------------------------------------------------------------
@@ -339,21 +307,6 @@ def test_a_file_without_text_is_refused_before_anything_is_computed(
     for option in ("--data", "--calibration"):
         refused("empty.txt is empty", *line, option, empty)
         monkeypatch.undo()
-    assert not (tmp_path / "out").exists()
-
-
-def test_damaged_checkpoint(command, llama_folder, tmp_path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in llama_folder.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    shard = sorted(broken.glob("model-*.safetensors"))[3]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    for request in (["carve", broken, tmp_path / "out", *QUICK], ["eval", broken]):
-        code, _, err = command(*request)
-        assert code == 2
-        assert shard.name in err
-        assert "truncated" in err
     assert not (tmp_path / "out").exists()
 
 

@@ -173,17 +173,6 @@ def test_the_other_device_refuses_tensors_of_this_one() -> None:
             torch.nn.functional.linear(x, torch.ones(2, 3))
 
 
-@pytest.fixture
-def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is written to mapped files of the CPU."""
-    first = SpilledList.__init__
-
-    def made(self: SpilledList, limit: int) -> None:
-        first(self, 0)
-
-    monkeypatch.setattr(SpilledList, "__init__", made)
-
-
 @pytest.mark.usefixtures("spilling")
 def test_what_is_spilled_comes_back_on_its_device() -> None:
     with faraway.device():

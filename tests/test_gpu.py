@@ -18,7 +18,6 @@ from moesaic.data.text import Tokens
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.speed import free_bytes
-from moesaic.modules.running import SpilledList
 from moesaic.train.tune.config import TuneConfig
 
 pytestmark = [
@@ -31,13 +30,6 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.fixture(params=["cuda", pytest.param("cuda:1", marks=two)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is written to mapped files of the CPU."""
-    first = SpilledList.__init__
-    monkeypatch.setattr(SpilledList, "__init__", lambda self, limit: first(self, 0))
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import OLD, SERVER, called, tiny_moe
+from builders import OLD, launch, tiny_moe
 from packaging.requirements import Requirement
 from rich.segment import Segment
 
@@ -316,30 +315,13 @@ def ending(how: str, which: int) -> None:
         pytest.param("is killed", 1, marks=pytest.mark.nightly),
     ],
 )
-def test_the_other_process_says_the_true_reason(end: str, which: int, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    files = [tmp_path / str(rank) for rank in range(2)]
-    running = [
-        SERVER.Process(
-            target=called,
-            args=({**os.environ, **variables, "RANK": str(rank)}, files[rank]),
-            kwargs={"work": ending, "arguments": (end, which)},
-        )
-        for rank in range(2)
-    ]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(300)
-    errors = [" ".join(file.read_text().split()) for file in files]
-    other = 1 - which
+def test_the_other_process_says_the_true_reason(end: str, which: int) -> None:
+    codes, said = zip(*launch(ending, end, which, ends=True), strict=True)
+    errors, other = [" ".join(text.split()) for text in said], 1 - which
     assert "fault of moesaic" not in errors[other]
     if end == "refuses":
-        assert [process.exitcode for process in running] == [2, 2], errors
+        assert codes == (2, 2), errors
         assert all("keep 9 is out of reach." in error for error in errors)
     else:
-        assert running[other].exitcode == 1
+        assert codes[other] == 1
         assert "Another of the 2 processes ended" in errors[other]

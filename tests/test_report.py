@@ -213,8 +213,9 @@ def test_other_formats_are_refused(format):
 @pytest.mark.parametrize(
     "wrong",
     [{"model": [1]}, {"native": "yes"}, {"steps": 3}, {"steps": ["a"]}, {"layers": {}},
+     {"layers": [[]]}, {"layers": [{"told": 3}]}, {"layers": [{"shape": "x"}]},
      {"steps": [{"verb": 1}]}, {"steps": [{"figures": [{"kind": "cake"}]}]},
-     {"log": []}, {"calibration": "x"}, {"out": None}],
+     {"steps": [{"beyond": {"x": 1}}]}, {"log": []}, {"calibration": "x"}, {"out": None}],
 )  # fmt: skip
 def test_a_record_of_wrong_types_is_refused(wrong):
     with pytest.raises(ValueError, match="not whole"):

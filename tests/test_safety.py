@@ -6,7 +6,6 @@ import ast
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -16,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from builders import edited, inside
@@ -49,6 +47,11 @@ Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
 PRUNE = ("--keep", 6, "--score", "aimer", "--no-refit", "--no-eval", "--overwrite")
 """Without a refit, so that no text is read."""
+
+
+def pruned(folder: Path, keep: int = 6) -> Any:
+    """A result of which no text is read."""
+    return moesaic.prune(str(folder), PruneConfig(keep=keep, score="aimer", refit=False))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -105,7 +108,7 @@ def test_out_never_holds_a_text_or_statistics_that_are_read(
         refused("exists", "prune", moe_folder, out, "--keep", 6, option, out / "t.txt")
         line = ("prune", moe_folder, out, "--keep", 6, option, out / "t.txt", "--overwrite")
         refused("and is read", *line)
-    again = moesaic.prune(str(out), PruneConfig(keep=5, score="aimer", refit=False))
+    again = pruned(out, keep=5)
     with pytest.raises(MoesaicError, match="and is read"):
         again.save(out, overwrite=True)
     assert (out / "t.txt").exists()
@@ -397,12 +400,6 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
 EVIL = "import pathlib\npathlib.Path({!r}).touch()\n"
 
 
-@pytest.fixture
-def theirs(moe_folder: Path, tmp_path: Path) -> Path:
-    """A model that somebody sent, to be made hostile."""
-    return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
-
-
 @pytest.mark.parametrize("kind", ["config", "tokenizer"])
 def test_no_code_of_a_model_is_run(
     command: Command, theirs: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -433,8 +430,7 @@ def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) ->
     (theirs / "evil.py").write_text(EVIL.format("ran"))
     (theirs / "tokenizer_evil.py").write_text("")
     edited(theirs / "config.json", auto_map={"AutoConfig": "evil.C"})
-    result = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer", refit=False))
-    out = result.save(tmp_path / "out")
+    out = pruned(theirs).save(tmp_path / "out")
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     assert not [*out.rglob("*.py")]
 
@@ -476,9 +472,7 @@ def test_links_within_a_model_are_followed(theirs: Path, moe_folder: Path, tmp_p
     """What the hub's library lays into its cache is in test_sharing."""
     (theirs / "tokenizer.json").rename(theirs / "other.json")
     (theirs / "tokenizer.json").symlink_to("other.json")
-    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer", refit=False)).save(
-        tmp_path / "out"
-    )
+    out = pruned(theirs).save(tmp_path / "out")
     assert (out / "tokenizer.json").read_bytes() == (moe_folder / "tokenizer.json").read_bytes()
     assert not any(path.is_symlink() for path in out.rglob("*"))
 
@@ -495,8 +489,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
     moe_folder: Path, tmp_path: Path, kept: list[int]
 ) -> None:
     """24 MB of padding became 400 GB of copies; a number below 0 a model that nothing loads."""
-    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer", refit=False)).plan
-    assert plan is not None
+    plan = pruned(moe_folder).plan
     layers = {i: CutLayer(torch.tensor(kept)) for i in plan.layers}
     (tmp_path / "plan").mkdir()
     replace(plan, layers=layers).save(tmp_path / "plan")
@@ -508,14 +501,14 @@ def test_a_plan_takes_no_experts_that_are_not_there(
 def test_a_plan_that_names_no_weights_is_said(
     moe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer", refit=False)).plan
-    assert plan is not None
+    plan = pruned(moe_folder).plan
     (tmp_path / "plan").mkdir()
     replace(plan, base=replace(plan.base, weights="")).save(tmp_path / "plan")
     moesaic.apply(str(moe_folder), tmp_path / "plan", tmp_path / "out")
     assert any("names no weights that it was made from" in said for said in caplog.messages)
 
 
+@pytest.mark.usefixtures("little_memory")
 def test_a_config_of_any_size_is_answered_without_memory(
     command: Command, theirs: Path, tmp_path: Path
 ) -> None:
@@ -524,23 +517,19 @@ def test_a_config_of_any_size_is_answered_without_memory(
         "num_hidden_layers": 20_000, "num_experts": 10**6, "vocab_size": 10**12,
         "hidden_size": 2**20, "moe_intermediate_size": 2**30,
     }  # fmt: skip
-    (tmp_path / "m").mkdir()
-    shutil.copyfile(theirs / "config.json", tmp_path / "m" / "config.json")
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    held = psutil.Process().memory_info().vms
-    resource.setrlimit(resource.RLIMIT_AS, (held + (2 << 30), limits[1]))
-    try:
-        for key, value in asked.items():
-            shutil.copyfile(theirs / "config.json", tmp_path / "m" / "config.json")
-            edited(tmp_path / "m" / "config.json", **{key: value})
-            dry = ("prune", "m", "out", "--keep", 6, "--dry-run")  # maps an empty file of that size
-            for line in (("inspect", "m"), *([dry] if value < 2**20 else [])):
-                code, _, err = command(*(tmp_path / "m" if x == "m" else x for x in line))
-                assert code in (0, 2), (key, err)
-                assert "allocate" not in err
-                assert "disk" not in err
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for key, value in asked.items():
+        shutil.copyfile(theirs / "config.json", folder / "config.json")
+        edited(folder / "config.json", **{key: value})
+        lines: list[tuple[Any, ...]] = [("inspect", folder)]
+        if value < 2**20:  # an empty file of that size is mapped
+            lines.append(("prune", folder, "out", "--keep", 6, "--dry-run"))
+        for line in lines:
+            code, _, err = command(*line)
+            assert code in (0, 2), (key, err)
+            assert "allocate" not in err
+            assert "disk" not in err
 
 
 def test_no_known_type_is_too_large() -> None:
@@ -789,9 +778,7 @@ def test_every_file_of_a_tokenizer_and_processor_is_taken_over(
     for name, text in taken.items():
         (theirs / name).parent.mkdir(exist_ok=True)
         (theirs / name).write_text(text)
-    out = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer", refit=False)).save(
-        tmp_path / "out"
-    )
+    out = pruned(theirs).save(tmp_path / "out")
     moesaic.export(str(out), tmp_path / "native", to="native")
     for folder in (out, tmp_path / "native"):
         assert {name: (folder / name).read_text() for name in taken} == taken

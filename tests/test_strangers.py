@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import struct
 import sys
@@ -12,7 +11,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from builders import edited
 from jinja2 import TemplateError
@@ -30,22 +28,6 @@ Command = Callable[..., tuple[int, str, str]]
 QUICK = ("--keep", 6, "--score", "aimer", "--no-refit", "--no-eval")
 CLEAR = "\x1b[2J\x1b]0;stolen\x07\u202e"
 """Clears a terminal, gives it a title, and turns what follows around."""
-
-
-@pytest.fixture
-def little_memory() -> Iterator[None]:
-    """No more than two gigabytes beside what is there."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(
-        resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (2 << 30), limits[1])
-    )
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-@pytest.fixture
-def theirs(moe_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
 
 
 def is_message(err: str) -> bool:
@@ -475,6 +457,7 @@ def test_a_daemon_renders_chat_templates_too(
 
 HEAT = {"section": "s", "title": "t", "kind": "heat", "columns": ["0"],
         "rows": [{"label": "0", "values": [0.5]}]}  # fmt: skip
+MEASURED = {"scores": {"result": {"perplexity": 3.0}}}
 RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a form of 2 GB": lambda r: r["steps"][0].update(figures=[{**HEAT, "form": "2000000000f"}]),
     "a form of words": lambda r: r["steps"][0].update(figures=[{**HEAT, "form": "x"}]),
@@ -484,6 +467,9 @@ RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "many models": lambda r: r.update(scores={str(i): {"kl": 1.0} for i in range(20_000)}),
     "a huge number": lambda r: r.update(scores={"result": {"total_parameters": 10**299}}),
     "rows that are cut": lambda r: r["steps"][0].update(figures=[{**HEAT, "columns": []}]),
+    "routing in words": lambda r: r.update(MEASURED, routing={"0": "x"}),
+    "routing by number": lambda r: r.update(MEASURED, routing={"0": 3}),
+    "shares that are lists": lambda r: r.update(MEASURED, routing={"0": {"share": [[]]}}),
 }
 
 
