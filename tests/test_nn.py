@@ -131,15 +131,12 @@ def test_gradients_reach_only_what_ran(monkeypatch):
     assert x_TD.grad.isfinite().all()
 
 
-def test_unknown_routing_is_refused():
-    with pytest.raises(ValueError, match="routing"):
-        Router(8, 2, 1, "sideways")
-
-
-def test_shape_is_shown():
+def test_shape_is_shown_and_unknown_routing_refused():
     module = CarvedFFN({}, nn.SiLU(), FFNNames(), 8, 4, (2, 2), 1, "cosine")
     assert "petals=(2, 2)" in repr(module)
     assert "top-1 of 2, cosine" in repr(module)
+    with pytest.raises(ValueError, match="routing"):
+        Router(8, 2, 1, "sideways")
 
 
 # --- one of two ways -----------------------------------------------------------------------------

@@ -29,19 +29,14 @@ def test_every_method_ships_a_recipe():
     assert used == {key for key in METHODS if key != "skip.top-k"}  # of no paper
 
 
-def test_sizes_may_have_units():
+def test_values_arrive():
+    """Sizes may have units, numbers may be listed with commas, and an empty section is none."""
+    recipe = parse_recipe(TEXT)
+    assert (recipe.steps[0].active, recipe.steps[0].layers) == (0.7, (1, 2))
+    assert parse_recipe(TEXT + "calibration:\n") == recipe
     assert step_config("condense", {"memory": "1.5GB"}).memory == 1_500_000_000
-
-
-def test_numbers_may_be_listed_with_commas():
     assert step_config("condense", {"candidates": "1,2"}).candidates == (1, 2)
     assert step_config("skip", {"betas": "0.5"}).betas == (0.5,)
-
-
-def test_values_arrive():
-    recipe = parse_recipe(TEXT)
-    assert recipe.steps[0].active == 0.7
-    assert recipe.steps[0].layers == (1, 2)
 
 
 def test_a_named_recipe_gives_way_to_what_is_said():
@@ -87,10 +82,6 @@ def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch: pytest.Mon
     with pytest.raises(MoesaicError, match="'best' is for more, tomoe: say method=more"):
         step_config("carve", {"recipe": "best"})
     assert step_config("carve", {"recipe": "best", "alpha": 1.0}).name == "more"
-
-
-def test_an_empty_section_is_none():
-    assert parse_recipe(TEXT + "calibration:\n") == parse_recipe(TEXT)
 
 
 def test_overrides():

@@ -223,7 +223,10 @@ def test_a_record_of_wrong_types_is_refused(wrong):
 
 
 def test_page_shows_what_the_record_holds():
+    """The original stands before the result, whatever the record's order."""
     page = Page(report.html([make()]))
+    head = re.search(r"<thead>(.*?)</thead>", report.html([make()]), re.S).group(1)
+    assert re.findall(r">(\w+)</th>", head) == ["original", "result", "static"]
     for shown in ("12.79", "19.57", "20.41", "8,176", "84 %", "1.27×", "0.96×", "500 ms"):
         assert shown in page.text, shown
     for shown in ("842.0k", "1.00M", "1.07 GB", "792–808", "upon a time", "a chip", "2–3, 7"):
@@ -231,11 +234,6 @@ def test_page_shows_what_the_record_holds():
     assert len(routed(page)) == 3 * 4
     assert "0.041" in page.text
     assert "layer 7, strongest channels 35 %: 35 %" in plain(page.text)  # of its activation
-
-
-def test_original_stands_before_result_whatever_the_records_order():
-    head = re.search(r"<thead>(.*?)</thead>", report.html([make()]), re.S).group(1)
-    assert re.findall(r">(\w+)</th>", head) == ["original", "result", "static"]
 
 
 def test_everything_is_escaped():
@@ -281,18 +279,15 @@ def test_any_measurement_may_be_missing(key):
     ET.fromstring(report.frontier_picture([record, make()]))
 
 
-def test_an_empty_record_is_no_failure():
-    record = Record("", "", "", False, [], [])
-    assert "What it costs was not measured" in Page(report.html([record])).text
-    assert "What it costs was not measured" in printed(record)
-
-
 def test_without_evaluation_the_cut_is_still_shown():
-    record = replace(make(), measured={})
-    page = Page(report.html([record]))
+    """And an empty record is no failure."""
+    page = Page(report.html([replace(make(), measured={})]))
     assert "Layers 2–3, 7: 36 neurons for every token and 1 of 4 experts" in page.text
     assert "carved with MoRE to 80 %" in page.text
     assert "erplexity" not in page.text
+    record = Record("", "", "", False, [], [])
+    for text in (Page(report.html([record])).text, printed(record)):
+        assert "What it costs was not measured" in text
 
 
 def test_what_the_refit_gave_back_is_drawn():
@@ -347,25 +342,24 @@ def test_every_form_begins_with_what_came_of_it():
 
 
 @pytest.mark.parametrize(
-    ("files", "clause"),
+    ("place", "sizes", "clause"),
     [
-        ((100, 50), "50 % smaller on disk"),
-        ((100, 120), "20 % larger on disk"),
-        ((98, 539), "5.5 times as large on disk"),
-        ((100, 100), "Runs 84 % of the parameters per token"),
+        ("disk", (100, 50), "50 % smaller on disk"),
+        ("disk", (100, 120), "20 % larger on disk"),
+        ("disk", (98, 539), "5.5 times as large on disk"),
+        ("disk", (100, 100), "Runs 84 % of the parameters per token"),
+        ("memory", (2_000_000, 1_500_000), "25 % smaller in memory, "),
     ],
 )
-def test_a_larger_file_is_said_to_be_one(files, clause):
+def test_a_larger_file_is_said_to_be_one(place, sizes, clause):
+    """Bytes in memory stand where files were not looked at."""
     record = make()
-    record.measured["files"] = dict(zip(("original", "result"), files, strict=True))
+    for name, size in zip(("original", "result"), sizes, strict=True):
+        if place == "disk":
+            record.measured.setdefault("files", {})[name] = size
+        else:
+            record.measured["scores"][name]["total_bytes"] = size
     assert plain(contents.outcome(record)).startswith(clause)
-
-
-def test_bytes_in_memory_stand_where_files_were_not_looked_at():
-    record = make()
-    record.measured["scores"]["original"]["total_bytes"] = 2_000_000
-    record.measured["scores"]["result"]["total_bytes"] = 1_500_000
-    assert plain(contents.outcome(record)).startswith("25 % smaller in memory, ")
 
 
 @pytest.mark.parametrize(
@@ -450,10 +444,7 @@ def test_every_comparison_is_told_in_words():
     assert "Random routing at the same active ratio does worse" in said(record)
     record.measured["scores"]["random"] = score(17.0, 0.75)
     assert "Random routing at 75.0 % active does better" in said(record)
-
-
-def test_a_result_without_routers_blames_no_routing():
-    assert "Routing did not pay" not in said(make(static=10.0, routers=0))
+    assert "Routing did not pay" not in said(make(static=10.0, routers=0)), "it has no routers"
 
 
 # --- several runs --------------------------------------------------------------------------------
@@ -542,12 +533,6 @@ def test_the_card_loads_the_folder_that_the_run_was_asked_for(out, repo, place):
     assert ("# this folder" in card) == (not repo)
 
 
-def test_a_single_thread_is_one():
-    record = make()
-    record.environment = {"processor": "a processor", "threads": 1}
-    assert ", 1 thread, torch" in report.model_card(record, "")
-
-
 def test_a_task_without_a_headline_has_no_row():
     record = make()
     for found in record.measured["scores"].values():
@@ -610,10 +595,13 @@ def test_the_card_says_what_became_of_the_weights(weights, says):
     assert ("`moesaic apply" in card) == (weights != "trained")
 
 
-def test_additions_to_a_paper_are_not_credited_to_it():
+def test_the_card_says_how_it_was_made():
+    """Additions to a paper are not credited to it; a single thread is one."""
     record = with_step(make(), beyond=("fitted router", "refitted down projections"))
+    record.environment = {"processor": "a processor", "threads": 1}
     card = report.model_card(record, "")
     assert "Not in that paper: fitted router, refitted down projections." in card
+    assert ", 1 thread, torch" in card
 
 
 # --- drawings that suit a step -------------------------------------------------------------------

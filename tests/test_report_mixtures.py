@@ -234,17 +234,15 @@ def test_every_step_is_told_in_its_order():
 
 
 def test_native_results_need_no_import():
+    """A plan rebuilds either, and every step."""
     for kind, own in (("mixtral", True), ("moesaic_mixtral", False)):
-        card = report.model_card(pruned(model_type=kind, native=own), "")
+        record = pruned(model_type=kind, native=own)
+        card = report.model_card(record, "")
+        for steps in (record.steps, record.steps * 2):
+            assert "`moesaic apply" in report.model_card(replace(record, steps=steps), "")
         assert ("import moesaic" in card) != own
         assert ("trust_remote_code" in card) != own
         assert ("ordinary mixtral checkpoint" in card) == own
-
-
-def test_a_plan_rebuilds_every_step():
-    record = pruned()
-    for steps in (record.steps, record.steps * 2):
-        assert "`moesaic apply" in report.model_card(replace(record, steps=steps), "")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -338,9 +336,14 @@ def test_every_original_has_a_picture_of_its_own():
 
 
 def test_runs_on_different_texts_are_not_compared():
+    """Of those on one, the quantised original is one point."""
     other = make()
     other.measured["evaluation"] = {"data": "wikitext", "length": 512}
     assert [*points([make(), other])] == ["org/model, text 1", "org/model, text 2"]
+    records = [make(), make(result=15.0)]
+    for record in records:
+        record.measured["scores"]["q4_0"] = score(13.0, 1.0)
+    assert [p.kind for p in points(records)["org/model"]].count("q4_0") == 1
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), None])
@@ -349,13 +352,6 @@ def test_a_figure_that_is_no_number_is_not_drawn(value):
     at = placed(only([record, make()]))
     assert (1, "result") not in at
     assert at[2, "result"]
-
-
-def test_two_models_are_no_frontier():
-    record = make()
-    del record.measured["scores"]["static"]
-    assert frontiers([record]) == []
-    assert "What is lost, and what is saved" not in report.html([record])
 
 
 def test_every_point_has_its_name_beside_it_and_no_name_lies_on_another():
@@ -369,13 +365,6 @@ def test_every_point_has_its_name_beside_it_and_no_name_lies_on_another():
         assert names == {p.label for p in plot.points}
     many = replace(plot, points=tuple(replace(plot.points[0], label=str(n)) for n in range(12)))
     assert 1 <= len(found.findall("".join(drawn(many, 680)[0]))) <= 8  # there is no room for more
-
-
-def test_the_quantised_original_of_several_runs_is_one_point():
-    records = [make(), make(result=15.0)]
-    for record in records:
-        record.measured["scores"]["q4_0"] = score(13.0, 1.0)
-    assert [p.kind for p in points(records)["org/model"]].count("q4_0") == 1
 
 
 def test_a_plane_puts_points_where_they_belong():
@@ -420,7 +409,9 @@ def test_a_picture_of_several_runs_is_a_file_of_its_own():
     assert "active parameters (less is better)" in texts
     assert any(t and t.startswith("2. org/model, carved with MoRE") for t in texts)
     record = make()
-    del record.measured["scores"]["static"]
+    del record.measured["scores"]["static"]  # two models are no frontier
+    assert frontiers([record]) == []
+    assert "What is lost, and what is saved" not in report.html([record])
     assert report.frontier_picture([record]) == ""
 
 
