@@ -105,14 +105,6 @@ def test_slimmed_along(model_type, tokens, tmp_path):
         assert torch.equal(after[name], before[name][plan.shared_S])
 
 
-def test_what_changes_nothing_in_them_keeps_their_bytes(tokens, tmp_path):
-    base = published("deepseek_v3", tmp_path / "base")
-    config = SkipConfig()
-    out = moesaic.skip(str(base), config, calibration=tokens).save(tmp_path / "out")
-    assert equal(further(base, "deepseek_v3"), further(out, "deepseek_v3"))
-    loaded(out)
-
-
 def test_a_live_model_has_none(tokens, tmp_path):
     """transformers does not load them: the config and the record say so."""
     base = published("glm4_moe", tmp_path / "base")
@@ -169,6 +161,8 @@ VERBS = {
 def test_they_survive_every_verb(model_type, asked, tokens, tmp_path):
     base, config = published(model_type, tmp_path / "base"), VERBS[asked]
     out = verb(config.verb, str(base), config, calibration=tokens).save(tmp_path / "out")
+    if config.verb == "skip":  # which changes nothing in them
+        assert equal(further(base, model_type), further(out, model_type))
     found = {name: tensor for name, tensor in weights(out).items() if "eh_proj" in name}
     said = json.loads((out / "config.json").read_text())["num_nextn_predict_layers"]
     assert said == len(found) == 1

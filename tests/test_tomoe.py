@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, configured, saved, tiny_model
+from builders import VOCAB, configured, converted, losses_of, saved, tiny_model
 from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,7 +30,6 @@ from moesaic.carving.tomoe.method import (
 from moesaic.carving.tomoe.student import MaskingHooks, Student, layer_shapes
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.hub import convert_class
 from moesaic.metrics.score import model_size
 from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
@@ -65,23 +64,24 @@ def student_of(model: Any, **options: Any) -> Student:
     return student.eval()
 
 
-def converted(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple[Any, Plan]:
-    """What becomes of a student: the base with its plan applied."""
-    arch = dense_arch(student.base.config)
-    base = copy.deepcopy(student.base)
+def carved(model: Any, **options: Any) -> Any:
+    """What carving makes of a model in a few steps."""
+    config = configured(ToMoEConfig, **{**SHORT, **options})
+    return moesaic.carve(model, config, calibration=ids())
+
+
+def decided(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple[Any, Any]:
+    """What becomes of a student: the base with its layers converted, and these."""
+    arch, base = dense_arch(student.base.config), copy.deepcopy(student.base)
     logits = student.head_logits(tokens)
     with torch.no_grad():
         student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
-        plans, _ = decide(
-            student.masking, learned_logits(student.masking, logits), arch.attention, threshold
-        )
+        learned = learned_logits(student.masking, logits)
+        layers, _ = decide(student.masking, learned, arch.attention, threshold)
     for module in base.modules():  # a copy of the student's base has its hooks; take them off
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    plan = Plan("tomoe", base_shape(base, arch), plans)
-    apply_plan(base, arch, plan)
-    convert_class(base, arch, plan)
-    return base, plan
+    return converted(base, dict(layers)), layers
 
 
 # --- the student ---------------------------------------------------------------------------------
@@ -139,11 +139,11 @@ class ByHand:
     Made of a student's modules alone: nothing of the layer kind or of what it installs.
     """
 
-    def __init__(self, student: Student, plan: Plan) -> None:
-        self.student, self.plan = student, plan
+    def __init__(self, student: Student, layers: Any) -> None:
+        self.student, self.layers = student, layers
 
     def _layer(self, index: int) -> OverlappingLayer:
-        layer = self.plan.layers[index]
+        layer = self.layers[index]
         assert isinstance(layer, OverlappingLayer)
         return layer
 
@@ -179,14 +179,14 @@ def test_the_converted_model_is_its_masks(model_type: str) -> None:
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
     student = student_of(model)
-    result, plan = converted(student, Tokens(ids()))
-    headers = [layer.header() for layer in plan.layers.values()]
+    result, layers = decided(student, Tokens(ids()))
+    headers = [layer.header() for layer in layers.values()]
     assert all(len(h["petals"]) == 3 and h["petals"][0] < 64 for h in headers)
     assert any(h["head_top_k"] for h in headers)
     student.masking.begin(torch.ones(6, 24, dtype=torch.bool), noise=False)
     student.release()
     dense = model(ids()).logits
-    masked = MaskingHooks(model, arch, ByHand(student, plan))
+    masked = MaskingHooks(model, arch, ByHand(student, layers))
     expected = model(ids()).logits
     masked.remove()
     assert not torch.allclose(expected, dense, atol=0.05)
@@ -216,11 +216,11 @@ def test_queries_and_keys_are_masked_after_their_norm(model_type: str) -> None:
 
     wanted = normalised(model, model)
     student = student_of(model)
-    result, plan = converted(student, Tokens(ids()))
+    result, layers = decided(student, Tokens(ids()))
     for found in (normalised(model, student.logits), normalised(result, result)):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-    for layer in plan.layers.values():
+    for layer in layers.values():
         assert isinstance(layer, OverlappingLayer)
         assert not {names.q, names.k} & layer.rows.keys()
 
@@ -239,7 +239,7 @@ def test_rows_that_a_norm_needs_cannot_go(model_type: str) -> None:
 @pytest.mark.parametrize("attention", ["routed", "none"])
 def test_pseudo_moe_and_moe_agree(attention: str) -> None:
     student = student_of(tiny_model("llama"), attention=attention)
-    result, _ = converted(student, Tokens(ids()))
+    result, _ = decided(student, Tokens(ids()))
     set_form(result, "moe")
     moe = result(ids()).logits
     one = [result(ids()[:1, :t]).logits[:, -1] for t in (1, 2)]
@@ -250,36 +250,10 @@ def test_pseudo_moe_and_moe_agree(attention: str) -> None:
         torch.testing.assert_close(pseudo, logits, rtol=0, atol=1e-4)
 
 
-def test_a_head_uses_top_k_dimensions_by_token() -> None:
-    student = student_of(tiny_model("llama"))
-    result, plan = converted(student, Tokens(ids()))
-    attention = result.model.layers[1].self_attn
-    layer = plan.layers[1]
-    assert isinstance(layer, OverlappingLayer)
-    assert 0 < layer.head_top_k < 8
-    x = torch.randn(2, 5, 32)
-    mask = attention.partial.router(x)
-    assert (mask.sum(-1) == layer.head_top_k).all()
-    assert len(mask.flatten(0, 1).unique(dim=0)) > 1
-    modules = student.masking.mha[1]
-    mean = student.masking.hypernetwork()[2].mean(0)
-    logits = modules.proj_d(modules.proj_e(x) + mean)[..., :8]  # Eq. 5
-    best = logits.topk(layer.head_top_k, -1).indices
-    assert torch.equal(mask, torch.zeros_like(mask).scatter(-1, best, 1))
-    result(ids())
-    values: dict[str, Tensor] = {}
-    attention.v_proj.register_forward_hook(lambda m, a, out: values.update(v=out))
-    attention.o_proj.register_forward_pre_hook(lambda m, a: values.update(o=a[0]))
-    result(ids())
-    used = attention.partial.mask
-    assert torch.equal(values["v"].unflatten(-1, (-1, 8))[..., 0, :] != 0, used.bool())
-    assert torch.equal(values["o"].unflatten(-1, (-1, 8))[..., 3, :] != 0, used.bool())
-
-
 def test_widths_are_equal_and_experts_lie_inside_the_union() -> None:
     student = student_of(tiny_model("llama"))
-    _, plan = converted(student, Tokens(ids()))
-    for i, layer in plan.layers.items():
+    _, layers = decided(student, Tokens(ids()))
+    for i, layer in layers.items():
         assert isinstance(layer, OverlappingLayer)
         assert layer.experts_NW is not None
         logits = student.masking.expert_logits(i) + student.masking.config.bias + 0.36651
@@ -300,7 +274,7 @@ def test_the_budget_is_met_and_counted_as_everywhere() -> None:
     for target in (0.4, 0.6, 0.8):
         threshold = threshold_for(layers, target)
         assert active_ratio(layers, threshold) == pytest.approx(target, abs=0.01)
-        result, _ = converted(student, Tokens(ids()), threshold)
+        result, _ = decided(student, Tokens(ids()), threshold)
         counted = model_size(result)
         assert counted.active_ratio == pytest.approx(active_ratio(layers, threshold), abs=1e-6)
     assert counted.router_parameters > 0
@@ -310,22 +284,18 @@ def test_materialised_experts_are_the_shared_ones() -> None:
     logits = []
     for materialize in (False, True):
         student = student_of(tiny_model("llama"), materialize=materialize)
-        result, _ = converted(student, Tokens(ids()))
+        result, _ = decided(student, Tokens(ids()))
         assert isinstance(result.model.layers[0].mlp, OverlappingFFN) != materialize
         logits.append(result(ids()).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
-    config = configured(ToMoEConfig, **SHORT, materialize=True)
-    made = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+    made = carved(tiny_model("llama"), materialize=True)
     blocks = [layer.mlp for layer in made.model.model.layers]
     weights = sum(p.weight.numel() for b in blocks for p in (b.gate_proj, b.up_proj, b.down_proj))
     assert made.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
 
 
 def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
-    options = {**SHORT, "attention": "none", "materialize": True}
-    result = moesaic.carve(
-        tiny_model("mistral"), configured(ToMoEConfig, **options), calibration=ids()
-    )
+    result = carved(tiny_model("mistral"), attention="none", materialize=True)
     result.save(tmp_path / "carved")
     made = moesaic.export(str(tmp_path / "carved"), tmp_path / "native")
     assert made["model_type"] == "mixtral"
@@ -352,8 +322,7 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
 def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    config = configured(ToMoEConfig, **SHORT, recompute=True)
-    result = moesaic.carve(model, config, calibration=ids())
+    result = carved(model, recompute=True)
     assert result.model.dtype == torch.bfloat16
     routers = [p for n, p in result.model.named_parameters() if "router" in n]
     assert routers
@@ -367,11 +336,7 @@ def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
 def test_recomputing_changes_nothing_but_memory() -> None:
     """Dropout is kept off as well, and the same masks are tossed again."""
     plain, again = (
-        moesaic.carve(
-            tiny_model("phi", resid_pdrop=0.5),
-            configured(ToMoEConfig, **SHORT, recompute=recompute),
-            calibration=ids(),
-        ).summary["training"]["losses"]
+        losses_of(carved(tiny_model("phi", resid_pdrop=0.5), recompute=recompute))
         for recompute in (False, True)
     )
     for ours, theirs in zip(again, plain, strict=True):
@@ -380,9 +345,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
 
 def test_the_curves_of_the_losses_are_kept() -> None:
     """In an order that a checkpoint, which sorts names, does not change."""
-    config = configured(ToMoEConfig, **SHORT, accumulate=2)
-    result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
-    losses = result.summary["training"]["losses"]
+    losses = losses_of(carved(tiny_model("llama"), accumulate=2))
     assert [line["step"] for line in losses] == [1, 2, 3, 4, 5, 6]
     for line in losses:
         penalty = 16 * line["parameters"] + 2 * line["union"] + line["balance"] / 8
@@ -391,10 +354,7 @@ def test_the_curves_of_the_losses_are_kept() -> None:
 
 
 def test_other_masks() -> None:
-    options = {**SHORT, "published": True, "noise": False, "steps": 2}
-    result = moesaic.carve(
-        tiny_model("llama"), configured(ToMoEConfig, **options), calibration=ids()
-    )
+    result = carved(tiny_model("llama"), published=True, noise=False, steps=2)
     assert result.model(ids()).logits.isfinite().all()
     assert model_size(result.model).active_ratio == pytest.approx(0.7, abs=0.02)
     headers = [layer.header() for layer in result.plan.layers.values()]
@@ -413,9 +373,7 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
     assert (config.experts, config.attention) == (8, "routed")
     assert (config.noise, config.published, config.beyond) == (True, True, ())
     short = {"steps": 8, "batch": 2, "lr": 0.05, "length": 24, "experts": 3, "active": 0.6}
-    result = moesaic.carve(
-        tiny_model("llama"), configured(ToMoEConfig, **bundle | short), calibration=ids()
-    )
+    result = carved(tiny_model("llama"), **bundle | short)
     assert result.summary["training"]["threshold"] == 0
     headers = [layer.header() for layer in result.plan.layers.values()]
     assert all(h["noise"] and h["routing"] == "tossed" for h in headers)
@@ -428,16 +386,6 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
     assert not torch.equal(again(ids()).logits, result.model(ids()).logits)
     whole = {"materialized": True, "rows": {}, "head_top_k": 0}
     assert "toss" in (OverlappingLayer.obstacle({**headers[0], **whole}) or "")
-
-
-def test_a_result_that_tosses_stays_where_training_brought_it() -> None:
-    thresholds = {}
-    for noise in (False, True):
-        config = configured(ToMoEConfig, **SHORT, noise=noise, attention="none")
-        training = moesaic.carve(tiny_model("llama"), config, calibration=ids()).summary["training"]
-        thresholds[noise] = training["threshold"]
-    assert thresholds[True] == 0
-    assert thresholds[False] != 0
 
 
 @pytest.mark.parametrize(
