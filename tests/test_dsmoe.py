@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, WAYS, configured, force, losses_of, masked, tiny_model
+from builders import VOCAB, WAYS, configured, converted, force, losses_of, masked, tiny_model
 from torch import Tensor
 
 import moesaic
@@ -32,12 +34,9 @@ from moesaic.carving.routers import (
 from moesaic.data.sources import MIXES, Mix
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.hub import convert_class
 from moesaic.metrics.score import score
 from moesaic.pipeline import run_recipe
-from moesaic.plan import Plan
 from moesaic.recipe import Recipe
-from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.text import PackedText
 
 BLOCKS = 4
@@ -47,15 +46,14 @@ def rows(count: int = 16, length: int = 24) -> Tensor:
     return torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
 
 
-def carved(model: Any, **options: Any) -> Any:
-    """A model with gates of its own scale, in place."""
-    arch = dense_arch(model.config)
-    layers = DSMoE(configured(DSMoEConfig, experts=BLOCKS, **options)).start(
-        layer_sizes(model, arch)
-    )
-    plan = Plan("dsmoe", base_shape(model, arch), dict(layers))
-    apply_plan(model, arch, plan)
-    convert_class(model, arch, plan)
+def carved(model: Any, scale: float = 1.0, **options: Any) -> Any:
+    """A model with gates of its own scale, or of a larger one, in place."""
+    sizes = layer_sizes(model, dense_arch(model.config))
+    layers = DSMoE(configured(DSMoEConfig, experts=BLOCKS, **options)).start(sizes)
+    converted(model, dict(layers))
+    with torch.no_grad():
+        for ffn in ffns(model):
+            ffn.router.weight.mul_(scale)
     return model
 
 
@@ -66,11 +64,18 @@ def ffns(model: Any) -> list[CarvedFFN]:
 def gated(model_type: str = "llama", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """One block whose gates differ from token to token, and its inputs (T, D)."""
     changes = {"mlp_bias": False} if model_type == "llama" else {}
-    model = carved(tiny_model(model_type, **changes), **options).to(dtype)
-    ffn = ffns(model)[0]
-    with torch.no_grad():
-        ffn.router.weight.mul_(20)
-    return ffn.eval(), torch.randn(17, 32, dtype=dtype)
+    model = carved(tiny_model(model_type, **changes), 20, **options).to(dtype)
+    return ffns(model)[0].eval(), torch.randn(17, 32, dtype=dtype)
+
+
+@contextmanager
+def gates_of(model: Any) -> Iterator[list[Tensor]]:
+    """What routers give inside, layer by layer and call by call."""
+    seen: list[Tensor] = []
+    hooks = [f.router.register_forward_hook(lambda *a: seen.append(a[2])) for f in ffns(model)]
+    yield seen
+    for hook in hooks:
+        hook.remove()
 
 
 # --- the block -----------------------------------------------------------------------------------
@@ -203,16 +208,11 @@ def test_the_sparsity_loss_pushes_active_gates_alone() -> None:
     S = (g * (g > 0.5)).detach() + g - g.detach()
     sparsity(S).sum().backward()
     assert g.grad.tolist() == [[[0.5, 0.0], [0.0, 0.5]]]
-    uniform = torch.full((8, 4), 0.25)
-    assert imbalance(torch.eye(4).repeat(2, 1), uniform).item() == pytest.approx(1.0)
 
 
 def test_the_objective_by_hand_padding_left_out() -> None:
     torch.manual_seed(5)
-    model = carved(tiny_model("llama"), sparsity=0.7).train()
-    for ffn in ffns(model):
-        with torch.no_grad():
-            ffn.router.weight.mul_(20)
+    model = carved(tiny_model("llama"), 20, sparsity=0.7).train()
     ids = rows(2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, 7:], mask[1, 7:] = -100, 0
@@ -222,11 +222,8 @@ def test_the_objective_by_hand_padding_left_out() -> None:
     loss, figures = objective(
         model, {"input_ids": ids, "labels": labels.clone(), "attention_mask": mask}
     )
-    seen: list[Tensor] = []
-    hooks = [f.router.register_forward_hook(lambda *a: seen.append(a[2])) for f in ffns(model)]
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    for hook in hooks:
-        hook.remove()
+    with gates_of(model) as seen:
+        logits = model(input_ids=ids, attention_mask=mask).logits
     total, gates, on, count = 0.0, 0.0, 0, 0
     for b in range(2):
         for t in range(11):
@@ -295,15 +292,9 @@ def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(
 
 
 def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
-    model = carved(tiny_model("llama", mlp_bias=False))
-    for ffn in ffns(model):
-        with torch.no_grad():
-            ffn.router.weight.mul_(20)
-    outs: list[Tensor] = []
-    hooks = [f.router.register_forward_hook(lambda *a: outs.append(a[2])) for f in ffns(model)]
-    measured = score(model, tokens)
-    for hook in hooks:
-        hook.remove()
+    model = carved(tiny_model("llama", mlp_bias=False), 20)
+    with gates_of(model) as outs:
+        measured = score(model, tokens)
     for i, routing in measured.routing.items():
         on = torch.cat(outs[i::4]) > 0
         assert routing.counts == on.sum(0).tolist()

@@ -69,10 +69,12 @@ def by_hand(model, tokenizer, prompt, choice):
     return sum(log[i - 1, ids[i]].item() for i in range(start, len(ids)))
 
 
-def test_a_question_may_hold_what_elsewhere_ends_a_line(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_question_may_hold_what_elsewhere_ends_a_line(encoding, tmp_path):
+    """And the file may begin with a byte order mark."""
     file = tmp_path / "one.jsonl"
     row = {"question": "a\u2028b\x85?", "choices": ["c", "d"], "answer": 1}
-    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding)
     assert read_questions(file) == [row]
 
 
@@ -98,12 +100,6 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
         read_questions(file)
     assert message in str(refusal.value)
     assert '"choices"' in str(refusal.value), "it says what would work"
-
-
-def test_questions_may_begin_with_a_byte_order_mark(tmp_path, questions):
-    file = tmp_path / "bom.jsonl"
-    file.write_text(questions.read_text("utf-8"), "utf-8-sig")
-    assert read_questions(file) == read_questions(questions)
 
 
 # --- divergence ----------------------------------------------------------------------------------
@@ -182,7 +178,7 @@ def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded)
 
 
 def test_other_vocabularies_are_refused_and_other_readers_compared(
-    llama_folder, tmp_path, tokenizer, tokens, command, done
+    llama_folder, tmp_path, tokenizer, tokens, done, refused
 ):
     folder = tmp_path / "other"
     tiny_model("llama", seed=1).save_pretrained(folder)
@@ -202,14 +198,10 @@ def test_other_vocabularies_are_refused_and_other_readers_compared(
     def without_merges(written):  # as transformers' readers of other files cut text otherwise
         written["model"]["merges"] = []
 
-    code, out, err = command(*rewritten(swapped))
-    assert (code, out) == (2, "")
-    assert "--against: its vocabulary differs from the model's: " in err
-    save_file({"input_ids": tokens.input_ids}, tmp_path / "ids.safetensors")
-    ids = command(*rewritten(swapped), "--data", tmp_path / "ids.safetensors")
-    assert ids[0] == 0, "ids are the same whatever they stand for"
-    out = done(*rewritten(without_merges))
-    assert json.loads(out)["kl"] > 0
+    refused("--against: its vocabulary differs from the model's: ", *rewritten(swapped))
+    save_file({"input_ids": tokens.input_ids}, tmp_path / "ids.safetensors")  # whatever they mean
+    done(*rewritten(swapped), "--data", tmp_path / "ids.safetensors")
+    assert json.loads(done(*rewritten(without_merges)))["kl"] > 0
 
 
 # --- generations ---------------------------------------------------------------------------------
@@ -377,8 +369,7 @@ def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, qu
 def test_eval_prints_all_of_it(done, carved_folder, llama_folder, questions):
     given = ["eval", carved_folder, "--against", llama_folder]
     quick = ["--max-tokens", "320", "--length", "32", "--limit", "4", "--data", pages("evaluation")]
-    out = done(*given, "--tasks", questions, *quick, "--stream", "--json")
-    found = json.loads(out)
+    found = json.loads(done(*given, "--tasks", questions, *quick, "--stream", "--json"))
     assert found["kl"] > 0
     assert 0 <= found["top1_agreement"] <= 1
     assert found["tasks"]["few"].keys() >= {"acc", "acc_norm", "stderr", "n"}
@@ -391,11 +382,10 @@ def test_eval_prints_all_of_it(done, carved_folder, llama_folder, questions):
     assert "bytes" not in out
 
 
-def test_tasks_by_name_need_lm_eval(command, llama_folder, monkeypatch):
+def test_tasks_by_name_need_lm_eval(refused, llama_folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    code, _, err = command("eval", llama_folder, "--tasks", "arc_easy")
-    assert code == 2
-    assert "pip install 'moesaic[tasks] @ git+https" in err
+    said = "pip install 'moesaic[tasks] @ git+https"
+    refused(said, "eval", llama_folder, "--tasks", "arc_easy")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -533,8 +523,7 @@ def test_anybodys_checkpoint_is_judged(done, refused, llama_folder, tmp_path):
         (tmp_path / "theirs" / file.name).write_bytes(file.read_bytes())
     asked = ["eval", tmp_path / "theirs", "--against", llama_folder, "--max-tokens", 600]
     asked += ["--length", 32, "--baseline", "q8_0", "--data", pages("evaluation")]
-    printed = done(*asked, "--json")
-    figures = json.loads(printed)
+    figures = json.loads(done(*asked, "--json"))
     low, high = figures["kl_interval"]
     assert 0 <= low < figures["kl"] < high
     assert 0 < figures["baselines"]["q8_0"]["kl"] < figures["kl"]

@@ -3,7 +3,10 @@
 import copy
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import gguf
@@ -36,6 +39,8 @@ from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
 from moesaic.exports.llamacpp import lacking
 from moesaic.exports.native import decide, verify, write
+from moesaic.io.source import Source
+from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer
 
@@ -48,13 +53,20 @@ CASES = {
 }
 
 
+def carved(
+    folder: Path, shapes: dict[int, Any] = EQUAL, model: Any = None, **options: Any
+) -> Source:
+    """A model with petals of these shapes, saved; a llama without biases if no other is given."""
+    layers = {i: carved_layer(*shape, seed=i, **options) for i, shape in shapes.items()}
+    return saved(folder, tiny_model("llama", mlp_bias=False) if model is None else model, layers)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_carved_models_are_exact_in_a_native_architecture(case, tmp_path, tokens):
     model_type, shapes, changes, target = CASES[case]
     if model_type == "llama":
         changes = {"mlp_bias": False, **changes}
-    layers = {i: carved_layer(*shape, seed=i) for i, shape in shapes.items()}
-    source = saved(tmp_path / "carved", tiny_model(model_type, **changes), layers)
+    source = carved(tmp_path / "carved", shapes, tiny_model(model_type, **changes))
     decided, _ = same_model(source, tmp_path / "native", tokens)
     assert decided.model_type == target
     if case != "last half":  # dense layers run as many petals of zeros there
@@ -83,9 +95,8 @@ def test_several_petals_are_nearly_exact(model_type, shape, target, routing, tmp
     assert before == after == 4 * (shape[0] + 3 * shape[1][0])
 
 
-def test_several_petals_are_never_repeated(tmp_path, tokens):
-    layers = {i: carved_layer(*EQUAL[i], seed=i, top_k=2) for i in range(4)}
-    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+def test_several_petals_are_never_repeated(tmp_path):
+    layers = {i: carved_layer(*EQUAL[i], seed=i, top_k=2) for i in (0, 1, 3)}
     layers[2] = carved_layer(32, (16, 16), seed=2, top_k=1)
     source = saved(tmp_path / "uneven", tiny_model("llama", mlp_bias=False), layers)
     with pytest.raises(MoesaicError, match="1 of 2, 2 of 4 petals"):
@@ -93,8 +104,7 @@ def test_several_petals_are_never_repeated(tmp_path, tokens):
 
 
 def test_what_differs_by_layer_is_filled_up(tmp_path, tokens):
-    layers = {i: carved_layer(*shape, seed=i) for i, shape in UNEVEN.items()}
-    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    source = carved(tmp_path / "carved", UNEVEN)
     decided, _ = same_model(source, tmp_path / "native", tokens)
     assert decided.costs["experts"] == [4, 4]
     before, after = decided.costs["active_neurons"]
@@ -104,8 +114,7 @@ def test_what_differs_by_layer_is_filled_up(tmp_path, tokens):
 
 def test_tied_embeddings_stay_tied(tmp_path, tokens):
     model = tiny_model("llama", mlp_bias=False, tie_word_embeddings=True)
-    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
-    source = saved(tmp_path / "carved", model, layers)
+    source = carved(tmp_path / "carved", model=model)
     _, tied = same_model(source, tmp_path / "tied", tokens)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
@@ -114,8 +123,8 @@ def test_rotary_settings_stand_where_engines_look_for_them(tmp_path, tokens):
     """Beside the others, as transformers 4 wrote them, and read back they are what they were."""
     rotary = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
     model = tiny_model("llama", mlp_bias=False, rope_parameters=rotary)
-    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
-    _, found = same_model(saved(tmp_path / "carved", model, layers), tmp_path / "native", tokens)
+    source = carved(tmp_path / "carved", model=model)
+    _, found = same_model(source, tmp_path / "native", tokens)
     config = json.loads((tmp_path / "native" / "config.json").read_text())
     assert config["rope_theta"] == 5e4
     assert config["rope_scaling"]["type"] == "linear"
@@ -133,9 +142,8 @@ def test_how_deepseek_chooses_is_said(tmp_path, tokens):
 
 
 def test_routers_stay_in_float32(tmp_path):
-    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
     model = tiny_model("llama", mlp_bias=False).to(torch.bfloat16)
-    source = saved(tmp_path / "carved", model, layers)
+    source = carved(tmp_path / "carved", model=model)
     (tmp_path / "native").mkdir()
     write(source, decide(source), tmp_path / "native")
     tensors = load_file(tmp_path / "native" / "model.safetensors")
@@ -145,35 +153,42 @@ def test_routers_stay_in_float32(tmp_path):
 
 # --- refused -------------------------------------------------------------------------------------
 
-REFUSED = {
-    "'random' has no native form": ("llama", {"routing": "random"}, {}),
-    "'threshold' has no native form": (
-        "llama",
-        {"routing": "threshold", "top_k": 4, "gate": {"tau": 0.5}},
-        {},
+Make = Callable[[Path], Source]
+GATES = {"routing": "threshold", "top_k": 4, "gate": {"tau": 0.5}}
+SLIDING = {"sliding_window": 8}
+REFUSED: dict[str, Make] = {
+    "'random' has no native form": lambda out: carved(out, routing="random"),
+    "'threshold' has no native form": lambda out: carved(out, **GATES),
+    "lacks biases in experts": lambda out: carved(out, model=tiny_model("llama", mlp_bias=True)),
+    "lacks the attention of gemma2": lambda out: carved(out, model=tiny_model("gemma2")),
+    "lacks the attention of qwen2": lambda out: carved(out, model=tiny_model("qwen2")),
+    "lacks sliding-window attention": lambda out: carved(
+        out, model=tiny_model("mistral", **SLIDING)
     ),
-    "lacks biases in experts": ("llama", {}, {"mlp_bias": True}),
-    "lacks the attention of gemma2": ("gemma2", {}, {}),
-    "lacks the attention of qwen2": ("qwen2", {}, {}),
-    "lacks sliding-window attention": ("mistral", {}, {"sliding_window": 8}),
+    "shared_gate mean": lambda out: mixture(out, condensed_layer([1], 40, gated=24), "qwen2_moe"),
+    "cannot have just these dense layers: 2": lambda out: mixture(
+        out, condensed_layer([1], 16, shared=False)
+    ),
+    "No native router skips": lambda out: mixture(out, CutLayer(beta=0.5, rule="top2")),
+    "6/8 experts.*mixtral has no router": lambda out: mixture(out, CutLayer(torch.arange(6))),
 }
+
+
+def mixture(folder: Path, layer: LayerPlan, model_type: str = "mixtral") -> Source:
+    """A mixture whose last layer is of this kind, saved."""
+    return saved(folder, tiny_moe(model_type), {2: layer})
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_no_architecture_holds_is_refused(message, tmp_path):
-    model_type, layer, changes = REFUSED[message]
-    if model_type == "llama":
-        changes = {"mlp_bias": False, **changes}
-    layers = {i: carved_layer(*EQUAL[i], **layer) for i in range(4)}
-    source = saved(tmp_path / "carved", tiny_model(model_type, **changes), layers)
+    source = REFUSED[message](tmp_path / "made")
     with pytest.raises(MoesaicError, match=message):
         export(str(source.folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_unknown_targets(tmp_path):
-    layers = {i: carved_layer(*EQUAL[i]) for i in range(4)}
-    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    source = carved(tmp_path / "carved")
     with pytest.raises(MoesaicError, match="'llama4' is none of mixtral, granitemoeshared"):
         export(str(source.folder), tmp_path / "out", target="llama4")
     with pytest.raises(MoesaicError, match="mixtral lacks a backbone that every token runs"):
@@ -238,16 +253,6 @@ def test_router_groups_are_filled_up_one_by_one(tmp_path, tokens):
     assert (bias_E < -1e30).nonzero().flatten().tolist() == [3, 7]  # the last of each group
 
 
-def test_a_router_that_cannot_leave_an_expert_out_is_not_filled_up(tmp_path):
-    model_type = "mixtral"
-    model = tiny_moe(model_type)
-    routed = base_arch(model.config).moe_layers(model)
-    layers = {i: CutLayer(torch.arange(6)) for i in routed[:1]}
-    source = saved(tmp_path / "pruned", model, layers)
-    with pytest.raises(MoesaicError, match=f"6/8 experts.*{model_type} has no router"):
-        export(str(source.folder), tmp_path / "out")
-
-
 def test_condensed_layers_get_one_width(tmp_path, tokens):
     layers = {
         0: condensed_layer([1], 16, shared=False),
@@ -276,27 +281,11 @@ def test_blocks_that_are_gone_are_zeros(tmp_path, tokens):
     assert model.model.layers[1].mlp.down_proj.weight.count_nonzero() == 0
 
 
-REFUSED_MIXTURES = {
-    "shared_gate mean": ("qwen2_moe", condensed_layer([1], 40, gated=24)),
-    "cannot have just these dense layers: 2": ("mixtral", condensed_layer([1], 16, shared=False)),
-    "No native router skips": ("mixtral", CutLayer(beta=0.5, rule="top2")),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED_MIXTURES)
-def test_what_a_mixture_cannot_say_is_refused(message, tmp_path):
-    model_type, layer = REFUSED_MIXTURES[message]
-    source = saved(tmp_path / "made", tiny_moe(model_type), {2: layer})
-    with pytest.raises(MoesaicError, match=message):
-        export(str(source.folder), tmp_path / "out")
-
-
 # --- the whole way -------------------------------------------------------------------------------
 
 
 def test_export_says_what_it_did(command, done, tmp_path, own_process):
-    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
-    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    source = carved(tmp_path / "carved")
     out = tmp_path / "native"
     text = done("export", source.folder, out, "--json")
     record = json.loads(text)
@@ -309,8 +298,7 @@ def test_export_says_what_it_did(command, done, tmp_path, own_process):
 
 
 def test_an_export_that_is_not_the_same_is_refused(tmp_path):
-    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
-    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    source = carved(tmp_path / "carved")
     out = tmp_path / "native"
     export(str(source.folder), out)
     with opened(out) as weights:
@@ -445,16 +433,10 @@ def test_vocabularies_of_sentencepiece_have_a_token_a_row(tmp_path):
     assert not converter.falls_back_to_bytes(file)
 
 
-HYBRID = {
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-    "num_hidden_layers": 4,
-}
-"""A Nemotron-H of these layers, two of which route."""
-
-
 def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
     """Of Nemotron-H alone, as NVIDIA's Puzzle; what differs otherwise is filled up, or refused."""
-    model = small_model("nemotron_h", **HYBRID)
+    kinds = ["linear_attention", "moe", "full_attention", "moe"]
+    model = small_model("nemotron_h", layers_block_type=kinds, num_hidden_layers=4)
     narrow = CutLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
     layers = {1: narrow, 3: CutLayer(top_k=1)}
     config = saved(tmp_path / "out", copy.deepcopy(model), layers).config
@@ -463,7 +445,7 @@ def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
     assert [tuple(block.get(n) for n in numbers) for block in settings["block_configs"]] == [
         *((None, None), (8, 2), (None, None), (16, 1)),
     ]
-    assert [b["block_type"] for b in settings["block_configs"]] == HYBRID["layers_block_type"]
+    assert [b["block_type"] for b in settings["block_configs"]] == kinds
     shared = replace(narrow, shared_S=torch.arange(16))
     other = saved(tmp_path / "shared", copy.deepcopy(model), {1: shared}).config
     alike = saved(tmp_path / "alike", model, {1: narrow, 3: narrow}).config
@@ -507,11 +489,5 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
             tensors["mtp.fc.weight"] = torch.ones(32, 64)
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
         llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
-    assert requests == [
-        [
-            *map(str, (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")),
-            "f32",
-            predicting,
-            {},
-        ]
-    ]
+    paths = (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")
+    assert requests == [[*map(str, paths), "f32", predicting, {}]]

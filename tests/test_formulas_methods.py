@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
-from moesaic.carving.budget import LayerSize, split_for_share, split_for_target
+from moesaic.carving.budget import LayerSize, split_for_share
 from moesaic.carving.more import formulas
 from moesaic.carving.more.formulas import (
     affinity_degree,
@@ -186,12 +186,6 @@ def test_scores_of_neurons_by_hand() -> None:
 
 
 # --- budgets -------------------------------------------------------------------------------------
-
-
-def test_a_target_out_of_reach_says_how_low_it_can_go() -> None:
-    """One of two equal layers at half of its neurons is three quarters of all, both are a half."""
-    with pytest.raises(MoesaicError, match=r"go down to 0\.750 \(0\.500 with layers=all\)"):
-        split_for_target([LayerSize(0, 8, 8)] * 2, [0], 0.1, experts=2, top_k=1)
 
 
 @pytest.mark.parametrize("keep", ["shared", "nothing"])

@@ -82,7 +82,7 @@ REFUSED: dict[str, list[Case]] = {
         ("llama", {"count": 1}, "no routed experts"),
     ],
     "carve.more": [
-        ("llama", {"active": 0.2}, "out of reach.*can go down to"),
+        ("llama", {"active": 0.2}, r"out of reach.*can go down to 0\.750 \(0\.500 with layers=all"),
         ("llama", {"active": 1.5}, "active 1.5 must be at most 1"),
         ("llama", {"top_k": 4}, "below experts 4"),
         ("llama", {"layers": "9"}, "from 0 to 3"),
@@ -120,7 +120,8 @@ REFUSED: dict[str, list[Case]] = {
         ("llama", {"what": "routers"}, "teacher"),
         ("llama", {"warmup": 1.5}, "warmup"),
         ("llama", {"batch": 0}, "batch"),
-        ("mixtral", {}, "no condensed layers"),
+        ("mixtral", {}, "no condensed layers.*what=lora, what=routers or what=all"),
+        ("llama", {}, "no condensed layers"),
     ],
 }
 
