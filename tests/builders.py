@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import copy
+import io
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 
-from moesaic import hub
+from moesaic import exports, hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.carving.carved_layer import CarvedLayer
@@ -38,6 +40,7 @@ from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
 from moesaic.data.sources import sources_of
 from moesaic.exports.native import NEAR, Export, decide, write
+from moesaic.fitting.forms import Form, forms
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.running import always_skipping
@@ -522,6 +525,11 @@ def losses_of(result: Any) -> list[dict[str, float]]:
     return losses
 
 
+def few_forms(*given: Any) -> list[Form]:
+    """Two forms of those that a search looks at, where it does not matter which it offers."""
+    return [form for form in forms(*given) if form.name in ("slim", "prune")]
+
+
 # --- processes -----------------------------------------------------------------------------------
 
 
@@ -594,6 +602,19 @@ def called(
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
     work(*arguments)
+
+
+def scripted(name: str, request: str) -> None:
+    """A script of exports, in a process of its own."""
+    sys.argv = [name, request]
+    with redirect_stdout(io.StringIO()):
+        runpy.run_path(str(Path(exports.__file__).with_name(name)), run_name="__main__")
+
+
+def run_script(name: str, request: str, **_: str) -> str | None:
+    """Stand-in of :func:`moesaic.exports.run_script`, whose process imports torch each time."""
+    ((code, said),) = launch(scripted, name, request, count=1, ends=True)
+    return (said.strip().splitlines()[-1:] or ["no message"])[0] if code else None
 
 
 def run_command(*arguments: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import builders
 import psutil
 import pytest
 import torch
@@ -83,13 +84,15 @@ def _no_fresh_processes() -> Iterator[None]:
         patch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
         patch.setattr("moesaic.metrics.measurement.peak_memory", _memory)
         patch.setattr("moesaic.exports.native.run_script", _plain)
+        patch.setattr("moesaic.exports.llamacpp.run_script", builders.run_script)
         yield
 
 
 @pytest.fixture
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check exports in a process that never imports moesaic, as users do."""
-    monkeypatch.setattr("moesaic.exports.native.run_script", run_script)
+    """Make and check exports in a process that never imports moesaic, as users do."""
+    for module in ("native", "llamacpp"):
+        monkeypatch.setattr(f"moesaic.exports.{module}.run_script", run_script)
 
 
 @pytest.fixture(params=sorted(DENSE))

@@ -379,7 +379,7 @@ def main():
 """
 
 
-def test_gguf_is_made_by_the_converter(tmp_path, monkeypatch):
+def test_gguf_is_made_by_the_converter(tmp_path, monkeypatch, own_process):
     model = tmp_path / "model"
     tiny_moe("mixtral").save_pretrained(model)
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)

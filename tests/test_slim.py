@@ -27,7 +27,7 @@ import moesaic
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.methods.slim.config import BUILT_IN, SCORES, SlimConfig
+from moesaic.methods.slim.config import BUILT_IN, SCORES, Neurons, SlimConfig
 from moesaic.methods.slim.neurons import highest_in_layer, losses, removal_costs
 from moesaic.metrics.score import model_size
 from moesaic.observation.stats import tally_of
@@ -84,7 +84,8 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
     site = site_of(any_model(model_type), tokens)
     view, stats = site.view, tally_of(site, {"energy_EM", "reach_EM"}).stats()
     (x_TD,) = list(site.inputs())
-    score_EM = SCORES["energy"].score(neurons(stats["energy_EM"], stats["reach_EM"]))
+    energy_EM, reach_EM = stats["energy_EM"], stats["reach_EM"]
+    score_EM = SCORES["energy"].score(Neurons(energy_EM, reach_EM, reach_EM, 0))
     for i in range(view.count):
         down_DM = view.weights_of(i)[-1]
         if model_type == "llama":
@@ -96,12 +97,6 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
             written_TD = wh_TM[:, j, None] * down_DM[:, j]
             expected = written_TD.double().square().sum().sqrt()
             torch.testing.assert_close(score_EM[i, j], expected, rtol=1e-5, atol=1e-8)
-
-
-def neurons(energy, reach, size=None, seed=0):
-    from moesaic.methods.slim.config import Neurons
-
-    return Neurons(energy, reach, size if size is not None else reach, seed)
 
 
 @torch.no_grad()
@@ -152,15 +147,8 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
 
 
 @pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
-def test_every_score_decides(score, tokens):
-    """For a mixture with a shared path, and a dense model."""
-    model = tiny_moe("qwen2_moe")
-    result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
-    for layer in result.plan.layers.values():
-        assert layer.neurons_EW.shape == (8, 8)
-        assert layer.shared_S.shape == (8,)
-    assert result.model.config.moe_intermediate_size == 8
-    assert result.model.config.shared_expert_intermediate_size == 8
+def test_every_score_decides_of_a_dense_model(score, tokens):
+    """And of mixtures: laws/test_mixtures.py."""
     assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
 
 
@@ -517,29 +505,20 @@ def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkey
 
 
 def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):
+    """Which hold no pairs of neurons."""
     model, tokens = any_model("llama"), many_tokens()
-    stats = moesaic.observe(model, tmp_path / "model.stats", calibration=tokens)
-    config = moesaic.SlimConfig(keep=0.5, score="energy", refit=False)
-    plan = moesaic.slim(model, config, calibration=moesaic.Calibration(stats=str(stats))).plan
-    seen = moesaic.slim(model, config, calibration=tokens).plan
-    for i, layer in seen.layers.items():
+    stats = str(moesaic.observe(model, tmp_path / "model.stats", calibration=tokens))
+    config = SlimConfig(keep=0.5, score="energy", refit=False)
+    plan = moesaic.slim(model, config, stats=stats).plan
+    for i, layer in slimmed(model, tokens, keep=0.5).plan.layers.items():
         assert same(layer, plan.layers[i])
-
-
-def test_pairs_of_neurons_are_not_in_statistics_of_a_dense_model(tmp_path):
-    model = any_model("llama")
-    stats = moesaic.observe(model, tmp_path / "model.stats", calibration=many_tokens())
-    with pytest.raises(moesaic.MoesaicError, match="no pairs of neurons"):
-        moesaic.slim(
-            model,
-            moesaic.SlimConfig(keep=0.5, score="surgeon"),
-            calibration=moesaic.Calibration(stats=str(stats)),
-        )
+    with pytest.raises(MoesaicError, match="no pairs of neurons"):
+        moesaic.slim(model, SlimConfig(keep=0.5, score="surgeon"), stats=stats)
 
 
 def test_a_carved_model_is_not_observed(tmp_path):
     carved = moesaic.carve(
         any_model("llama"), moesaic.MoREConfig(active=0.8), calibration=many_tokens()
     )
-    with pytest.raises(moesaic.MoesaicError, match="observe the original"):
+    with pytest.raises(MoesaicError, match="observe the original"):
         moesaic.observe(carved.model, tmp_path / "model.stats", calibration=many_tokens())

@@ -241,8 +241,6 @@ def test_low_rank_updates_start_at_the_seed_alone() -> None:
 def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
     model = tiny_model("llama")
     assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=rows()))
-    with pytest.raises(MoesaicError, match="no condensed layers"):
-        moesaic.tune(model, TuneConfig(), text=rows())
     with pytest.raises(MoesaicError, match="no routers that learn"):
         moesaic.tune(model, TuneConfig(what="routers", teacher="given"), text=rows(), teacher=model)
 
@@ -270,21 +268,12 @@ def test_a_processor_with_a_number_is_one(tmp_path: Path) -> None:
 # --- what is predicted ---------------------------------------------------------------------------
 
 
-def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
-    data = [
-        {"instruction": "Add", "input": "one and two", "output": "three"},
-        {"question": "Why?", "answer": "Because of it, I should say."},
-        {"text": "plain text " * 200},
-    ]
+def test_padding_is_not_predicted(tokenizer: Any) -> None:
+    """Nor are prompts: test_text.py. Of plain text every token is."""
+    data = [{"question": "Why?", "answer": "Because of it."}, {"text": "plain text " * 200}]
     examples = training_text(data, tokenizer, 512, answers=True)
-    answers = ("three", " Because of it, I should say.")
-    for text, example in zip(answers, examples[:2], strict=True):
-        answer = tokenizer(text)["input_ids"]
-        learned = [label for label in example["labels"] if label != -100]
-        assert learned == [*answer, tokenizer.eos_token_id]
-        assert example["input_ids"][-len(learned) :] == learned
-    assert examples[2]["labels"] == examples[2]["input_ids"]
-    assert len(examples[2]["labels"]) == 512
+    assert examples[1]["labels"] == examples[1]["input_ids"]
+    assert len(examples[1]["labels"]) == 512
     batch = collate(examples)
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
