@@ -79,12 +79,14 @@ def _plain(name: str, request: str, **_: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_fresh_processes() -> Iterator[None]:
-    """One takes ten seconds to import torch and transformers; lm-eval starts one that asks pip."""
+    """One takes ten seconds to import torch and transformers; lm-eval starts one that asks pip, and
+    reads for longer what tasks there are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
         patch.setattr("moesaic.metrics.measurement.peak_memory", _memory)
         patch.setattr("moesaic.exports.native.run_script", _plain)
         patch.setattr("moesaic.exports.llamacpp.run_script", builders.run_script)
+        patch.setattr("moesaic.metrics.tasks.task_manager", builders.local_tasks)
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import DENSE, VOCAB, launch, pages, tiny_model, tiny_moe
+from builders import DENSE, VOCAB, launch, local_tasks, pages, tiny_model, tiny_moe
 from safetensors.torch import save_file
 from torch.utils import collect_env
 from transformers import AutoModelForCausalLM
@@ -28,6 +28,7 @@ from moesaic.metrics import tasks as tasking
 from moesaic.metrics.forward import BATCH, InMemory, Layerwise
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
 from moesaic.metrics.score import _part, score, scores
+from moesaic.metrics.tasks import task_manager
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
 from moesaic.report import numbers, tables
@@ -331,6 +332,7 @@ def test_a_perplexity_beyond_float_is_a_number_that_json_has():
 def share(options: dict[str, Any], out: Path, recipe: str) -> None:
     """In one of several processes."""
     collect_env.get_pretty_env_info = str  # lm-eval asks pip what is there otherwise
+    tasking.task_manager = local_tasks  # type: ignore[assignment]
     join_processes()
     found = moesaic.evaluate(**options, stream=True)
     routing = [(r.tokens, r.counts) for r in found.routing.values()]
@@ -416,6 +418,7 @@ def test_questions_of_a_file_are_a_task_of_lm_eval(questions, llama_folder, toke
 @pytest.mark.filterwarnings("ignore")
 def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr(tasking, "task_manager", task_manager)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     quick = {"length": 32, "max_tokens": 64}
     unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
@@ -434,7 +437,7 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_every_task_of_the_papers_lists_is_lm_evals():
     pytest.importorskip("lm_eval")
-    known = {*tasking.task_manager().all_tasks}
+    known = {*task_manager().all_tasks}
     for preset in tasking.PRESETS:
         assert {task.name for task in wanted_tasks(preset)} <= known
     assert len(wanted_tasks("naee")) == 8
