@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import edited
+from builders import edited, few_forms
 from jinja2 import TemplateError
 
 import moesaic
@@ -508,8 +508,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert fuzz.called(line)[0] == 0
     text = ("--calibration", str(place / "text.jsonl"), "--samples", "6", "--length", "32")
     assert fuzz.called(["observe", str(place / "moe"), str(place / "stats"), *text])[0] == 0
-    fuzz.prepare(place)
-    yield place
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moesaic.fitting.search.forms", few_forms)
+        fuzz.prepare(place)
+        yield place
     sys.path.remove(faults)
 
 

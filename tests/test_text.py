@@ -23,14 +23,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import OLD, documents, pages, tiny_model, tiny_tokenizer, whole_plan
+from builders import OLD, converted, documents, pages, tiny_model, tiny_tokenizer, whole_plan
 from safetensors.torch import save_file
 from shrunken import small_whole
 from tokenizers import Regex, normalizers, processors
 from transformers import LlamaConfig
 
 import moesaic
-from moesaic import hub
 from moesaic.arch.lookup import dense_arch
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader
@@ -49,7 +48,6 @@ from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import score, scores
 from moesaic.recipe import check_run, load_recipe, parse_recipe
-from moesaic.surgery import apply_plan
 from moesaic.train.text import PackedText, training_text
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -268,6 +266,7 @@ def test_damaged_parquet(tmp_path):
 
 
 def test_names_of_text() -> None:
+    """And names that are none."""
     assert text_sources("allenai/c4:en") == (TextSource("allenai/c4", "en"),)
     assert text_sources("a/b::python:train[10%:]") == (
         TextSource("a/b", "", "python", "train[10%:]"),
@@ -281,8 +280,6 @@ def test_names_of_text() -> None:
     )
     assert str(TextSource("a", data_dir="x")) == "a::x"
 
-
-def test_names_that_are_none() -> None:
     for spec in (
         "a=0", "=1", "a=1,a=2", "a:b:c:d:e", "a:::train[x:]", '{"names": "a"}', "[]", "[3",
         '{"name": "a", "weight": -1}', '{"name": "a", "split": 3}',
@@ -430,18 +427,13 @@ def test_conversations_are_shown_in_the_models_own_template(row: Any, tokenizer:
         assert text_of(instructed, talking) == "<user>Be brief.\n\nHi.</><assistant>Yes?</>"
     with pytest.raises(MoesaicError, match="has role and content"):
         text_of({"messages": ["Hi."]}, talking)
+    turns = [("human", "Hi."), ("function_call", "f()"), ("observation", "3"), ("gpt", "Yes?")]
+    calling = {"conversations": [{"from": a, "value": b} for a, b in turns]}
+    shown = "<user>Hi.</><assistant>f()</><tool>3</><assistant>Yes?</>"
+    assert text_of(calling, talking) == shown, "what a function returned is a tool's turn"
     learned = training_text([row], talking, 64, answers=True)[0]
     shown = talking.decode([i for i in learned["labels"] if i != -100])
     assert shown.startswith("Yes?</>")
-
-
-def test_what_a_function_returned_is_a_tools_turn(tokenizer: Any) -> None:
-    talking = copy.deepcopy(tokenizer)
-    talking.chat_template = TEMPLATE
-    turns = [("human", "Hi."), ("function_call", "f()"), ("observation", "3"), ("gpt", "Yes?")]
-    row = {"conversations": [{"from": a, "value": b} for a, b in turns]}
-    shown = text_of(row, talking)
-    assert shown == "<user>Hi.</><assistant>f()</><tool>3</><assistant>Yes?</>"
 
 
 def test_a_named_mix_is_its_sources(
@@ -502,8 +494,12 @@ def test_without_a_network_what_is_in_the_cache_is_read(folder: Any) -> None:
     assert read("owner/set", "evaluation") == {f"{i}" for i in range(30, 40)}
 
 
-def test_the_page_lists_every_named_mix() -> None:
+def test_the_page_lists_every_named_mix_and_every_schema() -> None:
     lines = (RECIPES.parent / "docs" / "text.md").read_text("utf-8").splitlines()
+    for needs, (may, _) in SCHEMAS.items():
+        columns, extra = (", ".join(f"`{name}`" for name in names) for names in (needs, may))
+        (line,) = [x for x in lines if re.match(rf"\| {columns}[ ;]", x)]
+        assert extra in line
     for name, mix in MIXES.items():
         (row,) = [line for line in lines if line.startswith(f"| `{name}` |")]
         assert all(source in row or f"`{source[-2:]}`" in row for source in mix.sources)
@@ -646,9 +642,7 @@ def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:
     """S9: bdfe050 fed and scored it. On either side of the text, and for routing as well."""
     model = tiny_model("llama")
     arch = dense_arch(model.config)
-    plan = whole_plan(model, arch, top_k=1)
-    apply_plan(model, arch, plan)
-    hub.convert_class(model, arch, plan)
+    converted(model, dict(whole_plan(model, arch, top_k=1).layers))
     assert padded.attention_mask is not None
     logs, scored, counts = 0.0, 0, torch.zeros(2, 3, dtype=torch.int64)
     for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
@@ -749,7 +743,7 @@ def test_a_tokenizers_mask_of_whole_numbers_is_a_mask():
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     given, wanted = Tokens(ids, mask), Tokens(ids.long(), mask.bool())
     assert (given.input_ids.dtype, given.attention_mask.dtype) == (torch.int64, torch.bool)
-    assert given.fingerprint == wanted.fingerprint
+    assert given.fingerprint == wanted.fingerprint != Tokens(ids).fingerprint
     assert given.count == 5
 
 
@@ -766,11 +760,6 @@ def test_what_a_model_cannot_read_is_refused():
         Tokens(torch.ones(1, 2).long(), torch.zeros(1, 2).long()).check(config)
 
 
-def test_fingerprint_sees_the_mask():
-    ids = torch.ones(2, 3, dtype=torch.int64)
-    assert Tokens(ids).fingerprint != Tokens(ids, torch.ones(2, 3, dtype=torch.bool)).fingerprint
-
-
 def test_batches_cover_all_rows():
     ids = torch.arange(40).view(10, 4)
     batches = list(Tokens(ids).batches(12))
@@ -782,9 +771,8 @@ def test_padding_is_not_learned():
     ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
     assert Tokens(ids).examples()[1]["labels"] == [8, 9, 0]
-    padded = Tokens(ids, mask).examples()
-    assert [e["input_ids"] for e in padded] == [[5, 6, 7], [8, 9]]
-    assert [e["labels"] for e in padded] == [[5, 6, 7], [8, 9]]
+    rows = [[5, 6, 7], [8, 9]]
+    assert Tokens(ids, mask).examples() == [{"input_ids": row, "labels": row} for row in rows]
 
 
 # --- S10: order ----------------------------------------------------------------------------------
@@ -796,14 +784,6 @@ def numbers_of(stream: PackedText, tokenizer: Any, count: int) -> list[int]:
     return [int(part) for part in parts if part.strip().isdigit()]
 
 
-def test_every_row_comes_once_a_pass(tokenizer: Any, tmp_path: Path) -> None:
-    name = str(rows_file(tmp_path / "a.jsonl", numbered(100, 140)))
-    rows = open_rows(TextSource(name), "calibration")
-    first, second = ([text_of(r) for r in rows.shuffled(seed)] for seed in ("0", "1"))
-    assert sorted(first) == sorted(second) == [f"{i}" for i in range(100, 140)]
-    assert first != second
-
-
 @pytest.mark.parametrize("kind", ["file", "streamed"])
 def test_a_sorted_source_does_not_come_out_sorted(
     kind: str, folder: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -812,6 +792,10 @@ def test_a_sorted_source_does_not_come_out_sorted(
     total = 12_000
     if kind == "file":
         name = str(rows_file(tmp_path / "a.jsonl", numbered(0, total)))
+        shuffled = [
+            text_of(row) for row in open_rows(TextSource(name), "calibration").shuffled("0")
+        ]
+        assert len({*shuffled}) == len(shuffled) == total, "every row comes once a pass"
     else:
         shards = {
             f"train-0000{i}-of-00008": numbered(i * total // 8, (i + 1) * total // 8)
@@ -867,8 +851,7 @@ def test_a_source_of_empty_rows_does_not_hang(tokenizer: Any, tmp_path: Path) ->
 
 def test_eval_takes_16384_tokens_and_says_so(done: Any, llama_folder: Path) -> None:
     """C9: bdfe050 took all of the text."""
-    out = done("eval", llama_folder, "--json")
-    figures = json.loads(out)
+    figures = json.loads(done("eval", llama_folder, "--json"))
     assert figures["max_tokens"] == 16_384
     assert 15_000 < figures["tokens"] <= 16_384
     out = done("eval", llama_folder, "--max-tokens", 512)
@@ -890,24 +873,14 @@ def test_no_more_is_measured_than_was_said(
                 evaluation_tokens(data, tokenizer, length, most)
 
 
-# --- the page about it ---------------------------------------------------------------------------
-
-
-def test_the_page_lists_every_schema() -> None:
-    lines = (RECIPES.parent / "docs" / "text.md").read_text().splitlines()
-    for needs, (may, _) in SCHEMAS.items():
-        columns, extra = (", ".join(f"`{name}`" for name in names) for names in (needs, may))
-        (line,) = [x for x in lines if re.match(rf"\| {columns}[ ;]", x)]
-        assert extra in line
+LITTLE = [{"text": f"row {i} says little. " * 9} for i in range(60)]
 
 
 def test_eval_refuses_what_a_result_was_calibrated_on(
     llama_folder: Path, tmp_path: Path, done: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the record, so from any folder and long after; other rows of the same file are welcome."""
-    file = rows_file(
-        tmp_path / "t.jsonl", [{"text": f"row {i} says little. " * 9} for i in range(60)]
-    )
+    file = rows_file(tmp_path / "t.jsonl", LITTLE)
     monkeypatch.chdir(tmp_path)
     text = ["--calibration", "t.jsonl:::[:50%]", "--samples", 8, "--length", 24]
     given = ["--method", "more", "--layers", "all", "--data", "t.jsonl:::[50%:]", "-o", "rounds=0"]
@@ -925,9 +898,7 @@ def test_a_result_of_a_result_is_not_measured_on_what_the_first_was_made_by(
 ) -> None:
     """Calibrated or trained on, however many steps ago."""
     for what in ("calibrated", "trained"):
-        file = rows_file(
-            tmp_path / f"{what}.jsonl", [{"text": f"row {i} says little. " * 9} for i in range(60)]
-        )
+        file = rows_file(tmp_path / f"{what}.jsonl", LITTLE)
         first, short = tmp_path / what, ["--length", 24, "--no-eval"]
         line = {
             "calibrated": ["prune", moe_folder, first, "--keep", 6, "--calibration", file],
@@ -945,8 +916,7 @@ def test_statistics_know_the_text_that_they_were_observed_on(
     moe_folder: Path, tmp_path: Path, done: Any, refused: Any
 ) -> None:
     """Neither prune nor eval measures on it."""
-    rows = [{"text": f"row {i} says little. " * 9} for i in range(60)]
-    file, stats = rows_file(tmp_path / "a.jsonl", rows), tmp_path / "a.stats"
+    file, stats = rows_file(tmp_path / "a.jsonl", LITTLE), tmp_path / "a.stats"
     text = ["--calibration", file, "--samples", 8, "--length", 24]
     done("observe", moe_folder, stats, *text)
     given = [tmp_path / "out", "--keep", 6, "--stats", stats, "--overwrite"]
@@ -957,12 +927,12 @@ def test_statistics_know_the_text_that_they_were_observed_on(
 
 
 def test_text_beside_statistics_is_refused_or_read(
-    moe_folder: Path, tmp_path: Path, command: Any, done: Any, refused: Any
+    moe_folder: Path, tmp_path: Path, done: Any, refused: Any
 ) -> None:
     """What stands in the record was used: the windows of the statistics, and those of a refit."""
     shipped = ["--calibration", "shipped:prose"]
     text = [*shipped, "--samples", 11, "--length", 24, "--seed", 6]
-    assert command("observe", moe_folder, tmp_path / "both", *text)[0] == 0
+    done("observe", moe_folder, tmp_path / "both", *text)
     given = [tmp_path / "out", "--stats", tmp_path / "both", "--no-eval", "--json", "--overwrite"]
     prune, skip = ["prune", moe_folder, *given, "--keep", 6], ["skip", moe_folder, *given]
     for line in (
@@ -976,13 +946,12 @@ def test_text_beside_statistics_is_refused_or_read(
         assert f"{line[len(prune if line[0] == 'prune' else skip)]}" in err
     own = {"samples": 11, "length": 24}
     for line in (prune, skip):
-        printed = done(*line)
-        used = json.loads(printed)["calibration"]
+        used = json.loads(done(*line))["calibration"]
         assert used.keys() == {"stats", "fingerprint", "samples", "length", "sources"}
         assert {name: used[name] for name in own} == own
         assert [source["windows"] for source in used["sources"]] == [11]
-    printed = done(*prune, "--refit", *shipped, "--samples", 4, "--length", 20)
-    used = json.loads(printed)["calibration"]
+    refit = ["--refit", *shipped, "--samples", 4, "--length", 20]
+    used = json.loads(done(*prune, *refit))["calibration"]
     assert (used["samples"], used["length"], used["observed"]) == (4, 20, own)
     assert [source["windows"] for source in used["sources"]] == [11, 4]
 
@@ -1016,7 +985,7 @@ def test_slices_of_one_source_are_one_kind_of_text(tokenizer: Any) -> None:
 
 @pytest.mark.skipif(OLD, reason="this transformers has no such language model alone")
 def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
-    tokenizer: Any, moe_folder: Path, tmp_path: Path, command: Any, done: Any, caplog: Any
+    tokenizer: Any, moe_folder: Path, tmp_path: Path, done: Any, caplog: Any
 ) -> None:
     """By every verb that calibrates, on the card and in the record; a mixture of text is not."""
     words = "is multimodal and calibrated only on text"
@@ -1029,13 +998,12 @@ def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
     record = json.loads((tmp_path / "out/moesaic/result.json").read_text())
     assert any(words in warning for warning in record["log"]["warnings"])
     assert words in (tmp_path / "out/README.md").read_text()
-    caplog.clear()
-    code, _, err = command("observe", folder, tmp_path / "stats", *text)
-    assert (code, words in caplog.text) == (0, True), err
-    caplog.clear()
-    given = ["--stats", tmp_path / "stats", "--no-eval"]
-    code, _, err = command("prune", folder, tmp_path / "again", "--keep", 0.5, *given)
-    assert (code, words in caplog.text) == (0, True), err
-    caplog.clear()
-    code, _, err = command("prune", moe_folder, tmp_path / "plain", "--keep", 6, *text, "--no-eval")
-    assert (code, words in caplog.text) == (0, False), err
+    given = ["--keep", 0.5, "--stats", tmp_path / "stats", "--no-eval"]
+    for line, warned in (
+        (["observe", folder, tmp_path / "stats", *text], True),
+        (["prune", folder, tmp_path / "again", *given], True),
+        (["prune", moe_folder, tmp_path / "plain", "--keep", 6, *text, "--no-eval"], False),
+    ):
+        caplog.clear()
+        done(*line)
+        assert (words in caplog.text) == warned, line
