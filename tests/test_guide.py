@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import SERVER, pages, run_command
+from builders import SERVER, few_forms, pages, run_command
 
 from moesaic import pipeline
 from moesaic.cli import guide
@@ -175,11 +175,6 @@ def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
     assert size == kept + changed
 
 
-def few(*given: Any) -> list[Form]:
-    """Two forms of those that a search looks at; which it offers is not tried here."""
-    return [form for form in forms(*given) if form.name in ("slim", "prune")]
-
-
 def in_terminal(device: str, words: list[str], folder: Path) -> None:
     """Run the command line in this process with a terminal in the place of its three files."""
     os.setsid()
@@ -195,7 +190,7 @@ def in_terminal(device: str, words: list[str], folder: Path) -> None:
     os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb", LLAMA_CPP="nowhere")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     measurement.peak_memory = lambda *_: 1 << 26  # a fresh process otherwise
-    search.forms = few
+    search.forms = few_forms
     run_command(*words)
 
 
@@ -257,7 +252,7 @@ def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(printed):
         patch.chdir(folder)
         patch.setattr(sys, "argv", sys.argv)
-        patch.setattr(search, "forms", few)
+        patch.setattr(search, "forms", few_forms)
         with pytest.raises(SystemExit) as ended:
             run_command(*words, "--yes", "--json", "--resume")
     assert not ended.value.code, said.getvalue()
