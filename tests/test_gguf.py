@@ -89,6 +89,9 @@ NAMES = {
 }
 
 
+SHARED_WIDTH = "shared_expert_intermediate_size"
+
+
 def stacked(model, folder):
     """A model's published tensors with experts stacked, by llama.cpp's names."""
     model.save_pretrained(folder)
@@ -115,6 +118,30 @@ def add_vocabulary(writer, tokenizer):
         writer.add_bos_token_id(0)
 
 
+def begun(file, architecture, config, numbers, tokenizer):
+    """A writer of a file that has its fields, tokenizer included, and no tensor yet."""
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("tiny")
+    every = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        **numbers,
+    }
+    for field, value in every.items():
+        name = field if field.startswith("split") else f"{architecture}.{field}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None:
+            writer.add_uint32(name, value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
+    add_vocabulary(writer, tokenizer)
+    return writer
+
+
 def interleaved(rows, heads):
     """Rows of a head as llama.cpp's rotation wants them: the halves by turns."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -124,34 +151,18 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
     """A model as a GGUF file, by hand; matrices in a type, vectors and routers in float32."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("tiny")
-    for field, value in {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
+    numbers = {
         "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
         "rope.dimension_count": config.hidden_size // config.num_attention_heads,
         "attention.key_length": getattr(config, "head_dim", None),
         "attention.value_length": getattr(config, "head_dim", None),
         "expert_count": getattr(config, "num_experts", getattr(config, "num_local_experts", None)),
         "expert_used_count": getattr(config, "num_experts_per_tok", None),
         "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
-        "expert_shared_feed_forward_length": getattr(
-            config, "shared_expert_intermediate_size", None
-        ),
+        "expert_shared_feed_forward_length": getattr(config, SHARED_WIDTH, None),
         **said,
-    }.items():
-        if isinstance(value, list):
-            writer.add_array(f"{architecture}.{field}", value)
-        elif value is not None:
-            split = field.startswith("split")
-            writer.add_uint32(field if split else f"{architecture}.{field}", value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
-    add_vocabulary(writer, tokenizer)
+    }
+    writer = begun(file, architecture, config, numbers, tokenizer)
     tensors = stacked(model, file.with_suffix(""))
     change(tensors)
     for name, tensor in tensors.items():
@@ -218,9 +229,7 @@ def theirs(file, config):
 
 
 def same(model, other):
-    a, b = model.state_dict(), other.state_dict()
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
+    return equal(dict(model.state_dict()), dict(other.state_dict()))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen2_moe"])
@@ -291,26 +300,13 @@ VERBS = {
     "qwen2_moe": {
         "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
         "observe": ["{out}", *TEXT[:-1]],
-        "tune": [
-            "{out}",
-            "--what",
-            "all",
-            "--steps",
-            "1",
-            "--length",
-            "16",
-            "--train",
-            "{text}",
-            "--no-eval",
-        ],
+        "tune": ["{out}", "--what=all", "--steps=1", "--length=16", "--train={text}", "--no-eval"],
         "eval": ["--max-tokens", "64", "--data", "{text}"],
         "inspect": [],
         "generate": ["a word", "--new-tokens", "2"],
         "export": ["{out}"],
     },
-    "llama": {
-        "carve": ["{out}", "--method", "more", "--active", "0.85", "--refit", *TEXT],
-    },
+    "llama": {"carve": ["{out}", "--method", "more", "--active", "0.85", "--refit", *TEXT]},
 }
 """What each verb is given beside a file; a mixture's are tried on a mixture."""
 
@@ -359,13 +355,7 @@ def hybrid(model_type, tokenizer, file, missing=""):
     )
     config, moe = model.config, "moe" in model_type
     architecture = "qwen35moe" if moe else "qwen35"
-    writer = gguf.GGUFWriter(file, architecture)
     numbers = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "full_attention_interval": 4,
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
@@ -374,6 +364,7 @@ def hybrid(model_type, tokenizer, file, missing=""):
         "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
         "rope.dimension_count": 8,
+        "rope.dimension_sections": [2, 1, 1, 0],
     }
     if moe:
         numbers |= {
@@ -384,12 +375,7 @@ def hybrid(model_type, tokenizer, file, missing=""):
         }
     else:
         numbers["feed_forward_length"] = config.intermediate_size
-    for field, value in numbers.items():
-        writer.add_uint32(f"{architecture}.{field}", value)
-    writer.add_array(f"{architecture}.rope.dimension_sections", [2, 1, 1, 0])
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32(f"{architecture}.rope.freq_base", 10_000.0)
-    add_vocabulary(writer, tokenizer)
+    writer = begun(file, architecture, config, numbers, tokenizer)
     for name, tensor in model.state_dict().items():
         if "gate_up_proj" in name:
             start = re.sub(r"^model\.layers", "blk", name).partition("mlp")[0]
@@ -464,7 +450,6 @@ def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokeniz
 
 def test_a_folder_in_the_cache_is_of_one_version_of_transformers(tmp_path, monkeypatch):
     """Names of weights and of a config's attributes are its."""
-    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
         "moesaic.io.gguf._unfold", lambda file, work: (work / "config.json").touch()
     )
@@ -522,12 +507,10 @@ def test_what_the_solver_prints_is_not_on_stdout(monkeypatch, capfd):
 
 
 @pytest.fixture
-def rounding(tmp_path, tokenizer, tokens, monkeypatch):
+def rounding(tmp_path, tokenizer, tokens):
     """Of a small model of a type, its file in f32 with what ggml's quantiser makes of it."""
     needs_llamacpp()
     from moesaic.exports.llamacpp import Rounding
-
-    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
 
     def made(model_type, width=256, change=lambda model: None):
         model = model_of(model_type, hidden_size=256, intermediate_size=width)
