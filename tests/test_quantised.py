@@ -9,7 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import drawn, edited, int4_config, loaded, logits, opened, quantise, tiny_moe, weights
+from builders import (
+    drawn,
+    edited,
+    int4_config,
+    loaded,
+    logits,
+    opened,
+    quantise,
+    tiny_config,
+    tiny_moe,
+    weights,
+)
 from released import deepseek_v4
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,8 +37,6 @@ from moesaic.io.formats import (
     Mxfp4,
     Mxfp4Experts,
     e4m3,
-    packed,
-    unpacked,
 )
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
@@ -49,6 +58,8 @@ ERRORS = {
 }
 """By the name of a weight's scales, the share of it that its rounding may cost."""
 KEPT = torch.tensor([0, 2, 3, 5, 6, 7])
+IDS = Tokens(torch.arange(1, 9)[None])
+TEXT = Tokens(torch.randint(1, 384, (8, 32), generator=torch.Generator().manual_seed(3)))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +110,10 @@ def quantised(request):
     return request.getfixturevalue(request.param)
 
 
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
 def plainly_loaded(folder):
     """The model as transformers alone has it, with plain weights."""
     config = AutoConfig.from_pretrained(folder)
@@ -123,24 +138,6 @@ def applied(folder, out, make, **options):
 
 
 # --- the formats ---------------------------------------------------------------------------------
-
-
-def test_mxfp4_by_hand():
-    """Two codes a byte, the low one first; 2^(scale - 127)."""
-    blocks, scales = torch.zeros(1, 1, 1, 16, dtype=torch.uint8), torch.tensor([[[128]]])
-    blocks[0, 0, 0, 0] = 0x72  # 1 and 6
-    blocks[0, 0, 0, 1] = 0x9A  # -1 and -0.5
-    parts = {"_blocks": blocks, "_scales": scales.to(torch.uint8)}
-    values = Mxfp4Experts(MXFP4).values(parts)
-    assert values.shape == (1, 32, 1)
-    assert values.flatten()[:5].tolist() == [2, 12, -2, -1, 0]
-
-
-def test_fp8_by_hand():
-    codes = torch.tensor([[1.0, -2.0, 448.0], [0.5, 4.0, 8.0]]).to(torch.float8_e4m3fn)
-    form = BlockFp8({"weight_block_size": [1, 2]})
-    parts = {"": codes, "_scale_inv": torch.tensor([[2.0, 0.5], [1.0, 10.0]])}
-    assert form.values(parts).tolist() == [[2, -4, 224], [0.5, 4, 80]]
 
 
 def test_every_code_of_fp8_is_what_torch_reads():
@@ -176,20 +173,6 @@ def test_values_are_transformers():
     for parts in (mine, {"": theirs["w.weight"], "_scale_inv": theirs["w.weight_scale_inv"]}):
         wanted = Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
         assert torch.equal(form.values(parts), wanted)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packed_integers_by_hand(bits):
-    """The lowest bits of a word first, offset by half of the range."""
-    draw = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31 - 1, (3, 5), dtype=torch.int32, generator=draw)
-    found, each = unpacked(words, bits), 32 // bits
-    for row in range(3):
-        for column in range(5 * each):
-            word = int(words[row, column // each]) % 2**32
-            code = word >> (bits * (column % each)) & (2**bits - 1)
-            assert int(found[row, column]) == code - 2 ** (bits - 1)
-    assert torch.equal(packed(found, bits), words)
 
 
 LAYOUTS = {
@@ -390,9 +373,8 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
             wanted = source[name]
         assert tensor.dtype == wanted.dtype
         assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), name
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    said = json.loads((quantised / "config.json").read_text())["quantization_config"]
-    assert said.items() <= config["quantization_config"].items()
+    said, found = (config_of(f)["quantization_config"] for f in (quantised, tmp_path / "out"))
+    assert said.items() <= found.items()
     again = plainly_loaded(tmp_path / "out")
     assert arch.mixture(arch.layers(again)[arch.moe_layers(again)[0]]).count == 6
 
@@ -415,7 +397,7 @@ def test_slimming_keeps_columns_with_those_whose_scale_they_share(
     experts = lambda name, _: ".experts." in name and "bias" not in name  # noqa: E731
     source = Source("base", quantise(folder, form, experts))
     config = SlimConfig(keep=0.75, score="random", refit=False)
-    plan = verb("slim", str(folder), config, calibration=Tokens(drawn_ids())).plan
+    plan = verb("slim", str(folder), config, calibration=TEXT).plan
     model, arch = source.load(), moe_arch(source.config)
     rising = {
         i: replace(layer, neurons_EW=layer.neurons_EW.sort().values)
@@ -483,21 +465,36 @@ def test_new_weights_go_into_the_format(quantised, tmp_path):
     assert 0 < error < error_of
 
 
-def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
-    """A width of 24 in blocks of 16: bfloat16, and the config names the modules."""
+@pytest.mark.parametrize(
+    ("base", "form", "plain"),
+    [
+        ("fp8", BlockFp8, "model.layers.2.mlp.experts"),
+        ("int4", CompressedTensors, r"re:model\.layers\.2\.mlp\.experts\..*"),
+    ],
+)
+def test_blocks_that_do_not_divide_stay_plain(base, form, plain, request, tmp_path):
+    """A width of 24 in blocks of 16: bfloat16, and the config names the modules, or ignores them
+    by a pattern of their names."""
 
     def slim(arch, view):
-        order = torch.arange(24).repeat(8, 1)
-        return CutLayer(torch.arange(8), order, 32, shared_S=torch.arange(24))
+        shared = torch.arange(24) if arch.shared_count else None
+        return CutLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32, shared_S=shared)
 
-    applied(fp8, tmp_path / "out", slim)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    plain = config["quantization_config"]["modules_to_not_convert"]
-    assert "model.layers.2.mlp.experts" in plain
-    assert "model.layers.1.mlp.experts" not in plain  # was plain before
-    tensors = weights_of(tmp_path / "out")
-    assert tensors["model.layers.2.mlp.experts.0.up_proj.weight"].dtype == torch.bfloat16
-    assert torch.isfinite(logits(Source("out", tmp_path / "out").load(), Ids())).all()
+    folder = request.getfixturevalue(base)
+    model, arch, _ = applied(folder, tmp_path / "out", slim)
+    before, after = (config_of(f)["quantization_config"] for f in (folder, tmp_path / "out"))
+    listed = after[form({**after}).plainly]
+    assert plain in listed
+    assert plain.replace("2", "1") not in listed or base == "int4"  # was plain before
+    assert {*before.get(form({**before}).plainly, ())} <= {*listed}
+    if plain.startswith("re:"):
+        assert re.fullmatch(plain[3:], "model.layers.2.mlp.experts.0.up_proj")
+    name = "model.layers.2.mlp.experts.0.down_proj.weight"
+    assert weights(tmp_path / "out")[name].dtype == torch.bfloat16
+    again = Source("out", tmp_path / "out").load()
+    assert torch.isfinite(logits(again, IDS)).all()
+    old, new = (arch.mixture(arch.layers(m)[2]).weights_of(3) for m in (model, again))
+    assert torch.equal(new[1], old[1][:24])
 
 
 def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, command):
@@ -511,20 +508,6 @@ def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, comma
     assert "--keep 0.7 is out of reach with multiple 32 of 64 neurons" in errors
 
 
-def test_groups_that_do_not_divide_stay_plain(int4, tmp_path):
-    """As above, of compressed-tensors: it ignores the experts by a pattern of their names."""
-    slim = lambda *_: CutLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32)  # noqa: E731
-    model, arch, _ = applied(int4, tmp_path / "out", slim)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    plain = r"re:model\.layers\.2\.mlp\.experts\..*"
-    assert plain in said["ignore"]
-    assert {*INT4["ignore"]} < {*said["ignore"]}
-    assert re.fullmatch(plain[3:], "model.layers.2.mlp.experts.0.up_proj")
-    again = Source("out", tmp_path / "out").load()
-    old, new = (arch.mixture(arch.layers(m)[2]).weights_of(3) for m in (model, again))
-    assert torch.equal(new[1], old[1][:24])
-
-
 def test_a_mixed_checkpoint_is_read(int4, tmp_path):
     """One layer's experts are plain, another's in groups: each is what it is stored as."""
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -536,21 +519,13 @@ def test_a_mixed_checkpoint_is_read(int4, tmp_path):
     mixed = Source("mixed", damaged(int4, tmp_path / "mixed", change))
     whole = Source("whole", int4)
     assert torch.equal(mixed.checkpoint.tensor(name), whole.checkpoint.tensor(name).bfloat16())
-    assert torch.equal(logits(mixed.load(), Ids()), logits(whole.load(), Ids()))
-
-
-class Ids:
-    input_ids = torch.arange(1, 9)[None]
-
-
-def weights_of(folder):
-    return load_file(folder / "model.safetensors")
+    assert torch.equal(logits(mixed.load(), IDS), logits(whole.load(), IDS))
 
 
 def test_with_a_dtype_the_result_is_plain(quantised, tmp_path):
     make = lambda *_: CutLayer(KEPT)  # noqa: E731
     applied(quantised, tmp_path / "out", make, dtype=torch.bfloat16)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = config_of(tmp_path / "out")
     assert not config.keys() & {"quantization_config", "expert_dtype"}
     kinds = {t.dtype for name, t in weights(tmp_path / "out").items() if "tid2eid" not in name}
     assert kinds <= {torch.bfloat16, torch.float32}
@@ -564,7 +539,7 @@ def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
     found = {}
     for name, folder in (("fp8", fp8), ("plain", tmp_path / "plain")):
         config = PruneConfig(keep=6, score="frequency")
-        result = verb("prune", str(folder), config, calibration=Tokens(drawn_ids()))
+        result = verb("prune", str(folder), config, calibration=TEXT)
         result.save(tmp_path / f"{name}-out")
         found[name] = [result.plan.layers[i].kept for i in sorted(result.plan.layers)]
     assert found["fp8"] == found["plain"]
@@ -573,11 +548,7 @@ def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
     model = tiny_moe("mixtral")
     model.hf_quantizer = object()  # as transformers leaves it where weights stay quantised
     with pytest.raises(MoesaicError, match="loaded from quantised weights"):
-        verb("prune", model, PruneConfig(keep=6), calibration=Tokens(drawn_ids()))
-
-
-def drawn_ids():
-    return torch.randint(1, 384, (8, 32), generator=torch.Generator().manual_seed(3))
+        verb("prune", model, PruneConfig(keep=6), calibration=TEXT)
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -647,8 +618,6 @@ def test_other_formats_are_refused(fp8):
     }.items():
         with pytest.raises(MoesaicError, match=words):
             CompressedTensors({**INT4, **said})
-    from builders import tiny_config
-
     dense = tiny_config("llama", quantization_config=FP8)
     with pytest.raises(MoesaicError, match="carve takes plain weights"):
         dense_arch(dense)
@@ -666,10 +635,8 @@ def mixed(folder, form, entries):
     tiny_moe("qwen3_moe", moe_intermediate_size=32).save_pretrained(folder)
     plain = re.compile(r"layers\.2\..*experts\.[56]\.")
     quantise(folder, form, lambda name, _: ".experts." in name and not plain.search(name))
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"][form.plainly] = ["lm_head", *entries]
-    file.write_text(json.dumps(config))
+    said = {**config_of(folder)["quantization_config"], form.plainly: ["lm_head", *entries]}
+    edited(folder / "config.json", quantization_config=said)
     return folder
 
 
@@ -699,18 +666,16 @@ def test_an_expert_in_no_format_stays_so_under_another_number(
         return CutLayer(FEW, down_E=down_E)
 
     applied(base, tmp_path / "out", made)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    said = config_of(tmp_path / "out")["quantization_config"]
     assert said[form.plainly] == ["lm_head", *wanted]
     out = resolve(str(tmp_path / "out")).checkpoint
     before, after = (weights(f) for f in (base, tmp_path / "out"))
-    for old, new in ((5, 1),):
-        for leaf in ("gate_proj", "up_proj", "down_proj"):
-            stored = after[EXPERT.format(2, new, leaf)]
-            assert stored.dtype == torch.bfloat16
-            if leaf == "down_proj" and refit:
-                assert torch.equal(stored, (down[old] * 1.1).bfloat16())
-            else:
-                assert torch.equal(stored, before[EXPERT.format(2, old, leaf)])
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        stored = after[EXPERT.format(2, 1, leaf)]
+        assert stored.dtype == torch.bfloat16
+        wanted = before[EXPERT.format(2, 5, leaf)]
+        wanted = (down[5] * 1.1).bfloat16() if leaf == "down_proj" and refit else wanted
+        assert torch.equal(stored, wanted)
     for layer in (0, 1, 2):
         for new in (0, 2) if layer == 2 else (0, 1, 2):
             assert EXPERT.format(layer, new, "down_proj") in out._parts
@@ -727,7 +692,7 @@ def test_an_expert_in_the_format_stays_so_in_the_place_of_one_in_none(tmp_path):
     applied(base, tmp_path / "out", made)
     out = resolve(str(tmp_path / "out")).checkpoint
     assert {EXPERT.format(2, i, "down_proj") for i in range(6)} <= out._parts.keys()
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    said = config_of(tmp_path / "out")["quantization_config"]
     assert said["modules_to_not_convert"] == ["lm_head"]
 
 
@@ -764,16 +729,12 @@ def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, t
     if beside:
         (base / "hf_quant_config.json").write_text(json.dumps(NVFP4))
     for act in (
-        lambda: verb("prune", str(base), PruneConfig(keep=6, score="frequency"), text=drawn_text()),
-        lambda: evaluate(str(base), data=drawn_text(), stream=True),
-        lambda: evaluate(str(base), data=drawn_text()),
+        lambda: verb("prune", str(base), PruneConfig(keep=6, score="frequency"), text=TEXT),
+        lambda: evaluate(str(base), data=TEXT, stream=True),
+        lambda: evaluate(str(base), data=TEXT),
     ):
         with pytest.raises(MoesaicError, match=re.escape(words)):
             act()
-
-
-def drawn_text():
-    return Tokens(drawn_ids())
 
 
 def test_packed_codes_of_no_known_format_are_refused(tmp_path):
