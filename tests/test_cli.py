@@ -214,6 +214,7 @@ pruen MODEL OUT | Did you mean 'prune'?
 LATER = r"""
 carve MODEL OUT --method more --active 0.2 | out of reach
 carve DONE OUT --method more | already carved
+carve MODEL OUT --device hpu | device 'hpu' cannot be used here
 eval some/model | could not be fetched
 eval MODEL --tasks BAD | no choices
 eval MODEL --tasks FEW --shots 5 | --shots 5: the examples are other questions
