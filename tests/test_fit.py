@@ -66,6 +66,11 @@ def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return folder
 
 
+def smaller_than(folder: Path) -> FitConfig:
+    """A search for a model of four fifths the size."""
+    return FitConfig(memory=int(0.8 * Skeleton(resolve(str(folder)).config, None).bytes), windows=4)
+
+
 def form_of(name: str, configs: Any, careful: Any = lambda config: config) -> Form:
     return Form(Family(name, [*configs], careful))
 
@@ -609,10 +614,9 @@ def test_alternatives_decide_on_little_text(
 
 
 def test_layers_of_the_chosen_candidate_are_not_decided_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of(tmp_path / "out")
-    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
+    recipe, config = recipe_of(tmp_path / "out", str(small)), smaller_than(small)
     found, steps = run.open_search(recipe, config), (SlimConfig(keep=0.5),)
     found.trials.result(steps)
     assert found.trials.hand_over(steps, recipe.out)
@@ -626,9 +630,7 @@ def test_a_killed_search_resumes_to_the_same_answer(
 ) -> None:
     """What is finished is not measured again."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:2])
-    config = FitConfig(
-        memory=int(0.8 * Skeleton(resolve(str(small)).config, None).bytes), windows=4, confirm=3
-    )
+    config = replace(smaller_than(small), confirm=3)
     real, left, seen = trials.scores, [99], list[int]()
 
     def scores(*given: Any) -> Any:
@@ -666,9 +668,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
 ) -> None:
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
-    config = FitConfig(
-        memory=int(0.8 * Skeleton(resolve(str(small)).config, None).bytes), windows=4
-    )
+    config = smaller_than(small)
     real, left, seen = PricedLayer.directional, [99], list[int]()
 
     def directional(self: PricedLayer, stand_in: Any) -> Any:
