@@ -31,7 +31,7 @@ from moesaic.config import Calibration
 from moesaic.errors import MoesaicError
 from moesaic.families import Shape
 from moesaic.fitting import search
-from moesaic.fitting.candidates import Candidate, Form, forms, pareto_front
+from moesaic.fitting.candidates import Candidate, pareto_front
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import Price, Prices, key_of, priced_configs
 from moesaic.fitting.run import open_search
