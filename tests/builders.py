@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from moesaic.fitting.forms import Form, forms
+from moesaic.fitting.candidates import Form, forms
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -618,7 +618,7 @@ def run_script(name: str, request: str, **_: str) -> str | None:
 
 
 @cache
-def local_tasks() -> Any:
+def local_tasks(_: bool = False) -> Any:
     """Stand-in of :func:`moesaic.metrics.tasks.task_manager`: it reads none of thousands of files,
     and knows no task by name."""
     from lm_eval.tasks import TaskManager

@@ -50,7 +50,7 @@ def measure_tasks(
                     tasks=[task.request],
                     num_fewshot=task.shots,
                     limit=limit,
-                    task_manager=task_manager(),
+                    task_manager=task_manager(not task.questions),
                     bootstrap_iters=1000,
                     log_samples=False,
                 )
@@ -93,11 +93,15 @@ def recovery_ratio(ours: Values, theirs: Values) -> float | None:
 
 
 @cache
-def task_manager() -> TaskManager:
-    """Return lm-eval's index of its tasks, cached, as it takes seconds to read."""
+def task_manager(named: bool) -> TaskManager:
+    """Return lm-eval's index of its tasks, cached, as it takes seconds to read; or an empty one.
+
+    Args:
+        named: False for questions of a file alone, for which none of them is needed.
+    """
     from lm_eval.tasks import TaskManager
 
-    return TaskManager()
+    return TaskManager(include_defaults=named)
 
 
 def check_tasks(tasks: Iterable[Task]) -> None:
@@ -107,7 +111,7 @@ def check_tasks(tasks: Iterable[Task]) -> None:
         MoesaicError: names the first, and those that are spelled alike.
     """
     named = [task.name for task in tasks if not task.questions]
-    names = {*task_manager().all_tasks} if named else set()
+    names = {*task_manager(True).all_tasks} if named else set()
     for name in named:
         if name not in names:
             close = get_close_matches(name, [*names, *PRESETS], 3, 0.7)
