@@ -347,7 +347,9 @@ def test_what_ships_has_no_bos(tokenizer: Any) -> None:
     assert evaluation_tokens("prose", tokenizer, 16, 160).begun == 0
 
 
-def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer: Any, begun: Any) -> None:
+def test_a_bos_that_a_template_wrote_is_not_doubled(
+    tokenizer: Any, begun: Any, tmp_path: Path
+) -> None:
     talk = [
         {"messages": [{"role": "user", "content": f"What is {n}? A number."}]} for n in range(9)
     ]
@@ -366,8 +368,13 @@ def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer: Any, begun: Any) 
         example = answered(pair, one, 99, beginning(one))
         assert example["input_ids"].count(BOS) == 2, "at both ends"
     long = [{"text": "<|endoftext|>".join(["a b c d e f g h"] * 40)}]
-    ids = evaluation_tokens(long, begun, 4).input_ids
-    assert not ((ids[:, 0] == BOS) & (ids[:, 1] == BOS)).any()
+    (tmp_path / "long.jsonl").write_text(json.dumps(long[0]))
+    packed = islice(PackedText(str(tmp_path / "long.jsonl"), begun, 5), 40)
+    for ids in (
+        evaluation_tokens(long, begun, 5).input_ids,
+        torch.tensor([example["input_ids"] for example in packed]),
+    ):
+        assert not ((ids[:, 0] == BOS) & (ids[:, 1] == BOS)).any()
 
 
 def test_domains_are_those_of_the_text_after_bos(tokenizer: Any, begun: Any) -> None:

@@ -14,13 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import cast, overload
 
+import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows, shuffle_buffer
 from moesaic.data.rows import PromptAnswer, Row, RowError, pair_of, text_of, usable_rows
 from moesaic.data.sources import SHIPPED, sources_of
-from moesaic.data.text import IGNORED, Tokens, beginning, check_length, token_file, windows
+from moesaic.data.text import IGNORED, Tokens, beginning, check_length, places, token_file, windows
 from moesaic.errors import MoesaicError
 from moesaic.types import Config, Tokenizer
 
@@ -139,7 +140,6 @@ class PackedText(IterableDataset[Example]):
     def _examples(self, name: str, say: bool = True) -> Iterator[Example]:
         end, ignored = self.tokenizer.eos_token_id, [IGNORED] * len(self.begin)
         between = self._ids("\n\n") if end is None else [end]
-        body = self.length - len(self.begin)
         rest: list[int] = []
         passes = 0
         while True:
@@ -155,11 +155,12 @@ class PackedText(IterableDataset[Example]):
                 for start in range(0, len(item), AT_ONCE):
                     rest += self._ids(item[start : start + AT_ONCE])
                 rest += between
-                whole = len(rest) // body * body
-                for start in range(0, whole, body):
-                    ids = rest[start : start + body]
+                taken = 0
+                for place_L in places(torch.tensor(rest), self.begin, self.length).tolist():
+                    taken = place_L[-1] + 1
+                    ids = rest[place_L[0] : taken]
                     yield {"input_ids": self.begin + ids, "labels": ignored + ids}
-                del rest[:whole]
+                del rest[:taken]
             if not has_text:
                 raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
             passes += 1
