@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -458,6 +459,18 @@ def test_a_folder_in_the_cache_is_of_one_version_of_transformers(tmp_path, monke
     first, again = folder_of(file), folder_of(file)
     monkeypatch.setattr("transformers.__version__", "0")
     assert first == again != folder_of(file)
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").touch()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.io.gguf._unfold", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(MoesaicError, match=r"No space left.*MOESAIC_CACHE may name another"):
+            resolve(str(tmp_path / "model.gguf"))
+    monkeypatch.setenv("MOESAIC_CACHE", "/proc/cache")
+    with pytest.raises(MoesaicError, match="is unpacked into /proc/cache, which cannot be written"):
+        resolve(str(tmp_path / "model.gguf"))
 
 
 def test_architectures_and_types_that_are_not_read(tmp_path, tokenizer, monkeypatch):

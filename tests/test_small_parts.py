@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 import moesaic
-from moesaic import pipeline
+from moesaic import exports, pipeline
 from moesaic.cli import entry, guide
 from moesaic.errors import MoesaicError
 from moesaic.io import names, source
@@ -154,3 +154,14 @@ def test_an_unfinished_observation_is_in_the_way_until_it_is_dropped(tmp_path):
     moesaic.observe(model, out, calibration=tokens, gram_mb=0, overwrite=True)
     assert out.is_file()
     assert not left.exists()
+
+
+def test_a_scripts_error_is_found_before_what_is_printed_after_it(monkeypatch, tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import atexit, sys\natexit.register(lambda: print('Writing: 62%', file=sys.stderr))\n"
+        "raise OSError(28, 'No space left on device')\n"
+    )
+    monkeypatch.setattr(exports, "__file__", str(tmp_path / "__init__.py"))
+    assert exports.run_script("it.py", "") == "OSError: [Errno 28] No space left on device"
+    (tmp_path / "it.py").write_text("exit('stopped')")
+    assert exports.run_script("it.py", "") == "stopped"

@@ -5,6 +5,7 @@ Messages may quote strangers' files: they are made printable, and of bounded len
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 from reprlib import Repr
@@ -12,7 +13,8 @@ from reprlib import Repr
 REPOSITORY = "https://github.com/moesaic/moesaic"
 """Home of this package: no index of packages has its name."""
 
-
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers if a disk or a quota is full, or a file reached its largest size."""
 LONGEST = 950
 """Most characters of a message, so that with a prefix it is below a thousand."""
 _WHITE = "\n\t\N{NO-BREAK SPACE}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -16,10 +15,7 @@ import wrapt
 
 from moesaic.cli import conversions, guide, measure
 from moesaic.cli.commands import app, fail, fail_interrupted
-from moesaic.errors import MoesaicError, bounded
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers if a disk or a quota is full, or a file reached its largest size."""
+from moesaic.errors import FULL, MoesaicError, bounded
 
 TORCH = "inline_container.cc"
 """Source file of torch's writer of training checkpoints, whose errors give no cause."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +55,12 @@ def export(
         return export_native(name, file, args.target, overwrite)
 
 
+ERROR = re.compile(r"[\w.]+(Error|Exception): ")
+"""Start of the last line of a traceback."""
+
+
 def run_script(name: str, request: str, **env: str) -> str | None:
-    """Run a script of this folder in a process of its own; return the last line of its error, or
-    None.
+    """Run a script of this folder in a process of its own; return its error in a line, or None.
 
     Its folder is kept off the path, or its neighbours would be imported as packages of the same
     names.
@@ -68,5 +72,6 @@ def run_script(name: str, request: str, **env: str) -> str | None:
         text=True,
         env={**os.environ, "PYTHONSAFEPATH": "1", **env},
     )
-    messages = run.stderr.strip().splitlines()[-1:] or ["no message"]
-    return messages[0] if run.returncode else None
+    lines = run.stderr.strip().splitlines() or ["no message"]
+    errors = [line for line in lines if ERROR.match(line)]  # bars may end after it
+    return [*lines, *errors][-1] if run.returncode else None

@@ -120,13 +120,19 @@ def folder_of(file: Path) -> Path:
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():
         return folder
-    with output_lock(folder, wait=True):
-        if (folder / "config.json").is_file():  # another process has made it meanwhile
-            return folder
-        # readers raise anything over a file that is odd
-        odd = reading(file, failure="cannot be read as GGUF", errors=(Exception,))
-        with whole_folder(folder, overwrite=True) as work, odd:
-            _unfold(file, work)
+    try:
+        with output_lock(folder, wait=True):
+            if (folder / "config.json").is_file():  # another process has made it meanwhile
+                return folder
+            # readers raise anything over a file that is odd
+            odd = reading(file, failure="cannot be read as GGUF", errors=(Exception,))
+            with whole_folder(folder, overwrite=True) as work, odd:
+                _unfold(file, work)
+    except OSError as error:
+        raise MoesaicError(
+            f"{file} is unpacked into {folder.parent}, which cannot be written to ("
+            f"{error.strerror}). MOESAIC_CACHE may name another folder."
+        ) from error
     return folder
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from moesaic.errors import MoesaicError, quote
+from moesaic.errors import FULL, MoesaicError, quote
 from moesaic.io.names import FOLDER, READ, SIDE_FILES, TEMPLATES, misread
 from moesaic.types import JSON, Values, suits
 
@@ -82,6 +82,8 @@ def reading(
     except MoesaicError:
         raise
     except errors as error:
+        if isinstance(error, OSError) and error.errno in FULL:  # of what is written meanwhile
+            raise
         reason = " ".join(f"{error}".split())[:300].strip(" .") or type(error).__name__
         if isinstance(error, RecursionError):
             reason = "it is nested too deeply"
