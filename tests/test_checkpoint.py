@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from moesaic.io.checkpoint import (
     ShardWriter,
     check_finite,
     extend,
+    write_shard,
 )
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import whole_folder
@@ -160,11 +162,32 @@ def test_shards_are_as_safetensors_writes_them(tmp_path, monkeypatch, system):
     assert bool(asked) == (system != "copies")
 
 
+def test_a_model_that_another_run_replaces_is_not_mixed_with_it(moe_folder, tmp_path):
+    """Not even with one of the same names and shapes; what was read stays as it was."""
+    folder = Path(shutil.copytree(moe_folder, tmp_path / "it"))
+    source = resolve(str(folder))
+    name = source.checkpoint.names()[0]
+    read, before = source.checkpoint.tensor(name), source.checkpoint.tensor(name).clone()
+    (_, place), *_ = source.checkpoint.stored(name)
+    folder.rename(tmp_path / "old")
+    shutil.copytree(moe_folder, folder, copy_function=shutil.copyfile)
+    for use in (
+        lambda: source.checkpoint.tensor(name),
+        lambda: write_shard(tmp_path / "copy.safetensors", {name: place}),
+        source.load,
+    ):
+        with pytest.raises(MoesaicError, match=r"safetensors was changed or replaced while"):
+            use()
+    shutil.rmtree(tmp_path / "old")
+    assert torch.equal(read, before)
+
+
 def test_what_ends_while_it_is_copied(tmp_path):
     save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
     (tmp_path / "out").mkdir()
     writer = ShardWriter(tmp_path / "out")
-    writer.add(*next(Checkpoint(tmp_path).stored("a")))
+    _, place = next(Checkpoint(tmp_path).stored("a"))
+    writer.add("a", place._replace(made=()))  # it ends after it was opened
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").write_bytes(whole[:-50])

@@ -19,7 +19,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -86,6 +86,27 @@ class Stored(NamedTuple):
     shape: list[int]
     begin: int
     nbytes: int
+    made: tuple[int, ...] = ()
+    """Size and time of the file when its header was read, by which another one in its place is
+    recognised; empty if not known."""
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Open the file for reading.
+
+        Raises:
+            MoesaicError: it is no longer the one whose header was read.
+        """
+        with self.path.open("rb") as file:
+            if self.made and _made(os.fstat(file.fileno())) != self.made:
+                raise MoesaicError(
+                    f"{self.path} was changed or replaced while it was read. Repeat the command."
+                )
+            yield file
+
+
+def _made(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_size, stat.st_mtime_ns  # an inode's number may change, as on a mounted store
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
@@ -95,10 +116,12 @@ def stored_in(path: Path) -> dict[str, Stored]:
         MoesaicError: the file is damaged.
     """
     header, start = header_of(path)
+    made = _made(path.stat())
     stored = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        stored[name] = Stored(path, entry["dtype"], entry["shape"], start + begin, end - begin)
+        place = start + begin, end - begin
+        stored[name] = Stored(path, entry["dtype"], entry["shape"], *place, made)
     return stored
 
 
@@ -194,6 +217,12 @@ class Checkpoint:
         """Return the tensors whose names start with ``prefix``, by their names without it."""
         names = (name for name in self.names() if name.startswith(prefix))
         return {name.removeprefix(prefix): self.tensor(name) for name in names}
+
+    def check_unchanged(self) -> None:
+        """Refuse files that others were put in the place of since their headers were read."""
+        for stored in {stored.path: stored for stored in self._stored.values()}.values():
+            with stored.opened():
+                pass
 
     def nbytes(self) -> int:
         """Size of the weight files on disk."""
@@ -291,8 +320,8 @@ def mapped_values(value: Value) -> Tensor:
     kind, shape = TYPES[value.kind], tuple(value.shape)
     if not value.nbytes:
         return torch.empty(shape, dtype=kind)
-    with reading(value.path, failure=TRUNCATED):
-        bytes = np.memmap(value.path, np.uint8, "c", value.begin, (value.nbytes,))
+    with reading(value.path, failure=TRUNCATED), value.opened() as file:
+        bytes = np.memmap(file, np.uint8, "c", value.begin, (value.nbytes,))
     return torch.from_numpy(bytes).view(kind).reshape(shape)
 
 
@@ -367,7 +396,7 @@ def _copied(stored: Stored, out: BinaryIO) -> int:
     done = 0
     out.flush()
     # not every system and file system can, nor any on a full disk
-    with suppress(OSError, AttributeError), stored.path.open("rb") as file:
+    with suppress(OSError, AttributeError), stored.opened() as file:
         ends = file.fileno(), out.fileno()
         while count := os.copy_file_range(*ends, stored.nbytes - done, stored.begin + done):
             done += count
@@ -382,7 +411,7 @@ def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
     """
     left = stored.nbytes - start
     room = memoryview(bytearray(min(PIECE, left)))
-    with reading(stored.path, failure=TRUNCATED), stored.path.open("rb") as file:
+    with reading(stored.path, failure=TRUNCATED), stored.opened() as file:
         file.seek(stored.begin + start)
         while left:
             piece = room[:left]

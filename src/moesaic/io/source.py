@@ -270,6 +270,7 @@ class Source:
             mapping_of(settings)  # transformers fails on anything else
         with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
+        self.checkpoint.check_unchanged()
         count = model.config.get_text_config().num_hidden_layers
         ours = any(our_path(self.folder, name).is_file() for name in (PLAN, RECORD))
         check_loaded(info, self.name, count, whole=ours and not self.beside)
