@@ -73,6 +73,7 @@ class OutOfMemoryError(RuntimeError):
         (SafetensorError("I/O error: No space left on device"), 2, "The disk is full"),
         (PermissionError(13, "Denied", "m/a"), 2, "Error: m/a may not be read or written"),
         (FileNotFoundError(2, "No such file", "/proc/.o.lock"), 2, "/proc/.o.lock may"),
+        (FileNotFoundError(2, "No such file"), 2, "The current folder is no longer"),
         (KeyError("k"), 1, "This is a fault of moesaic"),
     ],
 )

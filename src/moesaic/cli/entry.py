@@ -70,6 +70,8 @@ def exit_on_error() -> Iterator[None]:
             fail(f"The disk is full ({error}). OUT was not made; {again}.", 2)
         if isinstance(error, OSError) and error.filename is not None:
             fail(f"{error.filename} may not be read or written: {error.strerror}.", 2)
+        if isinstance(error, FileNotFoundError):  # of no file: the system knows no current folder
+            fail("The current folder is no longer there; change to one that is.", 2)
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
             fail("Out of memory; try a narrower --dtype, a smaller batch or less text.", 1)
         if type(error).__name__ == "OutOfMemoryError":
