@@ -39,7 +39,7 @@ from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
 from moesaic.exports.llamacpp import lacking
 from moesaic.exports.native import decide, verify, write
-from moesaic.io.source import Source
+from moesaic.io.source import Source, resolve
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer
@@ -491,3 +491,16 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
         llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
     paths = (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")
     assert requests == [[*map(str, paths), "f32", predicting, {}]]
+
+
+def test_an_embedding_that_is_stored_as_the_head_is_refused(tmp_path):
+    """Older versions of transformers stored it there. Saved again, it is where engines look."""
+    plain = tiny_model("llama", mlp_bias=False, tie_word_embeddings=True)
+    folder = saved(tmp_path / "it", plain, {}).folder
+    with opened(folder) as tensors:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    for to in ("native", "gguf"):
+        with pytest.raises(MoesaicError, match="has no model.embed_tokens.weight, but a head"):
+            export(folder, tmp_path / f"out-{to}", to)
+    resolve(str(folder)).load().save_pretrained(tmp_path / "again")
+    assert "model.embed_tokens.weight" in resolve(str(tmp_path / "again")).checkpoint.names()

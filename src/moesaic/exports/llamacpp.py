@@ -26,7 +26,7 @@ from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError, quote
 from moesaic.exports import run_script
-from moesaic.exports.native import base_config, export_native, head_dim_of
+from moesaic.exports.native import base_config, check_embedding, export_native, head_dim_of
 from moesaic.exports.quantiser import OTHERS, FileTensor, quantise, tensors_of, types_of
 from moesaic.exports.rounder import TYPES, Layout, Rounder
 from moesaic.io.models import shape_of
@@ -104,6 +104,7 @@ def export_gguf(
         library()
     check_file(out, GGUF, overwrite, [model, args.calibration])
     source = resolve(model)
+    check_embedding(source)
     with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder, config = source.folder, source.config

@@ -29,7 +29,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, Value, Writer, mapped_values
-from moesaic.io.models import shape_of
+from moesaic.io.models import path_of, shape_of
 from moesaic.io.naming import leave_out
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
@@ -126,6 +126,7 @@ def export_native(model: str, out: str | Path, target: str = "", overwrite: bool
         MoesaicError: no architecture holds the model; nothing is left at ``out``.
     """
     source = resolve(model)
+    check_embedding(source)
     check_out(Path(out), overwrite, [model])
     export = decide(source, target)
     with whole_folder(Path(out), overwrite, [model]) as folder:
@@ -138,6 +139,21 @@ def export_native(model: str, out: str | Path, target: str = "", overwrite: bool
         **differences,
         "costs": dict(export.costs),
     }
+
+
+def check_embedding(source: Source) -> None:
+    """Refuse a checkpoint whose embedding is stored as the head only, where no engine looks for it.
+
+    Raises:
+        MoesaicError: names the tensor that is not there.
+    """
+    model = shape_of(source.config)
+    name = f"{path_of(model, model.get_input_embeddings())}.weight"
+    if name not in source.naming.in_memory.values():
+        raise MoesaicError(
+            f"{source.name} has no {name}, but a head that is the same matrix: other engines do "
+            "not look for it there. Load and save the model in transformers, which writes both."
+        )
 
 
 def decide(source: Source, target: str = "") -> Export:
