@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -432,12 +433,17 @@ def narrow(tensors):
     tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"][:32]
 
 
+def turned(tensors):
+    tensors["blk.0.attn_k.weight"] = tensors["blk.0.attn_k.weight"].reshape(64, 32)
+
+
 @pytest.mark.parametrize(
     ("change", "said", "message"),
     [
         (gone, {}, r"'llama' and has no tensor for model\.layers\.1\.mlp\.up_proj\.weight"),
         (unknown, {}, r"a llama has no place for: blk\.1\.ffn_gate_inp\.weight"),
         (narrow, {}, "blk.0.ffn_up.weight in .* is of shape 32 x 64, and its config asks for 64 x"),
+        (turned, {}, "blk.0.attn_k.weight in .* is of shape 64 x 32, and its config asks for 32 x"),
         (lambda tensors: None, {"split.count": 3}, "one of several parts; merge them"),
     ],
 )
@@ -447,6 +453,33 @@ def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokeniz
         resolve(str(file))
     assert command("prune", file, tmp_path / "out")[0] == 2
     assert not [*(tmp_path / "cache").glob("*")]
+
+
+@pytest.mark.parametrize(
+    ("name", "back", "code", "value", "message"),
+    [
+        ("blk.0.attn_q.weight", -8, "Q", 0, "begins at byte 0 of the data, not "),
+        ("blk.0.attn_q.weight", -8, "Q", 2**64 - 32, "begins at byte 18,446,744,073,709,551,584"),
+        ("blk.0.attn_norm.weight", -12, "I", 1, "begins at byte .* of the data, not "),  # f16
+        ("blk.0.attn_norm.weight", -12, "I", 99, "99 is not a valid"),
+        ("", None, "", 0, "it ends within its tensors, which take"),
+    ],
+)
+def test_tensors_lie_one_after_the_other_as_ggml_wants_them(
+    name, back, code, value, message, tmp_path, tokenizer
+):
+    """Others were read from a wrong place, or as a type that takes less room."""
+    file = written(model_of("llama"), tokenizer, tmp_path / "model.gguf")
+    content = bytearray(file.read_bytes())
+    if name:
+        ranks = 1 if "norm" in name else 2
+        end = content.index(name.encode()) + len(name) + 4 + 8 * ranks + 4 + 8
+        struct.pack_into(f"<{code}", content, end + back, value)
+    else:
+        del content[-1:]
+    file.write_bytes(content)
+    with pytest.raises(MoesaicError, match=f"cannot be read as GGUF: .*{message}"):
+        resolve(str(file))
 
 
 def test_a_folder_in_the_cache_is_of_one_version_of_transformers(tmp_path, monkeypatch):

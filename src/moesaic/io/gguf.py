@@ -100,6 +100,8 @@ class Tensors(Checkpoint):
             about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
             processed = self._processor.process(weights=numbers, name=str(stored.name), **about)
             numbers = processed.weights
+        if _sizes([*numbers.shape]) != _sizes(shape):  # transposed, which no processor undid
+            raise _misfit(self.file, stored, [*numbers.shape], shape, name)
         return torch.from_numpy(np.require(numbers, np.float32, ["C", "W"])).view(shape)
 
 
@@ -312,17 +314,24 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
     expert = int(match[1]) if match else None
     if expert is not None:
         count, *stored = stored
-    if _sizes(stored) != _sizes(shape) or (expert or 0) >= count:
-        raise MoesaicError(
-            f"{tensor.name} in {file} is of shape {dims(stored)}, and its config asks for "
-            f"{dims(shape)}: {name}."
-        )
+    if sorted(_sizes(stored)) != sorted(_sizes(shape)) or (expert or 0) >= count:
+        raise _misfit(file, tensor, stored, shape, name)
     return Part(tensor, expert, shape)
 
 
+def _misfit(
+    file: Path, tensor: ReaderTensor, stored: list[int], shape: list[int], name: str
+) -> MoesaicError:
+    """Return the error for a tensor whose shape is not the config's."""
+    return MoesaicError(
+        f"{tensor.name} in {file} is of shape {dims(stored)}, and its config asks for "
+        f"{dims(shape)}: {name}."
+    )
+
+
 def _sizes(shape: list[int]) -> list[int]:
-    """Return the sorted sizes of a shape without ones, which reshaping by converters keeps."""
-    return sorted(n for n in shape if n > 1)
+    """Return the sizes of a shape without ones, which reshaping by converters keeps."""
+    return [n for n in shape if n > 1]
 
 
 def _shape(tensor: ReaderTensor) -> list[int]:
@@ -375,10 +384,13 @@ class _Reader:
 
 
 def _check_gguf(path: Path) -> None:
-    """Refuse a header that asks for more than any model has; ValueError names the value and its
-    limit."""
+    """Refuse a header that asks for more than any model has, and tensors that do not lie one after
+    the other, as ggml does; ValueError names the value and its limit."""
+    from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+
+    line, place, end, size = GGUF_DEFAULT_ALIGNMENT, 0, 0, path.stat().st_size
     with path.open("rb") as file:
-        reader = _Reader(file, path.stat().st_size)
+        reader = _Reader(file, size)
         if reader.take(4) != b"GGUF":
             raise ValueError("it does not begin as GGUF does")
         version = reader.take(4)
@@ -388,13 +400,23 @@ def _check_gguf(path: Path) -> None:
         fields = reader.count("fields", MOST["fields"])
         for key, number in _numbers(reader, fields):
             check_counts({key: number})
+            line = max(1, int(number)) if key == "alignment" else line
         for _ in range(tensors):
-            name = reader.text(NAME)
+            name = reader.text(NAME).decode("utf-8", "replace")
             dimensions = reader.count("dimensions", MOST["dimensions"], "I")
             shape = [reader.number("Q") for _ in range(dimensions)]
-            reader.number("I"), reader.number("Q")
+            kind, start = GGMLQuantizationType(int(reader.number("I"))), reader.number("Q")
             if prod(shape) >= 2**62:
                 raise ValueError(f"{quote(name)} is of shape {quote(shape)}")
+            if start != place:
+                raise ValueError(
+                    f"{quote(name)} begins at byte {start:,} of the data, not {place:,}"
+                )
+            block, nbytes = GGML_QUANT_SIZES[kind]
+            end = place + int(prod(shape)) // block * nbytes
+            place = -(-end // line) * line
+        if end > reader.left - (reader.left - size) % line:
+            raise ValueError(f"it ends within its tensors, which take {end:,} bytes")
 
 
 def _numbers(reader: _Reader, fields: int) -> Iterator[tuple[str, float]]:
