@@ -91,6 +91,32 @@ def test_a_wrong_call_shows_the_right_one(call, words):
     assert words in str(caught.value).replace("'tiny-moe'", '"tiny-moe"')
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokenizer": "tiny-moe"}, "tokenizer must be a tokenizer or None; got 'tiny-moe'"),
+        ({"dtype": 3}, "dtype must be a dtype or None; got 3"),
+        ({"stats": 3}, "stats"),
+        ({"calibration": "hf://datasets/you/it"}, "is an address, which is not read"),
+    ],
+)
+def test_options_of_other_types_are_refused(name, options, words):
+    with pytest.raises(moesaic.MoesaicError, match=words):
+        moesaic.prune(name, keep=6, **{**FEW, **options})
+
+
+def test_an_output_is_named_by_a_path(name):
+    result = moesaic.prune(name, keep=6, score="aimer", refit=False)
+    for out in (None, 3, b"out", "a\0b", []):
+        for call in (
+            lambda out=out: result.save_pretrained(out),
+            lambda out=out: moesaic.export(name, out),
+            lambda out=out: moesaic.observe(name, out),
+        ):
+            with pytest.raises(moesaic.MoesaicError, match="is named by a str or a Path; got"):
+                call()
+
+
 def test_the_stub_is_the_configs():
     from api_stub import STUB, stub
 

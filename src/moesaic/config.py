@@ -358,7 +358,8 @@ class Calibration(Options):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stats", at_home(self.stats))
+        if isinstance(self.stats, str | Path):
+            object.__setattr__(self, "stats", at_home(str(self.stats)))
         super().__post_init__()
 
 
@@ -586,6 +587,11 @@ class RunArgs:
             options["dtype"] = parse_dtype(options["dtype"])
         if options.get("resume_from") is not None:
             options["resume_from"] = Path(options["resume_from"]).expanduser()
+        kinds = {"tokenizer": ("encode", "a tokenizer"), "dtype": ("is_floating_point", "a dtype")}
+        for name, (part, kind) in kinds.items():
+            value = options.get(name)
+            if value is not None and (isinstance(value, str) or not hasattr(value, part)):
+                raise MoesaicError(f"{name} must be {kind} or None; got {quote(value)}.")
         check_device(str(options.get("device", "cpu")))
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:

@@ -41,7 +41,7 @@ from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_confi
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
 from moesaic.surgery import routing_in
-from moesaic.types import JSON, Named, Track, Values, at_home, silent
+from moesaic.types import JSON, Named, Track, Values, at_home, path_to, silent
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def apply(
     Raises:
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
-    out = Path(out).expanduser()
+    out = path_to(out)
     given = plan.complete if isinstance(plan, Result) else plan
     if given is None:
         raise MoesaicError(

@@ -54,7 +54,7 @@ from moesaic.surgery import (
     mtp_fate,
     rewrite,
 )
-from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, path_to
 
 ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
 FATES = {
@@ -203,7 +203,7 @@ class Result(MadeModel):
         Raises:
             MoesaicError: ``out`` exists, or holds what was read.
         """
-        out = Path(out).expanduser()
+        out = path_to(out)
         args = self.job.args
         read = [self._place, *read_by(self.method.config), *read_by(args.calibration)]
         with whole_folder(out, overwrite, read) as folder:

@@ -82,6 +82,11 @@ class TextSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", at_home(self.name))
+        if "://" in f"{self.name}:{self.config}":
+            raise MoesaicError(
+                f"{self.name}:{self.config} is an address, which is not read: give the file itself "
+                "once it is here, or a data set of the hub as owner/name."
+            )
         if not SPLIT.fullmatch(self.split):
             raise MoesaicError(
                 f"{self.split!r} is not a split such as train, train[10%:] or [:5000]."

@@ -11,7 +11,7 @@ from pathlib import Path
 from moesaic.config import ExportArgs, form_of
 from moesaic.hub import on_disk
 from moesaic.progress import tracked
-from moesaic.types import JSON, Named, Tokenizer, Track
+from moesaic.types import JSON, Named, Tokenizer, Track, path_to
 
 
 def export(
@@ -43,8 +43,8 @@ def export(
     Raises:
         MoesaicError: the form is unknown, or cannot hold the model.
     """
-    args = ExportArgs(to=form_of(out, to), **options)  # type: ignore[arg-type]
-    file = Path(out).expanduser()
+    file = path_to(out)
+    args = ExportArgs(to=form_of(file, to), **options)  # type: ignore[arg-type]
     with on_disk(model, tokenizer, revision, token) as name:
         if args.to == "gguf":
             from moesaic.exports.llamacpp import export_gguf

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
@@ -91,7 +92,7 @@ class Stored(NamedTuple):
     recognised; empty if not known."""
 
     @contextmanager
-    def opened(self) -> Iterator[BinaryIO]:
+    def opened(self) -> Iterator[BufferedReader]:
         """Open the file for reading.
 
         Raises:

@@ -31,7 +31,7 @@ from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, layer_stats
 from moesaic.plan import differences
-from moesaic.types import JSON, Named, Values
+from moesaic.types import JSON, Named, Values, path_to
 
 FORMAT = 5
 """Version of statistics files; others are refused."""
@@ -161,7 +161,7 @@ def observe(
     Raises:
         MoesaicError: the request cannot be met.
     """
-    out, args = Path(out).expanduser(), RunArgs.of(model, **options)
+    out, args = path_to(out), RunArgs.of(model, **options)
     names = [model] if isinstance(model, str | Path) else []
     check_file(out, STATISTICS, overwrite, [*names, *read_by(args.calibration)])
     with output_lock(out) if process()[0] == 0 else nullcontext():
