@@ -105,6 +105,25 @@ def test_options_of_other_types_are_refused(name, options, words):
         moesaic.prune(name, keep=6, **{**FEW, **options})
 
 
+@pytest.mark.parametrize(
+    ("verb", "options", "words"),
+    [
+        ("evaluate", {"dtype": "float16"}, "dtype must be a dtype or None; got 'float16'"),
+        ("evaluate", {"tokenizer": "x"}, "tokenizer must be a tokenizer or None; got 'x'"),
+        ("evaluate", {"device": 3}, "device '3' is none of"),
+        ("evaluate", {"data": 3}, "data is a source, texts or token ids"),
+        ("evaluate", {"tasks": ["boolq"]}, "tasks are names with commas between"),
+        ("bench", {"dtype": 3}, "dtype must be a dtype or None; got 3"),
+        ("generate", {"prompt": "a", "tokenizer": "x"}, "tokenizer must be a tokenizer or None"),
+        ("generate", {"prompt": "a", "new_tokens": 0}, "new_tokens must be a whole number from 1"),
+        ("generate", {"prompt": "a", "new_tokens": "9"}, "new_tokens must be a whole number"),
+    ],
+)
+def test_arguments_of_measurements_are_checked_too(name, verb, options, words):
+    with pytest.raises(moesaic.MoesaicError, match=words):
+        getattr(moesaic, verb)(name, **options)
+
+
 def test_an_output_is_named_by_a_path(name):
     result = moesaic.prune(name, keep=6, score="aimer", refit=False)
     for out in (None, 3, b"out", "a\0b", []):

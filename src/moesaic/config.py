@@ -587,12 +587,7 @@ class RunArgs:
             options["dtype"] = parse_dtype(options["dtype"])
         if options.get("resume_from") is not None:
             options["resume_from"] = Path(options["resume_from"]).expanduser()
-        kinds = {"tokenizer": ("encode", "a tokenizer"), "dtype": ("is_floating_point", "a dtype")}
-        for name, (part, kind) in kinds.items():
-            value = options.get(name)
-            if value is not None and (isinstance(value, str) or not hasattr(value, part)):
-                raise MoesaicError(f"{name} must be {kind} or None; got {quote(value)}.")
-        check_device(str(options.get("device", "cpu")))
+        check_place(options.get("tokenizer"), options.get("dtype"), options.get("device", "cpu"))
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
@@ -700,6 +695,30 @@ def _spelled(hint: object) -> str:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa")
+
+
+def path_to(out: object) -> Path:
+    """Return the path of an output that a caller named.
+
+    Raises:
+        MoesaicError: it is no name of a file.
+    """
+    if not isinstance(out, str | Path) or "\0" in str(out):
+        raise MoesaicError(f"An output is named by a str or a Path; got {quote(out)}.")
+    return Path(out).expanduser()
+
+
+def check_place(tokenizer: object, dtype: object, device: object) -> None:
+    """Refuse arguments of Python functions that are no tokenizer, dtype or device.
+
+    Raises:
+        MoesaicError: names the argument.
+    """
+    parts = {"tokenizer": (tokenizer, "encode"), "dtype": (dtype, "is_floating_point")}
+    for name, (value, part) in parts.items():
+        if value is not None and (isinstance(value, str) or not hasattr(value, part)):
+            raise MoesaicError(f"{name} must be a {name} or None; got {quote(value)}.")
+    check_device(str(device))
 
 
 def parse_dtype(name: str) -> torch.dtype | None:

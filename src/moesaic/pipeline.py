@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
+from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype, path_to
 from moesaic.data.sources import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError, hint
@@ -41,7 +41,7 @@ from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_confi
 from moesaic.record import Record
 from moesaic.result import Result, describe, save_applied
 from moesaic.surgery import routing_in
-from moesaic.types import JSON, Named, Track, Values, at_home, path_to, silent
+from moesaic.types import JSON, Named, Track, Values, at_home, silent
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from moesaic import __version__, hub, report
 from moesaic.arch.dense import PREFIX, Arch, LayerUse
 from moesaic.arch.lookup import base_arch
-from moesaic.config import Evaluation, MethodConfig
+from moesaic.config import Evaluation, MethodConfig, path_to
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
@@ -54,7 +54,7 @@ from moesaic.surgery import (
     mtp_fate,
     rewrite,
 )
-from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, path_to
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values
 
 ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
 FATES = {

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from moesaic.errors import MoesaicError, quote
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -114,17 +112,6 @@ def suits(value: object, hint: object) -> bool:
 def at_home(name: str) -> str:
     """Return a path with ~ at its beginning replaced by the user's folder."""
     return os.path.expanduser(name)  # noqa: PTH111 - a Path would leave ./ out
-
-
-def path_to(out: object) -> Path:
-    """Return the path of an output that a caller named.
-
-    Raises:
-        MoesaicError: it is no name of a file.
-    """
-    if not isinstance(out, str | Path) or "\0" in str(out):
-        raise MoesaicError(f"An output is named by a str or a Path; got {quote(out)}.")
-    return Path(out).expanduser()
 
 
 def give_back() -> None:

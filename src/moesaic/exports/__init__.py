@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moesaic.config import ExportArgs, form_of
+from moesaic.config import ExportArgs, form_of, path_to
 from moesaic.hub import on_disk
 from moesaic.progress import tracked
-from moesaic.types import JSON, Named, Tokenizer, Track, path_to
+from moesaic.types import JSON, Named, Tokenizer, Track
 
 
 def export(

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import Evaluation, text_fields
+from moesaic.config import Evaluation, check_place, text_fields
 from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
 from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import Source, source_or_model
@@ -93,6 +93,13 @@ def evaluate(
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
     track = tracked(progress)
+    check_place(tokenizer, dtype, device)
+    data = str(data) if isinstance(data, Path) else data
+    if not isinstance(data, str | Sequence | Tokens | torch.Tensor) or not isinstance(tasks, str):
+        raise MoesaicError(
+            "data is a source, texts or token ids, and tasks are names with commas between; got "
+            f"{quote(data)} and {quote(tasks)}."
+        )
     check_tasks(wanted_tasks(tasks, shots, limit))
     settings = Evaluation(
         length=length,

@@ -14,8 +14,9 @@ from statistics import fmean
 import torch
 from jinja2 import TemplateError
 
+from moesaic.config import check_place
 from moesaic.data.rows import rendered
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.metrics.gguf_engine import Engine
@@ -182,6 +183,9 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise MoesaicError(f"The prompt is text; got {type(prompt).__name__}.")
+    check_place(tokenizer, dtype, device)
+    if type(new_tokens) is not int or new_tokens < 1:
+        raise MoesaicError(f"new_tokens must be a whole number from 1 on; got {quote(new_tokens)}.")
     opened = source_or_model(model, revision, token)
     tokenizer = tokenizer or tokenizer_of(model, opened)
     if tokenizer is None:

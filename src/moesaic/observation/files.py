@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import FFN
-from moesaic.config import RunArgs, takes_options
+from moesaic.config import RunArgs, path_to, takes_options
 from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
@@ -31,7 +31,7 @@ from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.observation.stats import GRAM, OF_TOKENS, OF_WEIGHTS, Stats, Tally, layer_stats
 from moesaic.plan import differences
-from moesaic.types import JSON, Named, Values, path_to
+from moesaic.types import JSON, Named, Values
 
 FORMAT = 5
 """Version of statistics files; others are refused."""
