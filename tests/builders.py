@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from moesaic.fitting.candidates import Form, forms
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,6 +40,7 @@ from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
 from moesaic.data.sources import sources_of
 from moesaic.exports.native import NEAR, Export, decide, write
+from moesaic.fitting.candidates import Form, forms
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.modules.running import always_skipping
