@@ -507,9 +507,13 @@ def test_a_cache_that_cannot_be_written_is_no_fault_of_the_file(tmp_path, monkey
 
 
 def test_architectures_and_types_that_are_not_read(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "llama", "grok")
-    with pytest.raises(MoesaicError, match="architecture grok is not supported"):
-        resolve(str(written(model_of("llama"), tokenizer, tmp_path / "grok.gguf")))
+    for name, message in (
+        ("grok", "architecture grok is not supported"),
+        ("gpt-oss", "transformers misreads the rotary scaling"),
+    ):
+        monkeypatch.setitem(ARCHITECTURES, "llama", name)
+        with pytest.raises(MoesaicError, match=message):
+            resolve(str(written(model_of("llama"), tokenizer, tmp_path / f"{name}.gguf")))
     monkeypatch.undo()
     file = written(model_of("llama"), tokenizer, tmp_path / "model.gguf")
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))

@@ -148,6 +148,11 @@ def _unfold(file: Path, work: Path) -> None:
     _check_gguf(file)
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
+    if architecture == "gpt-oss":  # its config would have the lengths of names in place of numbers
+        raise MoesaicError(
+            f"{file}: transformers misreads the rotary scaling of GGUF files of gpt-oss. Give the "
+            "checkpoint that it was made from."
+        )
     tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     if int(_field(reader, "split.count") or 1) > 1:
         raise MoesaicError(
