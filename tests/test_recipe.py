@@ -112,6 +112,7 @@ def test_overrides():
             TEXT.replace("active", "activ"),
             r"steps\.0\.carve\.activ is not an option of carve, method more; known: active",
         ),
+        (TEXT.replace("0.7", "yes"), r"steps\.0\.carve\.active 'True' is not a number"),
         (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active 'much' is not a number"),
         (TEXT.replace("{active: 0.7, layers: [1, 2]}", "3"), "expected options"),
         (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),

@@ -319,6 +319,9 @@ def _plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
         if about(entry).parse == "text" and isinstance(value, dict | list):
             values[entry.name] = text_name(value)
         hint: object = types_of(config)[entry.name]
+        kinds = {hint, *get_args(hint)}
+        if isinstance(value, bool) and bool not in kinds and {int, float} & kinds:
+            values[entry.name] = f"{value}"  # YAML's yes, which would be taken as 1
         if isinstance(value, str) and get_origin(hint) is tuple and str not in get_args(hint):
             values[entry.name] = value.split(",")  # numbers, as a command line has them
     return values
