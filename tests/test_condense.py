@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, same, tiny_moe
+from builders import MOE, same, tiny_moe, tiny_tokenizer
 from shrunken import small_model
 from torch import Tensor
 
@@ -331,7 +331,7 @@ def test_perplexity_as_the_metric(padded: Tokens, tmp_path: Path) -> None:
     rise = (perplexities(result.model) - perplexities(model)).mean().item()
     assert result.summary["search"][0]["losses"][str(i)] == pytest.approx(rise, rel=1e-3)
     model.save_pretrained(tmp_path / "model")
-    disk = condense(tmp_path / "model", config, calibration=padded, tokenizer=object())
+    disk = condense(tmp_path / "model", config, calibration=padded, tokenizer=tiny_tokenizer())
     assert disk.summary == result.summary
 
 
@@ -383,7 +383,7 @@ def test_the_architecture_itself_holds_the_mix_where_it_can(
     model = build(model_type, **changes)
     config = CondenseConfig(count=1, refit=False, **options)
     model.save_pretrained(tmp_path / "model")
-    result = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
+    result = condense(tmp_path / "model", config, calibration=tokens, tokenizer=tiny_tokenizer())
     result.save(tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import edited, loaded, logits, tiny_moe, weights
+from builders import edited, loaded, logits, tiny_moe, tiny_tokenizer, weights
 from torch import Tensor, nn
 
 import moesaic
@@ -125,12 +125,12 @@ def test_no_code_of_the_checkpoint_is_run(tokens: Tokens, tmp_path: Path) -> Non
         (folder / name).write_text("raise AssertionError('run')\n")
     source = resolve(str(folder))
     assert torch.equal(logits(source.load(), tokens), logits(model, tokens))
-    config = PruneConfig(keep=5)
-    out = moesaic.prune(folder, config, calibration=tokens, tokenizer=object()).save(tmp_path / "p")
+    run = {"calibration": tokens, "tokenizer": tiny_tokenizer()}
+    out = moesaic.prune(folder, PruneConfig(keep=5), **run).save(tmp_path / "p")
     pruned = loaded(out)
     assert (type(pruned).__name__, pruned.config.n_routed_experts) == ("DeepseekForCausalLM", 5)
     first = CondenseConfig(count=1, candidates=(1,))
-    condensed = moesaic.condense(folder, first, calibration=tokens, tokenizer=object())
+    condensed = moesaic.condense(folder, first, **run)
     model = loaded(condensed.save(tmp_path / "c"))
     assert model.config.first_k_dense_replace == 2, "its own class holds that"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, weights
+from builders import equal, loaded, logits, tiny_tokenizer, weights
 from contract import neighbours
 from shrunken import small_model
 
@@ -99,7 +99,7 @@ def test_condensed_shared_experts_have_their_mean_weights(model, tmp_path):
     fixed = factors(base_arch(model.config), model.config, result.plan)
     assert layer_uses(result.model, base_arch(result.model.config))[3].width == 32
     assert torch.equal(fixed[3], torch.tensor(scales).repeat_interleave(16))
-    tuned = tune(str(folder), TuneConfig(steps=4), text=TEXT, tokenizer=object())
+    tuned = tune(str(folder), TuneConfig(steps=4), text=TEXT, tokenizer=tiny_tokenizer())
     change = logits(tuned.model, TEXT) - logits(result.model, TEXT)
     assert 0 < change.abs().max() < 0.1
 
