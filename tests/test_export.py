@@ -313,7 +313,8 @@ def test_an_export_that_is_not_the_same_is_refused(tmp_path):
 LLAMACPP = {
     "four times the hidden size": ("phi", {"intermediate_size": 64}, {"intermediate_size": 128}),
     "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
-    "norm_topk_prob=True": ("olmoe", {"norm_topk_prob": True}, {}),
+    "norm_topk_prob=True": ("olmoe", {"norm_topk_prob": True}, {"num_key_value_heads": 4}),
+    "wants as many": ("olmoe", {"num_key_value_heads": 2}, {"num_key_value_heads": 4}),
     "its loader wants experts in every": ("qwen3_moe", {"mlp_only_layers": [1]}, None),
     "dense layers between routed ones": (
         "nemotron_h",

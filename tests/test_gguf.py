@@ -725,7 +725,8 @@ def test_a_file_that_transformers_cannot_read_is_found_and_measured(
     """DeepSeek's MLA and GLM-4.5's MTP layers among them."""
     needs_llamacpp(converter=True)
     mtp = model_type == "glm4_moe"
-    model = small_model(model_type, **({"num_nextn_predict_layers": 1} if mtp else {}))
+    changes = {"glm4_moe": {"num_nextn_predict_layers": 1}, "olmoe": {"num_key_value_heads": 4}}
+    model = small_model(model_type, **changes.get(model_type, {}))
     predicting(model, tmp_path / "base", count=int(mtp))
     tokenizer.save_pretrained(tmp_path / "base")
     files = Files(resolve(str(tmp_path / "base")), "none", tmp_path)

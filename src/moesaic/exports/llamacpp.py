@@ -332,6 +332,8 @@ def _of_experts(config: Config) -> Iterator[str]:
 def _of_type(config: Config) -> Iterator[str]:
     """Yield the limits of llama.cpp's classes of single architectures."""
     kind, layers = config.model_type, config.num_hidden_layers
+    if kind == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
+        yield "fewer key-value heads than heads: its OLMoE wants as many"
     if kind == "phi" and config.intermediate_size != 4 * config.hidden_size:
         yield "a narrower FFN: its Phi converter writes four times the hidden size"
     elif kind in ("granitemoe", "granitemoeshared"):
