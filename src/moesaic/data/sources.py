@@ -241,19 +241,24 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
         MoesaicError: the name is wrong.
     """
     merged: dict[str, TextSource] = {}
-    for source in text_sources(spec):
-        mix, parts = MIXES.get(source.name), [source]
-        measured = use == "evaluation" and source.name in DOMAINS
-        if mix is not None and not (measured or Path(source.name).exists()):
-            if str(source) != source.name:
-                raise MoesaicError(f"{source}: a named mix has no config, data_dir or split.")
-            weight = source.weight / len(mix.sources)
-            parts = [replace(_parsed(name, weight), mix=source.name) for name in mix.sources]
-        for part in parts:
-            before = merged.get(str(part))
-            weight = part.weight + (before.weight if before else 0.0)
-            merged[str(part)] = replace(before or part, weight=weight)
+    for part in (part for source in text_sources(spec) for part in _parts(source, use)):
+        before = merged.get(str(part))
+        weight = part.weight + (before.weight if before else 0.0)
+        merged[str(part)] = replace(before or part, weight=weight)
     return tuple(merged.values())
+
+
+def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
+    """Yield the sources of a named mix, or the source itself."""
+    mix = MIXES.get(source.name)
+    measured = use == "evaluation" and source.name in DOMAINS
+    if mix is None or measured or Path(source.name).exists():
+        yield source
+        return
+    if str(source) != source.name:
+        raise MoesaicError(f"{source}: a named mix has no config, data_dir or split.")
+    for spec in mix.sources:
+        yield replace(_parsed(spec, source.weight / len(mix.sources)), mix=source.name)
 
 
 def read_by(config: object) -> list[str]:
