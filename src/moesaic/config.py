@@ -587,7 +587,9 @@ class RunArgs:
             options["dtype"] = parse_dtype(options["dtype"])
         if options.get("resume_from") is not None:
             options["resume_from"] = Path(options["resume_from"]).expanduser()
-        check_place(options.get("tokenizer"), options.get("dtype"), options.get("device", "cpu"))
+        check_model_arguments(
+            options.get("tokenizer"), options.get("dtype"), options.get("device", "cpu")
+        )
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
@@ -708,7 +710,7 @@ def path_to(out: object) -> Path:
     return Path(out).expanduser()
 
 
-def check_place(tokenizer: object, dtype: object, device: object) -> None:
+def check_model_arguments(tokenizer: object, dtype: object, device: object) -> None:
     """Refuse arguments of Python functions that are no tokenizer, dtype or device.
 
     Raises:

@@ -85,10 +85,10 @@ def importance(
         names = dict(_names_in(layer, block.index, arch, named))
         with tap(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):
             block.run(states)
-    return of_heads(means(tally.stats()), source.config)
+    return _of_heads(means(tally.stats()), source.config)
 
 
-def of_heads(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+def _of_heads(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Return importance weights, with those of the keys and values of MLA by head (H I,).
 
     The inputs of a key's rows are queries in llama.cpp, whose weights are taken to be equal.
@@ -100,7 +100,7 @@ def of_heads(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     return weights
 
 
-def by_head(matrix: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def _by_head(matrix: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """Return keys (H I N) and values (H N I) of an MLA matrix (H*N I), as llama.cpp has them."""
     sizes = [config.qk_nope_head_dim, config.v_head_dim]
     keys_HNI, values_HNI = matrix.view(-1, sum(sizes), matrix.shape[-1]).split(sizes, 1)
@@ -444,7 +444,7 @@ class Rounder:
                 transposed = stacked and isinstance(arch, MoEArch) and arch.transposed
                 parts = {name: matrix.transpose(-1, -2) if transposed else matrix}
                 if name.endswith(LATENT):
-                    keys_HIN, values_HNI = by_head(matrix, self.source.config)
+                    keys_HIN, values_HNI = _by_head(matrix, self.source.config)
                     block = name.removesuffix(LATENT)
                     parts |= {block + KEYS: keys_HIN, block + VALUES: values_HNI}
                 held |= {name: part for name, part in parts.items() if name in rounded}
@@ -493,9 +493,10 @@ class Rounder:
 
     def _type(self, types: Types, name: str) -> str:
         """Return the type that a tensor gets; WHOLE if it is not quantised."""
-        group = types.get(self.layout.rounded[name], WHOLE)
-        of_group = self.layout.tensors[name].as_type(group, name in self.weights).type
-        return types.get(name, WHOLE if group == WHOLE else of_group)
+        of_group = types.get(self.layout.rounded[name])
+        if name in types or of_group is None:
+            return types.get(name, WHOLE)
+        return self.layout.tensors[name].as_type(of_group, name in self.weights).type
 
     def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
         """Replace a matrix's values by those quantised to a type, part by part."""

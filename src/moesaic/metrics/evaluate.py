@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import Evaluation, check_place, text_fields
+from moesaic.config import Evaluation, check_model_arguments, text_fields
 from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
@@ -93,7 +93,7 @@ def evaluate(
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
     track = tracked(progress)
-    check_place(tokenizer, dtype, device)
+    check_model_arguments(tokenizer, dtype, device)
     data = str(data) if isinstance(data, Path) else data
     if not isinstance(data, str | Sequence | Tokens | torch.Tensor) or not isinstance(tasks, str):
         raise MoesaicError(

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from jinja2 import TemplateError
 
-from moesaic.config import check_place
+from moesaic.config import check_model_arguments
 from moesaic.data.rows import rendered
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched
@@ -183,7 +183,7 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise MoesaicError(f"The prompt is text; got {type(prompt).__name__}.")
-    check_place(tokenizer, dtype, device)
+    check_model_arguments(tokenizer, dtype, device)
     if type(new_tokens) is not int or new_tokens < 1:
         raise MoesaicError(f"new_tokens must be a whole number from 1 on; got {quote(new_tokens)}.")
     opened = source_or_model(model, revision, token)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import Bench, Evaluation, check_place
+from moesaic.config import Bench, Evaluation, check_model_arguments
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
 from moesaic.distributed import own_device
@@ -256,7 +256,7 @@ def bench(
     Raises:
         MoesaicError: a model cannot be loaded.
     """
-    check_place(tokenizer, dtype, device)
+    check_model_arguments(tokenizer, dtype, device)
     settings = Bench(**options)
     track = tracked(progress)
     given = {"model": model} | ({} if against is None else {"against": against})
