@@ -498,7 +498,7 @@ def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]
         _, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
         if sum(map(len, texts)) < limit:
             return texts
-    order = rows.shuffled(f"{seed} {rows.taken.source}")
+    order = rows.shuffled(str(seed))
     return _some(_texts(order, rows.taken, tokenizer), limit)[1]
 
 
