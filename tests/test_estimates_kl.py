@@ -209,6 +209,31 @@ def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "granite", "mixtral"])
+def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded: Tokens) -> None:
+    """Of logits that are capped (gemma2) or scaled (granite), too; draws are shared work."""
+    model = any_model(model_type, num_hidden_layers=2)
+    arch, draws = base_arch(model.config), torch.Generator().manual_seed(3)
+    body, last = model.model, list[Tensor]()
+    body.norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
+    wanted_KBLD = []
+    for n in range(len(padded.input_ids)):
+        window = padded.rows(slice(n, n + 1))
+        logits = model(window.input_ids, attention_mask=window.attention_mask).logits
+        logp_TV = logits[predicting(window.labels)].float().log_softmax(-1)
+        below_TV = logp_TV.double().exp().cumsum(-1)
+        drawn_TK = torch.rand(len(below_TV), 2, generator=draws).double() * below_TV[:, -1:]
+        labels_TK = torch.searchsorted(below_TV.detach(), drawn_TK.detach())
+        sums = logp_TV.gather(1, labels_TK).sum(0)
+        wanted_KBLD.append([torch.autograd.grad(s, last[-1], retain_graph=True)[0] for s in sums])
+    stream = LayerStream(model, arch, padded, view=arch.view)
+    parts = priced_layers(stream, draws=2, seed=3)
+    part = next(parts)
+    assert isinstance(part, PricedLayer)
+    for spill, wanted in zip(part._gradients, zip(*wanted_KBLD, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat([*spill]), torch.cat(wanted), rtol=1e-4, atol=1e-6)
+
+
 def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded: Tokens) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     arch = base_arch(model.config)

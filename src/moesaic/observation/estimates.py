@@ -185,28 +185,35 @@ def _draw(
 ) -> None:
     """Append batches of the gradient (B, L, D) of drawn labels' log-likelihood, a draw a spill.
 
+    With h the head's input and z its output, the log-likelihood of a label y is f(z_y) less the
+    logarithm of a sum, f being the cap or scale of each logit alone. The gradient of that sum at h
+    is the same for all draws, and that of f(z_y) is f'(z_y) times row y of the head.
+
     Logits are made of one window at a time: those of a batch may be larger than a layer.
     """
     generator = torch.Generator().manual_seed(seed)
-    with stream.headed(logits=True, gradients=True) as finish:
+    head, passed = stream.model.get_output_embeddings(), list[tuple[Tensor, Tensor]]()
+    seen = head.register_forward_hook(lambda _, entering, z: passed.append((entering[0], z)))
+    with seen, stream.headed(logits=True, gradients=True) as finish:
         for batch, states in zip(stream.batches, last, strict=True):
             found: list[list[Tensor]] = [[] for _ in into]
             for n, window in enumerate(states.split(1)):
                 one = batch.rows(slice(n, n + 1))
                 with torch.enable_grad():
-                    leaf = window.detach().requires_grad_()
-                    logits_TV = finish(one, leaf)[predicting(one.labels)].float()
-                    logp_TV = logits_TV.log_softmax(-1)
-                    sums_TV = logp_TV.detach().double().exp().cumsum(-1).cpu()
-                    draws_TK = torch.rand(len(sums_TV), len(found), generator=generator).double()
-                    labels_TK = torch.searchsorted(sums_TV, draws_TK * sums_TV[:, -1:])
-                    for k, gradients in enumerate(found):
-                        labels_T1 = labels_TK[:, k : k + 1].to(logp_TV.device)
-                        likelihood = logp_TV.gather(1, labels_T1).sum()
-                        (gradient,) = torch.autograd.grad(
-                            likelihood, leaf, retain_graph=k < len(found) - 1
-                        )
-                        gradients.append(gradient)
+                    leaf, counted = window.detach().requires_grad_(), predicting(one.labels)
+                    logits_TV = finish(one, leaf)[counted].float()
+                    (h_BLD, z_BLV), total = passed.pop(), logits_TV.logsumexp(-1).sum()
+                    (slope_BLV,) = torch.autograd.grad(logits_TV.sum(), z_BLV, retain_graph=True)
+                    (of_total,) = torch.autograd.grad(total, leaf, retain_graph=True)
+                sums_TV = logits_TV.detach().double().softmax(-1).cumsum(-1).cpu()
+                draws_TK = torch.rand(len(sums_TV), len(found), generator=generator).double()
+                labels_TK = torch.searchsorted(sums_TV, draws_TK * sums_TV[:, -1:])
+                slope_TV, labels_TK = slope_BLV[counted], labels_TK.to(leaf.device)
+                for gradients, labels_T in zip(found, labels_TK.T, strict=True):
+                    rows_TD = head.weight[labels_T] * slope_TV.gather(1, labels_T[:, None])
+                    at_h = torch.zeros_like(h_BLD).masked_scatter_(counted[..., None], rows_TD)
+                    (of_label,) = torch.autograd.grad(h_BLD, leaf, at_h, retain_graph=True)
+                    gradients.append(of_label - of_total)
             for spill, gradients in zip(into, found, strict=True):
                 spill.append(torch.cat(gradients))
 
