@@ -606,20 +606,22 @@ class MoEFFN:
         wanted_TE: Tensor,
         show: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
     ) -> Tensor:
-        """Return f (T, E, D) for the wanted experts of each token, zero elsewhere.
+        """Return f (T, K, D) of the wanted experts of each token, by index; zero where fewer are.
 
         Args:
             x_TD: the block's input.
-            wanted_TE: bool.
+            wanted_TE: bool; K is the most of a token.
             show: called with each expert's index, its tokens' rows (N,) and its h (N, M).
         """
-        f_TED = x_TD.new_zeros(x_TD.shape[0], self.count, x_TD.shape[1])
+        place_TE = wanted_TE.cumsum(1) - 1
+        most = int(place_TE.max()) + 1 if len(x_TD) else 0
+        f_TKD = x_TD.new_zeros(x_TD.shape[0], most, x_TD.shape[1])
         for i in wanted_TE.any(0).nonzero().flatten().tolist():
             rows = wanted_TE[:, i].nonzero().flatten()
             h_NM = self.hidden(i, x_TD[rows])
             show(i, rows, h_NM)
-            f_TED[rows, i] = self.project_down(i, h_NM)
-        return f_TED
+            f_TKD[rows, place_TE[rows, i]] = self.project_down(i, h_NM)
+        return f_TKD
 
     def shared_outputs(self, x_TD: Tensor) -> Tensor:
         """Return the unweighted outputs of shared experts that the router weighs (T, S, D)."""

@@ -339,26 +339,32 @@ class _Batch:
         delta_TD = None
         if target_TD is not None and sampled_T.any():
             delta_TD = target_TD.double() - view.output(self.x_TD).double()
-        for at, f_NAD in self._outputs(view, ran_TE, show):
-            chosen, f_NED, w_NE = sampled_T[at], f_NAD[:, : view.count], w_TE[at].double()
+        for at, f_NKD, always_NSD in self._outputs(view, ran_TE, show):
+            sampled_N, w_NE = sampled_T[at], w_TE[at].double()
+            # experts that ran come first
+            ran_NK = (~ran_TE[at]).byte().sort(stable=True)[1][:, : f_NKD.shape[1]]
             if names & OUTPUTS:
-                self._add_sizes(f_NED.square().sum(2) * routed_TE[at], w_NE)
+                square_NE = torch.zeros_like(w_NE).scatter(1, ran_NK, f_NKD.square().sum(2))
+                self._add_sizes(square_NE * routed_TE[at], w_NE)
             if "pair_EE" in names:
-                weighted_NED = f_NED * w_NE[:, :, None]
-                tally.add("pair_EE", torch.einsum("nid,njd->ij", weighted_NED, weighted_NED))
-            if chosen.any():
-                f_SAD = f_NAD[chosen]
+                weighted_NKD = f_NKD * w_NE.gather(1, ran_NK)[:, :, None]
+                pair_NKK = weighted_NKD @ weighted_NKD.transpose(1, 2)
+                pair_EE, places = w_NE.new_zeros(view.count, view.count), ran_NK.unsqueeze(1)
+                pair_EE.index_put_((places.mT, places), pair_NKK, accumulate=True)
+                tally.add("pair_EE", pair_EE)
+            if sampled_N.any():  # of these tokens every expert ran
+                f_SAD = torch.cat([f_NKD, always_NSD], 1)[sampled_N]
                 gram_SAA = (f_SAD @ f_SAD.transpose(1, 2)).float()
                 tally.join("gram_SP", packed(gram_SAA), self.number)
                 if delta_TD is not None:
-                    delta_SD = delta_TD[at[chosen]]
+                    delta_SD = delta_TD[at[sampled_N]]
                     cross_SA = (f_SAD @ delta_SD.unsqueeze(-1)).squeeze(-1)
                     tally.join("cross_SA", cross_SA, self.number)
                     tally.join("delta_S", delta_SD.square().sum(-1), self.number)
 
     def _outputs(
         self, view: MoEFFN, ran_TE: Tensor, show: Callable[[Tensor, int, Tensor, Tensor], None]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield experts' outputs, for as many tokens at a time as fit into memory.
 
         Args:
@@ -367,15 +373,17 @@ class _Batch:
             show: called with each expert's tokens, its index, their rows among these, and h.
 
         Yields:
-            tokens (N,), and every expert's output for each (N, A, D), float64.
+            tokens (N,), the outputs of the experts that ran for each (N, K, D), by index, and those
+            of the shared ones that the router weighs; float64.
         """
         x_TD = self.x_TD
-        rows = max(1, BLOCK_BYTES // (view.weighed * x_TD.shape[1] * x_TD.element_size()))
+        most = view.weighed - view.count + int(ran_TE.sum(1).max())
+        rows = max(1, BLOCK_BYTES // (max(1, most) * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
-            f_BED = view.outputs(x_TD[block], ran_TE[block], partial(show, block))
-            f_BAD = torch.cat([f_BED, view.shared_outputs(x_TD[block])], 1)
+            f_BKD = view.outputs(x_TD[block], ran_TE[block], partial(show, block))
+            always_BSD = view.shared_outputs(x_TD[block])
             for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
-                yield block[part], f_BAD[part].double()
+                yield block[part], f_BKD[part].double(), always_BSD[part].double()
 
 
 # --- Gram matrices -------------------------------------------------------------------------------
