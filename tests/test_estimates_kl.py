@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, any_model, tiny_model, tiny_moe
+from builders import MOE, any_model, equal, tiny_model, tiny_moe
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
@@ -29,7 +29,7 @@ from moesaic.observation.stats import Tally
 from moesaic.observation.stream import BEFORE, LayerStream
 from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer
-from moesaic.surgery import apply_layer
+from moesaic.surgery import apply_layer, base_shape, converted_copy
 
 
 def narrower(model_type: str, width: int, shift: int = 0) -> Any:
@@ -183,6 +183,32 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
     places = [getattr(part, "block", None) for part in priced_layers(stream)]
     assert [block and block.index for block in places] == [2, 1, 0, None]
     assert opened == [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, tokens: Tokens) -> None:
+    """No copy is made of what is only left out; the layer is as it was afterwards."""
+    model = any_model(model_type, num_hidden_layers=2)
+    arch, shape = base_arch(model.config), base_shape(model, base_arch(model.config))
+    width, count = shape.widths[1], shape.experts_of(1)
+    narrow = torch.arange(1, width, 2).expand(max(1, count), -1)
+    few = torch.arange(0, count, 2)
+    plans = [CutLayer(few), CutLayer(few, narrow[few], width)] if count else []
+    plans = plans or [CutLayer(None, narrow, width)]
+    stream = LayerStream(model, arch, tokens, view=arch.view)
+    states, kwargs = stream.record()
+    for block in stream.blocks(kwargs):
+        before = copy.deepcopy(block.layer.state_dict())
+        for plan in plans if block.index == 1 else []:
+            masked = plan.masked(arch, block.layer)
+            assert masked is not None
+            with masked as layer:
+                found = torch.cat([*block.outputs(states, layer)])
+            with converted_copy(block.layer, arch, plan) as layer:
+                torch.testing.assert_close(torch.cat([*block.outputs(states, layer)]), found)
+            assert not torch.equal(torch.cat([*block.outputs(states)]), found)
+            assert equal(block.layer.state_dict(), before)
+        block.run(states)
 
 
 def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_path: Path) -> None:

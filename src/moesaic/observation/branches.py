@@ -75,7 +75,9 @@ def layer_replacement(
     """Return a context with the module that replaces a layer under a plan; None without a plan."""
     if plan is None:
         return nullcontext()
-    return converted_copy(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
+    if not isinstance(plan, LayerPlan):
+        return plan(layer)
+    return plan.masked(arch, layer) or converted_copy(layer, arch, plan)
 
 
 def _of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:

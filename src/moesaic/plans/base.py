@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
 
@@ -231,6 +232,14 @@ class LayerPlan(ABC):
             names relative to the decoder layer, and tensors; a tensor that is only moved keeps the
             form in which it is stored.
         """
+
+    def masked(self, arch: Arch, layer: nn.Module) -> AbstractContextManager[nn.Module] | None:
+        """Return a context in which a loaded layer itself computes what a converted one does.
+
+        A converted copy of a mixture's layer takes gigabytes and seconds. None if only a copy
+        computes the same.
+        """
+        return None
 
     def origin(self, stored: str) -> str:
         """Return the stored name of the old tensor whose values a new tensor holds.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar, cast
@@ -254,6 +255,38 @@ class CutLayer(LayerPlan):
             )
             rows = flat(both, down, self.widths)
             yield from zip((experts + UP_ROWS, experts + DOWN_ROWS), rows, strict=True)
+
+    def masked(self, arch: Arch, layer: nn.Module) -> AbstractContextManager[nn.Module] | None:
+        view = arch.view(layer)
+        copied = isinstance(view, MoEFFN) and view.parts.always and self.shared_S is not None
+        others = (self.top_k, self.beta, self.down_E, self.shared_DS)
+        plain = not copied and all(value is None for value in others)
+        return self._masked(view, layer) if plain else None
+
+    @contextmanager
+    def _masked(self, view: FFN, layer: nn.Module) -> Iterator[nn.Module]:
+        """Choose no removed experts, and keep removed neurons' columns of down projections zero."""
+        few = isinstance(view, MoEFFN) and 0 < len(self.experts) < view.count
+        allowed_E = torch.zeros(view.count, dtype=torch.bool).index_fill(0, self.experts, True)
+        with ExitStack() as stack:
+            if few and isinstance(view, MoEFFN):
+                stack.enter_context(view.restricted(allowed_E))
+            for down_DM, kept_W in self._narrowed(view):
+                removed_M = torch.ones(down_DM.shape[1], dtype=torch.bool).index_fill(
+                    0, kept_W, False
+                )
+                stack.callback(down_DM.__setitem__, (slice(None), removed_M), down_DM[:, removed_M])
+                down_DM[:, removed_M] = 0
+            yield layer
+
+    def _narrowed(self, view: FFN) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each down projection (D, M) that loses neurons, and the neurons that it keeps."""
+        if self.neurons_EW is not None:
+            for place, i in enumerate(self.kept or [0]):
+                if i != PADDING:
+                    yield view.weights_of(i)[-1].detach(), self.neurons_of(place, self.before)
+        if self.shared_S is not None and view.shared_ffn is not None:
+            yield view.shared_ffn.down_DM.detach(), self.shared_S[self.shared_S != PADDING]
 
     def _of_one(self, arch: MoEArch, leaf: str, tensor: Tensor, place: int) -> Tensor:
         """Return the kept neurons' part of a tensor of the expert at a place.
