@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import pages, tiny_moe
+from builders import pages, predicting, quantise, tiny_moe, weights
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import moesaic
 from moesaic import pipeline
+from moesaic.api import verb
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
@@ -37,7 +38,8 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, key_of, priced_configs
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
-from moesaic.fitting.trials import Trials
+from moesaic.fitting.trials import Texts, Trials
+from moesaic.io.formats import Mxfp4Experts
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
@@ -114,6 +116,40 @@ def test_every_form_can_be_carried_out_and_grows(
             assert large is not None
             assert (small.memory < large.memory) == (low < high)
             assert looking.sizes.of(form.steps(low, careful=True)) == small
+
+
+def in_mxfp4(folder: Path) -> None:
+    tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64).save_pretrained(folder)
+    ends = ("experts.down_proj", "experts.gate_up_proj")
+    quantise(folder, Mxfp4Experts({"quant_method": "mxfp4"}), lambda name, _: name.endswith(ends))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: tiny_moe("glm4_moe").save_pretrained(folder),
+        lambda folder: predicting(tiny_moe("glm4_moe", num_nextn_predict_layers=1), folder),
+        in_mxfp4,
+    ],
+    ids=["tables", "MTP layers", "a storage format"],
+)
+def test_bytes_of_results_are_those_that_are_stored(make: Any, tmp_path: Path) -> None:
+    """Also where the model's class lacks some, or its type is not theirs."""
+    make(folder := tmp_path / "base")
+    (tmp_path / "headers").mkdir()
+    sizes = RecipeSizes(recipe_of(tmp_path / "out", str(folder)), tmp_path / "headers")
+    methods = (
+        PruneConfig(keep=6, score="random", refit=False),
+        SlimConfig(keep=0.5, score="random", refit=False),
+    )
+    for steps in ((), *((method,) for method in methods)):
+        made, text = folder, Tokens(torch.arange(1, 65)[None])
+        for step in steps:
+            made = tmp_path / step.verb
+            verb(step.verb, str(folder), step, calibration=text).save(made)
+        size = sizes.of(steps)
+        assert size is not None
+        assert size.memory == sum(tensor.nbytes for tensor in weights(made).values())
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -364,14 +400,17 @@ def test_alternatives_are_priced_once(
     monkeypatch.setattr(prices_module, "estimates", None)
     again = prices()[0]
     assert [again.of(form, place).kl for place in range(3)] == [half, most, whole]
-    with pytest.raises(MoesaicError, match="holds prices of another text: name another file"):
+    with pytest.raises(MoesaicError, match="holds prices of other text: name another file"):
         prices(windows=7)
     other = "tiny-dense" if model == "tiny-moe" else "tiny-moe"
-    with pytest.raises(MoesaicError, match="holds prices of another weights"):
+    with pytest.raises(MoesaicError, match="holds prices of other weights"):
         prices(model=other)
     (tmp_path / "prices.json").write_text("{}")
     with pytest.raises(MoesaicError, match="Remove it, and the table is made anew"):
         prices()
+    for place, message in (("", "is a folder"), ("out/prices.json", "lies in OUT")):
+        with pytest.raises(MoesaicError, match=message):  # before anything is estimated
+            prices(prices=str(tmp_path / place))
 
 
 def test_between_priced_configs_kl_is_interpolated() -> None:
@@ -495,7 +534,13 @@ def test_padding_is_no_text_that_documents_share() -> None:
 
 @pytest.mark.parametrize(
     ("windows", "samples", "divided"),
-    [(128, None, (96, 32)), (40, None, (30, 10)), (40, 33, (33, 7))],
+    [
+        (128, None, (96, 32)),
+        (40, None, (30, 10)),
+        (40, 33, (33, 7)),
+        (12, None, (8, 4)),
+        (5, None, (1, 4)),
+    ],
 )
 def test_windows_of_a_file_are_divided(
     windows: int, samples: int | None, divided: tuple[int, int], tmp_path: Path
@@ -526,8 +571,28 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
     assert 2 * second <= first < 60
     assert second >= 4
     text.write_text(" ".join(str(n) for n in range(60)), "utf-8")
-    with pytest.raises(MoesaicError, match=r"windows that choose.*Give more text, lower samples"):
-        _ = Search(recipe, FitConfig(memory=1), tmp_path).texts.both
+    for samples in (None, 2, 100):  # no number of windows that calibrate would do
+        calibration = replace(recipe.calibration, samples=samples)
+        with pytest.raises(MoesaicError, match=r"windows that choose.*Give more text, lower samp"):
+            _ = Search(
+                replace(recipe, calibration=calibration), FitConfig(memory=1), tmp_path
+            ).run()
+    text.write_text("1 2 3", "utf-8")
+    with pytest.raises(MoesaicError, match=r"^The calibration text fills 0 windows"):
+        _ = Search(recipe, FitConfig(memory=1), tmp_path)
+
+
+def test_windows_are_as_the_model_can_read_them(tokenizer: Any, tmp_path: Path) -> None:
+    """No longer than its positions by default; what it cannot read is refused before all else."""
+    folder, file = tmp_path / "base", tmp_path / "ids.safetensors"
+    tiny_moe("mixtral", max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file({"input_ids": torch.arange(20 * 65).view(20, 65)}, file)
+    source = resolve(str(folder))
+    assert Texts(Calibration(pages("calibration")), source, 4).drawn.length == 64
+    for length, message in ((65, "beyond the model's 64 positions"), (8, "beyond the model's voc")):
+        with pytest.raises(MoesaicError, match=message):
+            _ = Texts(Calibration(str(file), length=length), source, 4).both
 
 
 # --- the search ----------------------------------------------------------------------------------

@@ -184,10 +184,23 @@ class Skeleton:
         config: of the model.
         dtype: floating-point type; None for the config's own.
         exact: False if sizes depend on text.
+        stored: bytes of the weights where they are not those of the parameters in their type: of a
+            storage format, and with tensors that the model's class lacks, such as MTP layers.
     """
 
-    def __init__(self, config: Config, dtype: torch.dtype | None, exact: bool = True) -> None:
-        self.config, self._dtype, self.exact = config, dtype, exact
+    def __init__(
+        self,
+        config: Config,
+        dtype: torch.dtype | None,
+        exact: bool = True,
+        stored: int | None = None,
+    ) -> None:
+        self.config, self._dtype, self.exact, self._stored = config, dtype, exact, stored
+
+    @classmethod
+    def of(cls, source: Source, dtype: torch.dtype | None) -> Skeleton:
+        """Return a checkpoint's skeleton; None as its type leaves weights as they are stored."""
+        return cls(source.config, dtype, stored=source.checkpoint.tensor_bytes(dtype))
 
     @cached_property
     def model(self) -> Model:
@@ -201,7 +214,12 @@ class Skeleton:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the model's weights."""
+        """Bytes of the model's weights as stored."""
+        return self.in_memory if self._stored is None else self._stored
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of the model's parameters."""
         return sum(sizes_in(self.model))
 
     def held(self, device: str) -> int:
@@ -288,11 +306,18 @@ class RecipeSizes:
 
     def _convert(self, steps: tuple[MethodConfig, ...]) -> Skeleton:
         if not steps:
-            return Skeleton(self._source.config, parse_dtype(self.recipe.dtype))
+            return Skeleton.of(self._source, parse_dtype(self.recipe.dtype))
         source, job, outline, exact = self._outlined(steps)
-        config = copy.deepcopy(source.config)
+        config, stored = copy.deepcopy(source.config), None
         convert_config(config, job.arch, outline.plan)
-        return Skeleton(config, job.dtype, exact)
+        original = self.skeleton(())
+        if original.bytes != original.in_memory:
+            with TemporaryDirectory(dir=self.folder) as place:
+                folder = Path(place)
+                writer = ShardWriter(folder, outline=True)
+                save_applied(source, outline.plan, folder, job.dtype, writer)
+                stored = Checkpoint(folder).tensor_bytes()
+        return Skeleton(config, job.dtype, exact, stored)
 
     def step(self, steps: tuple[MethodConfig, ...]) -> Step:
         """Carry out steps on headers, and return the last of them.

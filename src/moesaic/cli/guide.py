@@ -290,7 +290,7 @@ def print_model(recipe: Recipe) -> JSON:
     from moesaic.sizes import Skeleton
 
     source, machine = resolve(recipe.model), environment(recipe.device)
-    built, free = Skeleton(source.config, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
+    built, free = Skeleton.of(source, parse_dtype(recipe.dtype)), free_bytes(recipe.device)
     size = built.size
     routed = [use for use in size.layers if use.experts]
     shape = f"{len(size.layers)} dense layers"

@@ -482,11 +482,14 @@ def _documents(
 
 def _drawn(count: int, samples: int, seed: int, has: str) -> Tensor:
     """Return indices of some of the windows in a random order."""
-    if count < samples:
-        remedy = f"pass samples={count}" if count else "lower length"
+    if not count:
         raise MoesaicError(
-            f"samples {samples}: the calibration text {has.format(count)}; {remedy}, or give more "
-            "text."
+            f"The calibration text {has.format(count)}; lower length, or give more text."
+        )
+    if count < samples:
+        raise MoesaicError(
+            f"samples {samples}: the calibration text {has.format(count)}; pass samples={count}, "
+            "or give more text."
         )
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
 

@@ -8,6 +8,9 @@ from typing import get_args
 from moesaic.config import GgufType, Options, option
 from moesaic.errors import MoesaicError, check_known
 
+LEAST = 4
+"""Fewest windows that choose among candidates."""
+
 
 @dataclass(frozen=True)
 class FitConfig(Options):
@@ -39,7 +42,9 @@ class FitConfig(Options):
         "that another budget need not estimate them again.",
     )
     windows: int = option(
-        32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
+        32,
+        "Windows of calibration text that choose, apart from those that calibrate.",
+        minimum=LEAST,
     )
 
     def check(self) -> None:

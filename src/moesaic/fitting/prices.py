@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -30,6 +31,9 @@ from moesaic.observation.estimates import draws_for, estimates
 from moesaic.observation.job import Job
 from moesaic.sizes import steps_as_json
 from moesaic.types import JSON, Track
+
+TABLE = re.compile(rb'\{"request"')
+"""Start of a file of prices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +98,7 @@ class Prices:
             }
         if other:
             raise MoesaicError(
-                f"{file} holds prices of another {' and '.join(other)}: name another file, or "
+                f"{file} holds prices of other {' and '.join(other)}: name another file, or "
                 "remove this one."
             )
         return cls(request, steps, types)

@@ -35,9 +35,9 @@ from moesaic.fitting.candidates import (
 )
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.prices import IMPOSSIBLE, Prices, key_of, priced_configs
+from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Prices, key_of, priced_configs
 from moesaic.fitting.trials import Texts, Trials
-from moesaic.io.outputs import remove
+from moesaic.io.outputs import check_file, remove
 from moesaic.io.source import resolve
 from moesaic.observation.estimates import priced_on
 from moesaic.observation.job import Job
@@ -79,7 +79,7 @@ class Search:
         self.source = resolve(recipe.model)
         self.texts = Texts(recipe.calibration, self.source, config.windows)
         self.recipe = replace(recipe, calibration=self.texts.drawn)
-        self.original = Skeleton(self.source.config, parse_dtype(recipe.dtype))
+        self.original = Skeleton.of(self.source, parse_dtype(recipe.dtype))
         text = recipe.calibration.source
         context = text, work / FILES, track, self.recipe.calibration.samples
         self.files = Files(self.source, *context) if config.types else None
@@ -275,6 +275,9 @@ class Search:
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]
         if lacking or types:
+            check_file(file, TABLE, overwrite=True)
+            if Path(self.recipe.out).resolve() in file.resolve().parents:
+                raise MoesaicError(f"prices {file} lies in OUT, which is made whole.")
             plans = self.trials.plans(lacking)
             prices.steps |= {key_of(c): IMPOSSIBLE for c in lacking if c not in plans}
             rounder = self.files.original.rounder if self.files and types else None

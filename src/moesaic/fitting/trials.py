@@ -22,12 +22,14 @@ from moesaic.data.text import (
     Tokens,
     calibration_tokens,
     evaluation_tokens,
+    positions,
     without_overlap,
 )
 from moesaic.errors import MoesaicError
 from moesaic.exports.quantiser import tensors_of
 from moesaic.exports.rounder import Rounder, Types
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures, largest
+from moesaic.fitting.config import LEAST
 from moesaic.fitting.gguf_files import Files
 from moesaic.io.names import FOLDER, our_folder
 from moesaic.io.outputs import remove, run_folder, whole_file, whole_folder
@@ -44,8 +46,6 @@ from moesaic.types import JSON, Track, give_back
 
 # --- text -----------------------------------------------------------------------------------------
 
-LEAST = 4
-"""Fewest windows that choose among candidates."""
 PART = 4
 """Share of the windows that choose where there is too little text: one of this many."""
 
@@ -63,7 +63,8 @@ class Texts:
     def __init__(self, drawn: Calibration, source: Source, windows: int) -> None:
         self.source, self.windows = source, windows
         self._drawn: dict[int | None, Tokens] = {}
-        length = drawn.length or MethodConfig.window  # one, whichever method looks at it
+        window = min(MethodConfig.window, positions(source.config) or MethodConfig.window)
+        length = drawn.length or window  # one, whichever method looks at it
         self.drawn = drawn if tokenised(drawn) else replace(drawn, length=length)
         """Calibration text, with its length and number of windows."""
         self.drawn = self._with_number()
@@ -73,11 +74,12 @@ class Texts:
         """Windows that candidates decide on, and others that share nothing with them.
 
         Raises:
-            MoesaicError: there is too little text.
+            MoesaicError: there is too little text, or the model cannot read it.
         """
-        first = self._windows(self.drawn.samples)
+        assert self.drawn.samples is not None
+        available = self._available(self.drawn.samples + self.windows)
+        first = self._windows(min(self.drawn.samples, available))
         count = len(first.input_ids)
-        available = self._available(count + self.windows)
         others = without_overlap(self._windows(available), first)
         if len(others.input_ids) < LEAST:
             raise MoesaicError(
@@ -85,6 +87,8 @@ class Texts:
                 f"of {available}, {count} calibrate and {len(others.input_ids)} share no text with "
                 "them. Give more text, lower samples, or lower length."
             )
+        for tokens in (first, others):
+            tokens.check(self.source.config)
         return first, others.rows(slice(self.windows))
 
     def _with_number(self) -> Calibration:
@@ -93,7 +97,8 @@ class Texts:
             return self.drawn
         limit = None if tokenised(self.drawn) else SAMPLES + self.windows
         available = self._available(limit)
-        return replace(self.drawn, samples=available - min(self.windows, available // PART))
+        choosing = min(self.windows, max(LEAST, available // PART))
+        return replace(self.drawn, samples=max(1, available - choosing))
 
     def _available(self, limit: int | None) -> int:
         """Return the number of windows that the text fills, up to a limit; None for no limit."""
@@ -183,9 +188,7 @@ class Trials:
         tokens = self.texts.both[1]
         with self.open(candidate) as (run, memory):
             ours, theirs = scores([run, self._reference], tokens)
-            score = {**figures(ours, theirs), BY_WINDOW: ours.kl_N}
-            if memory is not None:
-                score["memory"] = memory
+            score = {**figures(ours, theirs), BY_WINDOW: ours.kl_N, "memory": memory}
         with whole_file(file) as partial:
             partial.write_text(json.dumps(score), "utf-8")
         if shutil.disk_usage(self.work).free < ROOM * self.sizes.skeleton(()).bytes:
@@ -276,12 +279,13 @@ class Trials:
         return work.exists()
 
     @contextmanager
-    def open(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
-        """Open a candidate's result or file; yield its runner, and the bytes of the file."""
+    def open(self, candidate: Candidate) -> Iterator[tuple[Runner, int]]:
+        """Open a candidate's result or file; yield its runner, and the bytes of its weights."""
         result, file, files = self.result(candidate.conversions), candidate.file, self.files
         if file is None or files is None:
             assert result is not None
-            yield self._runner(Source("candidate", result)), None
+            made = Source("candidate", result)
+            yield self._runner(made), made.checkpoint.tensor_bytes()
             remove(result)
             return
         rounder = self._rounder(candidate, result)

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from io import BufferedReader
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
 
@@ -224,6 +225,17 @@ class Checkpoint:
         for stored in {stored.path: stored for stored in self._stored.values()}.values():
             with stored.opened():
                 pass
+
+    def tensor_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of its tensors as stored, or with those of floating point in a type."""
+        if dtype is None:
+            return sum(stored.nbytes for stored in self._stored.values())
+        return sum(
+            prod(self.shape(name)) * dtype.itemsize
+            if self.is_floating(name)
+            else self._stored[name].nbytes
+            for name in self.names()
+        )
 
     def nbytes(self) -> int:
         """Size of the weight files on disk."""
