@@ -86,12 +86,22 @@ def test_the_best_is_what_the_goal_asks_for(goal, best):
     assert (chosen and chosen.memory) == best
 
 
+@pytest.mark.parametrize(
+    ("least", "sizes"), [(0, [800, 650, 500]), (300, [800, 650, 500]), (900, [960, 930, 900])]
+)
+def test_sizes_that_are_tried_are_within_reach(least, sizes):
+    """Also of a model that is mostly vocabulary, which nothing makes half as large."""
+    found = Goal(max_kl=0.1).budgets(1000, least=least)
+    assert [budget.memory for budget in found] == pytest.approx(sizes, abs=1)
+    assert all(budget.memory >= least for budget in found)
+
+
 def test_the_goal_is_asked_for_only_where_it_is_not_known(monkeypatch, capsys, tmp_path):
     machine = {"weight_bytes": 1000, "free_bytes": 500}
     asks = (Goal(), tmp_path, True, True)
     assert guide._goal(machine, *asks) == Goal(memory=400), "it does not fit"
     machine["free_bytes"] = 10_000
-    answers = iter(["much", "0.2", "0"])
+    answers = iter(["much", "nan", "0.2", "0"])
     monkeypatch.setattr("rich.prompt.Prompt.ask", lambda *_, **__: next(answers))
     assert guide._goal(machine, *asks) == Goal(max_kl=0.2)
     assert guide._goal(machine, *asks) is None
@@ -106,9 +116,14 @@ def test_the_goal_is_asked_for_only_where_it_is_not_known(monkeypatch, capsys, t
 def test_a_native_point_is_among_those_shown():
     odd = replace(candidate(90, 0.1), size=replace(candidate(90, 0.1).size, native=False))
     natives = [candidate(95, 0.3), candidate(80, 0.2)]
-    searched = SimpleNamespace(tried=[odd, *natives], frontier=lambda budgets: [odd], config=None)
+    searched = SimpleNamespace(
+        tried=[odd, *natives],
+        frontier=lambda budgets: [odd],
+        config=FitConfig(memory=90),
+        least=lambda: 0,
+    )
     found: Any = guide.front
-    assert found(searched, Goal(memory=90), [FitConfig(memory=90)], 100) == [odd, natives[1]]
+    assert found(searched, Goal(memory=90), 100) == [odd, natives[1]]
     assert searched.config.native
 
 

@@ -736,15 +736,15 @@ def parse_dtype(name: str) -> torch.dtype | None:
 def parse_bytes(text: str) -> int:
     """Parse a number of bytes with an optional unit, decimal (KB) or binary (KiB).
 
-    >>> parse_bytes("1.5GB"), parse_bytes("300")
-    (1500000000, 300)
+    >>> parse_bytes("1.5GB"), parse_bytes("300"), parse_bytes("1.001MB")
+    (1500000000, 300, 1001000)
     """
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in units:
         raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
-    return int(float(match[1]) * units[match[2]])
+    return round(float(match[1]) * units[match[2]])
 
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}

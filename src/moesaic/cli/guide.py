@@ -126,7 +126,8 @@ def candidates_table(candidates: list[Any]) -> Any:
 
 
 SHARES = (0.8, 0.65, 0.5)
-"""Shares of the original's bytes that are tried, beside a budget."""
+"""Shares of the original's bytes that are tried, beside a budget; larger ones where the last is out
+of reach, as of a small model with a large vocabulary."""
 MAX_KL = 0.05
 """Largest KL of a result by default: hardly noticed."""
 ROOM = 0.8
@@ -148,9 +149,17 @@ class Goal:
     def __str__(self) -> str:
         return in_unit(self.memory) if self.memory else f"a KL of at most {self.max_kl:g}"
 
-    def budgets(self, size: int, native: bool = False) -> list[FitConfig]:
-        """Return the budgets to try, falling, for a model of ``size`` bytes."""
-        sizes = [share * size for share in SHARES]
+    def budgets(self, size: int, native: bool = False, least: int = 0) -> list[FitConfig]:
+        """Return the budgets to try, falling.
+
+        Args:
+            size: bytes of the original.
+            native: only results of its architecture are wanted.
+            least: bytes of the smallest result.
+        """
+        last = SHARES[-1]
+        least = max(least, round(last * size))
+        sizes = [least + (share - last) / (1 - last) * (size - least) for share in SHARES]
         if self.memory:
             sizes = [self.memory, *(s for s in sizes if s < 0.95 * self.memory)]
         return [FitConfig(memory=int(s), native=native, confirm=1) for s in sizes]
@@ -224,11 +233,11 @@ def guide(
         return
     again = {"overwrite": overwrite, "resume": resume}
     with output_lock(Path(recipe.out)):
-        budgets = goal.budgets(machine["weight_bytes"], config.native)
-        search = open_search(recipe, budgets[0], **again, track=bars, notify=print_notice)
+        first = goal.budgets(machine["weight_bytes"], config.native)[0]
+        search = open_search(recipe, first, **again, track=bars, notify=print_notice)
         (search.work / GOAL).write_text(json.dumps(asdict(goal)), "utf-8")
         try:
-            points = measure(search, front(search, goal, budgets, machine["weight_bytes"]))
+            points = measure(search, front(search, goal, machine["weight_bytes"]))
         except MoesaicError:
             discard(search.work)
             raise
@@ -332,23 +341,23 @@ def _goal(machine: JSON, wanted: Goal, work: Path, resume: bool, ask: bool) -> G
     while True:
         answer = prompt("Largest KL (0: leave it as it is)", f"{MAX_KL:g}")
         with suppress(ValueError):
-            return Goal(max_kl=float(answer)) if float(answer) > 0 else None
-        print_words(f"{answer!r} is not a number.")
+            if (most := float(answer)) >= 0:
+                return Goal(max_kl=most) if most else None
+        print_words(f"{answer!r} is no KL: give 0 or more.")
 
 
 # --- what came of it -----------------------------------------------------------------------------
 
 
-def front(search: Search, goal: Goal, budgets: Sequence[FitConfig], size: int) -> list[Candidate]:
+def front(search: Search, goal: Goal, size: int) -> list[Candidate]:
     """Return the candidates that no other one beats, and a native one if none of them is."""
     from moesaic.fitting.candidates import pareto_front
 
-    points = search.frontier(budgets)
+    points = search.frontier(goal.budgets(size, search.config.native, search.least()))
     if not any(point.size.native for point in points):
         with suppress(MoesaicError):  # there may be none
-            natives = goal.budgets(size, native=True)
-            search.config = natives[0]
-            search.frontier(natives)
+            search.config = replace(search.config, native=True)
+            search.frontier(goal.budgets(size, native=True, least=search.least()))
         every = pareto_front([c for c in search.tried if c.size.native], "memory")
         within = [c for c in every if not goal.memory or c.size.memory <= goal.memory]
         points += (within or every)[:1]

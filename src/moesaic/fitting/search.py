@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -42,7 +42,7 @@ from moesaic.io.source import resolve
 from moesaic.observation.estimates import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
-from moesaic.sizes import RecipeSizes, Skeleton, Steps
+from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, Steps
 from moesaic.surgery import routing_in
 from moesaic.types import Track, silent
 
@@ -123,7 +123,7 @@ class Search:
         self._check_needed()
         chosen = self._best(config) if config.has_size else self._smallest()
         if chosen is None:
-            raise MoesaicError(self._out_of_reach(self.forms))
+            raise MoesaicError(self._out_of_reach())
         if config.max_loss is not None and chosen.loss > config.max_loss:
             raise MoesaicError(
                 f"max_loss {config.max_loss:g} is out of reach at that size: the best of "
@@ -148,7 +148,7 @@ class Search:
         for budget in budgets:
             self._measure_best(budget)
         if not self._tried:
-            raise MoesaicError(self._out_of_reach(self.forms))
+            raise MoesaicError(self._out_of_reach())
         return pareto_front(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
 
     def leave_best(self) -> None:
@@ -299,8 +299,8 @@ class Search:
         file = ending(config) if self.files else None
         if self.files and file:
             yield from self._quantised(config, file)
-        shown = self.track(self.forms, "Looking for what fits", len(self.forms))
-        for form in (f for f in shown if f.single or not self._single):
+        considered = self._considered
+        for form in self.track(considered, "Looking for what fits", len(considered)):
             for place in self._places(form, config, file):
                 price, steps = self.prices.of(form, place), form.steps(place, careful=True)
                 quick: Steps = form.steps(place)
@@ -395,10 +395,25 @@ class Search:
         size = self.sizes.of(form.steps(place))
         return size is not None and (size.native or not self.config.native_only)
 
-    def _least(self, every: Iterable[Form]) -> int:
+    @property
+    def _considered(self) -> list[Form]:
+        return [form for form in self.forms if form.single or not self._single]
+
+    def least(self) -> int:
+        """Return the bytes of about the smallest result of one step; 0 where there is none."""
+        self._single = True
+        return min((size.memory for size in self._smallest_sizes()), default=0)
+
+    def _smallest_sizes(self) -> list[ResultSize]:
+        """Return the sizes of about the smallest result of each form."""
+        firsts = [(f, n) for f in self._considered if (n := self._first(f)) is not None]
+        sizes = [self.sizes.of(form.steps(n)) for form, n in firsts]
+        return [size for size in sizes if size is not None]
+
+    def _least(self) -> int:
         """Return the bytes of the smallest file that any form gives."""
         assert self.files is not None
-        firsts = [f.steps(n) for f in every if (n := self._first(f)) is not None]
+        firsts = [f.steps(n) for f in self._considered if (n := self._first(f)) is not None]
         results = [self.sizes.skeleton(steps) for steps in [(), *firsts]]
         if self._tensor_types:
             return min(self.files.layout(built).least(self.config.types) for built in results)
@@ -409,18 +424,17 @@ class Search:
         step = max(1, form.count // 8)
         return next((n for n in range(0, form.count, step) if self._possible(form, n)), None)
 
-    def _out_of_reach(self, every: Iterable[Form]) -> str:
+    def _out_of_reach(self) -> str:
         """Return a message that names the smallest sizes within reach."""
         if self.files:
-            budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least(every))
+            budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least())
             return f"memory {budget} is out of reach: the least that works is {smallest}."
-        reached = [(form, n) for form in every if (n := self._first(form)) is not None]
-        possible = [self.sizes.of(form.steps(n)) for form, n in reached]
+        possible = self._smallest_sizes()
         if not possible:
             reasons = dict.fromkeys(self.trials.refused.values())
             return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"
         budgets = {n: getattr(self.config, n) for n in BUDGETS if getattr(self.config, n)}
-        least = {n: min(getattr(w, n) for w in possible if w) for n in budgets}
+        least = {n: min(getattr(size, n) for size in possible) for n in budgets}
         short = [name for name in budgets if least[name] > budgets[name]]
         sentences = [
             f"{name} {_size(name, budgets[name])} is out of reach: the least that works is "
