@@ -312,7 +312,7 @@ def test_weights_and_bits_share_one_budget(
     wide = {n + 2: of.least([WIDE]) for n, of in enumerate(layout)}
     made: list[int] = []
 
-    def found(estimates: dict[int, float], kls: dict[int, float], memory: int) -> Any:
+    def found(estimates: dict[int, float], kls: dict[int, float], memory: int, **more: Any) -> Any:
         """The experts that are kept, by estimates of steps and the measured KL of files."""
         made.clear()
 
@@ -323,7 +323,7 @@ def test_weights_and_bits_share_one_budget(
             made.append(keep)
             return candidate.with_score({"kl": kls[keep], "loss": 0.0, "kl_N": ()})
 
-        looking.config = replace(config, memory=memory)
+        looking.config = replace(config, memory=memory, **more)
         steps = {key_of(c): price(estimates[c.keep]) for c in drop.family.configs}
         looking.prices = Prices({}, steps, plain.prices())  # type: ignore[misc]
         looking.trials = SimpleNamespace(measure=measured, refused={}, refuse=lambda *_: None)  # type: ignore[assignment]
@@ -346,6 +346,20 @@ def test_weights_and_bits_share_one_budget(
         found(kls, kls, layout[0].least([NARROW]) - 1)
     assert made == []
     assert found({**kls, 2: 0.5}, {2: 0.3}, layout[0].least([NARROW])) == 2
+    few = looking.sizes.of(drop.steps(2))
+    assert few is not None
+    assert found(kls, kls, wide[8], parameters=few.parameters) == 4
+    assert made == [4]
+
+
+def test_a_file_out_of_reach_is_refused_before_anything_is_priced(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "forms", lambda *_: [keeping(4, 6, 8)])
+    monkeypatch.setattr(Search, "prices", None)
+    config = FitConfig(memory=9, types=(WIDE, NARROW))
+    with pytest.raises(MoesaicError, match="out of reach: the least that works is"):
+        Search(recipe_of(tmp_path / "out"), config, tmp_path / "work").run()
 
 
 def test_what_cannot_win_is_not_made(
@@ -580,6 +594,10 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
     text.write_text("1 2 3", "utf-8")
     with pytest.raises(MoesaicError, match=r"^The calibration text fills 0 windows"):
         _ = Search(recipe, FitConfig(memory=1), tmp_path)
+    recipe = replace(recipe_of(tmp_path / "out"), evaluation=Evaluation(str(text)))
+    for find in (Search.run, lambda looking: looking.frontier([looking.config])):
+        with pytest.raises(MoesaicError, match=r"^The evaluation text is shorter than one window"):
+            find(Search(recipe, FitConfig(memory=1), tmp_path))
 
 
 def test_windows_are_as_the_model_can_read_them(tokenizer: Any, tmp_path: Path) -> None:

@@ -393,7 +393,8 @@ def evaluation_tokens(
             tokens = _windows(texts, rows, tokenizer, window)
             if not tokens.count:
                 raise MoesaicError(
-                    f"length {window}: the evaluation text is shorter than one window; lower it."
+                    f"The evaluation text is shorter than one window of {window} tokens; give more "
+                    "text, or lower length."
                 )
             parts, part_NL = _domains(read, texts, tokenizer, window)
             tokens = replace(tokens, parts=parts, part_NL=part_NL)

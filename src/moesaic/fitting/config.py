@@ -21,7 +21,10 @@ class FitConfig(Options):
     )
     parameters: float | None = option(None, "The most parameters, such as 8e9.", minimum=1)
     active_parameters: float | None = option(
-        None, "The most parameters that a token uses, embeddings and head included.", minimum=1
+        None,
+        "The most parameters that a token uses where experts are used alike, embeddings and head "
+        "included.",
+        minimum=1,
     )
     max_loss: float | None = option(
         None,

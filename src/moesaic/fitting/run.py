@@ -68,6 +68,7 @@ def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result
             out=str(place / "result"),
             steps=(),
             calibration=args.calibration,
+            evaluation=None,
             device=args.device,
             dtype=str(args.dtype or "auto").removeprefix("torch."),
         )

@@ -11,7 +11,6 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +38,7 @@ from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Prices, key_of, priced_con
 from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.outputs import check_file, remove
 from moesaic.io.source import resolve
+from moesaic.metrics.evaluate import measured_text
 from moesaic.observation.estimates import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
@@ -119,7 +119,8 @@ class Search:
         Raises:
             MoesaicError: nothing fits (names what would), or the model does as it is.
         """
-        config, _ = self.config, self.texts.both  # too little text is said at once
+        config = self.config
+        self._check_text()
         self._check_needed()
         chosen = self._best(config) if config.has_size else self._smallest()
         if chosen is None:
@@ -143,7 +144,7 @@ class Search:
         Raises:
             MoesaicError: no candidate meets any of them; names what would.
         """
-        _ = self.texts.both  # too little text is said at once
+        self._check_text()
         self._single = True
         for budget in budgets:
             self._measure_best(budget)
@@ -302,19 +303,20 @@ class Search:
         considered = self._considered
         for form in self.track(considered, "Looking for what fits", len(considered)):
             for place in self._places(form, config, file):
-                price, steps = self.prices.of(form, place), form.steps(place, careful=True)
                 quick: Steps = form.steps(place)
                 size = self.sizes.of((*quick, file) if file else quick)
-                if price is IMPOSSIBLE or size is None:
+                if size is None or not config.allows(size):
+                    continue
+                price, steps = self.prices.of(form, place), form.steps(place, careful=True)
+                if price is IMPOSSIBLE:
                     continue
                 if file is None:
                     yield Candidate(form.name, steps, size, steps_S=price.kl_S)
                     continue
-                with suppress(MoesaicError):
-                    types, types_S = self._types(quick) if file.memory else (None, NONE)
-                    name, ends = f"{form.name}, {file.called}", (*steps, file)
-                    estimates = {"types": types, "steps_S": price.kl_S, "types_S": types_S}
-                    yield Candidate(name, ends, size, **estimates)  # type: ignore[arg-type]
+                types, types_S = self._types(quick) if file.memory else (None, NONE)
+                name, ends = f"{form.name}, {file.called}", (*steps, file)
+                estimates = {"types": types, "steps_S": price.kl_S, "types_S": types_S}
+                yield Candidate(name, ends, size, **estimates)  # type: ignore[arg-type]
 
     def _quantised(self, config: FitConfig, file: ExportArgs) -> Iterator[Candidate]:
         """Yield the original's own files: of the best type that fits, and with types by layer."""
@@ -331,27 +333,27 @@ class Search:
                 plain.append(Candidate(whole.called, (whole,), size, types_S=types_S))
         if plain:
             yield min(plain, key=Candidate.estimate)
-        layout = self.files.original.layout
-        size = self.sizes.of((file,))
-        if file.memory is not None and size and layout.least(config.types) <= config.memory:
+        size = self.sizes.of((file,)) if file.memory and self._leaves_room(()) else None
+        if size is not None and config.allows(size):
             types, types_S = self._types(())
             yield Candidate(file.called, (file,), size, types=types, types_S=types_S)
 
     def _types(self, steps: Steps) -> tuple[Types, Numbers]:
-        """Return the types by groups for a result within the budget, and their KL by sample.
-
-        Raises:
-            MoesaicError: the budget is out of reach; raised before anything is priced.
-        """
+        """Return the types by groups for a result within the budget, and their KL by sample."""
         assert self.files is not None
         assert self.config.memory is not None
         layout = self.files.layout(self.sizes.skeleton(steps))
-        layout.check(self.config.types, self.config.memory)
         prices = {type: self.prices.types[type] for type in self._tensor_types}
         kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
         types = choice(kls, layout, self.config.memory)
         of_types = (prices[type][group].kl_S for group, type in types.items())
         return types, sum(of_types, NONE)
+
+    def _check_text(self) -> None:
+        """Refuse unusable text, also what results are measured on, before anything is computed."""
+        _ = self.texts.both
+        if self.recipe.evaluation is not None:
+            measured_text(self.source, self.recipe.evaluation)
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -378,7 +380,8 @@ class Search:
             return size is not None and config.allows(size)
 
         if file is not None and file.memory is not None:
-            return [n for n in range(form.count - 1) if self._possible(form, n)]
+            possible = (n for n in range(form.count - 1) if self._possible(form, n))
+            return [n for n in possible if self._leaves_room(form.steps(n))]
         first = self._first(form)
         if first is None:
             try:
@@ -389,6 +392,13 @@ class Search:
             return []  # there may be room left: with less of the first step it is another form
         place = largest(range(first, form.count), fits)
         return [] if place is None else [place]
+
+    def _leaves_room(self, steps: Steps) -> bool:
+        """Return True if the file of a result is within the budget in the narrowest types."""
+        assert self.files is not None
+        assert self.config.memory is not None
+        layout = self.files.layout(self.sizes.skeleton(steps))
+        return layout.least(self.config.types) <= self.config.memory
 
     def _possible(self, form: Form, place: int) -> bool:
         """Return True if a recipe can be carried out, and its result may be chosen."""

@@ -21,7 +21,6 @@ from moesaic.data.text import (
     SAMPLES,
     Tokens,
     calibration_tokens,
-    evaluation_tokens,
     positions,
     without_overlap,
 )
@@ -35,6 +34,7 @@ from moesaic.io.names import FOLDER, our_folder
 from moesaic.io.outputs import remove, run_folder, whole_file, whole_folder
 from moesaic.io.source import Source
 from moesaic.io.trust import mapping_of, reading
+from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.forward import Layerwise, Runner
 from moesaic.metrics.score import scores
 from moesaic.observation.branches import Change
@@ -234,9 +234,7 @@ class Trials:
         record |= self.files.make(result, out, chosen.file, chosen.types, weights)
         settings = self.recipe.evaluation
         if settings is not None:
-            tokens = evaluation_tokens(
-                settings.data, self.source.tokenizer, settings.length, settings.max_tokens
-            )
+            tokens, _ = measured_text(self.source, settings)
             types = {name: tensor.type for name, tensor in tensors_of(out).items()}
             ours = self._rounded(self._rounder(chosen, result), types)
             record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
