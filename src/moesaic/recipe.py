@@ -191,7 +191,8 @@ def _named(folder: Path, out: str) -> str:
         names = {of.name for of in fields(Calibration)}
         text = {name: v for name, v in request.get("text", {}).items() if name in names}
         run = Recipe(request["base"]["name"], out, (step,), parse_as(Calibration, text, ""))
-        done = len([*note.parent.glob("layer-*.safetensors")])
+        files = note.parent.glob("layer-*.safetensors")  # several of a layer where it is compared
+        done = len({file.name.split("-")[1] for file in files})
         return f" ({command_of(run)}{f', {done} layers finished' if done else ''})"
     return ""
 
