@@ -177,12 +177,13 @@ condense MIXTURE OUT --memory much | not a number of bytes
 condense MIXTURE OUT --candidates 1,a | candidates.1 'a' is not a whole number
 tune MIXTURE OUT --data old.txt | trained on, too, with --train FILE
 fit MIXTURE OUT | Give a budget
+fit MIXTURE OUT --memory 9MB --windows 3 | --windows 3 must be at least 4
 fit MIXTURE OUT --memory 50% | --memory '50%' is not a number of bytes
 fit MIXTURE OUT --max-loss nan | --max-loss must be a number; got nan
 fit MIXTURE OUT --memory 9MB --data no.txt | No text file at no.txt
 tiny-moe --memory much --out OUT | number of bytes
 tiny-moe --max-kl -1 --out OUT | --max-kl -1 must be above 0
-tiny-moe --memory 8MB --max-kl 0.1 --out OUT | two goals
+tiny-moe --memory 8MB --max-kl 0.1 --out OUT | --memory and --max-kl are two goals
 tiny-moe --yse --out OUT | Did you mean '--yes'?
 observe /nowhere OUT | No model folder
 observe MODEL DONE | is a folder
@@ -277,6 +278,15 @@ def test_wrong_requests_exit_2_with_one_message(
     assert message in err
     assert not re.search("Traceback|unfinished", err)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_each_part_of_a_message_names_its_option() -> None:
+    said = app.commands["fit"].in_flags  # type: ignore[attr-defined]
+    assert said("memory 1 is little; parameters 2, too; what", ()) == (
+        "--memory 1 is little; --parameters 2, too; what"
+    )
+    assert said("memory 1; parameters 2", ["parameters"]) == "--memory 1; parameters 2"
+    assert said("Text: one; memory 2", ()) == "Text: one; memory 2"
 
 
 def test_an_unfinished_run_is_named_by_its_command(

@@ -77,11 +77,13 @@ class Command(click.Command):
             raise MoesaicError(self.unknown(error.option_name)) from None
 
     def in_flags(self, message: str, values: Collection[str]) -> str:
-        """Return a message of the library, which may begin with a field's name, with its flag."""
-        first = re.split(r"[ :,;=]", message, maxsplit=1)[0]
+        """Return a message of the library with flags, where it and its parts begin with fields."""
         flags = {p.name: p.opts[0] for p in self.params if isinstance(p, click.Option)}
-        known = first in flags and first not in values
-        return f"{flags[first]}{message[len(first) :]}" if known else message
+        known = {name: flag for name, flag in flags.items() if name not in values}
+        if re.split(r"[ :,;=]", message, maxsplit=1)[0] not in known:
+            return message
+        start = r"(?:^|(?<=; ))\w+(?=[ :,;=]|$)"
+        return re.sub(start, lambda found: known.get(found[0], found[0]), message)
 
     def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
         """Return a message that there is no such option; ``others`` may have been meant, too."""

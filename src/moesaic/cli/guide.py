@@ -217,7 +217,7 @@ def guide(
     config = parse_as(FitConfig, {"memory": 1, **options}, "")
     asked_for = Goal(config.memory if "memory" in options else None, max_kl)
     if asked_for.memory and max_kl is not None:
-        raise MoesaicError("memory and max_kl are two goals: give one.")
+        raise MoesaicError("--memory and --max-kl are two goals: give one.")
     if max_kl is not None and not max_kl > 0:
         raise MoesaicError(f"max_kl {max_kl:g} must be above 0.")
     check_run(recipe, overwrite=overwrite)  # before anything slow is imported

@@ -43,6 +43,7 @@ class FitConfig(Options):
         "",
         "File with the estimated KL of every alternative: read if it exists, otherwise written, so "
         "that another budget need not estimate them again.",
+        metavar="FILE",
     )
     windows: int = option(
         32,
