@@ -31,8 +31,8 @@ from moesaic.errors import MoesaicError, how_to_install
 from moesaic.exports.quantiser import FileTensor
 from moesaic.exports.rounder import Layout, choice
 from moesaic.families import Family, Shape
+from moesaic.fitting import gguf_files, run, search, trials
 from moesaic.fitting import prices as prices_module
-from moesaic.fitting import run, search, trials
 from moesaic.fitting.candidates import Candidate, Form, ending, forms, simplest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, key_of, priced_configs
@@ -350,6 +350,23 @@ def test_weights_and_bits_share_one_budget(
     assert few is not None
     assert found(kls, kls, wide[8], parameters=few.parameters) == 4
     assert made == [4]
+
+
+def test_a_converter_that_refuses_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def refuse(*arguments: object) -> None:
+        asked.append(arguments)
+        raise MoesaicError("The converter refused.")
+
+    monkeypatch.setattr(gguf_files, "find_converter", lambda: None)
+    monkeypatch.setattr(gguf_files, "convert", refuse)
+    config = FitConfig(memory=9, types=(WIDE,))
+    with pytest.raises(MoesaicError, match="converter refused"):
+        Search(recipe_of(tmp_path / "out"), config, tmp_path / "work").run()
+    assert len(asked) == 1
 
 
 def test_a_file_out_of_reach_is_refused_before_anything_is_priced(

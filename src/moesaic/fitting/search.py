@@ -359,8 +359,11 @@ class Search:
 
     def _check_needed(self) -> None:
         """Refuse a budget that the model meets as it is."""
+        if self.files:
+            _ = self.files.original  # a converter that refuses is asked once, before all else
+            return
         size = self.sizes.of(())
-        if self.files or not self.config.has_size or size is None or not self.config.allows(size):
+        if not self.config.has_size or size is None or not self.config.allows(size):
             return
         budgets = [name for name in BUDGETS if getattr(self.config, name) is not None]
         sizes = ", ".join(f"{name} {_size(name, getattr(size, name))}" for name in budgets)
