@@ -307,6 +307,8 @@ class Search:
                 size = self.sizes.of((*quick, file) if file else quick)
                 if size is None or not config.allows(size):
                     continue
+                if file and file.memory and not self._leaves_room(quick):
+                    continue
                 price, steps = self.prices.of(form, place), form.steps(place, careful=True)
                 if price is IMPOSSIBLE:
                     continue
@@ -374,7 +376,7 @@ class Search:
     def _places(self, form: Form, config: FitConfig, file: ExportArgs | None) -> Sequence[int]:
         """Return the numbers of a form's recipes that are options within a budget.
 
-        With types by layer each is one that leaves them room, otherwise the largest that fits.
+        With types by layer that is each, otherwise the largest that fits.
         """
 
         def fits(place: int) -> bool:
@@ -383,8 +385,7 @@ class Search:
             return size is not None and config.allows(size)
 
         if file is not None and file.memory is not None:
-            possible = (n for n in range(form.count - 1) if self._possible(form, n))
-            return [n for n in possible if self._leaves_room(form.steps(n))]
+            return [n for n in range(form.count - 1) if self._possible(form, n)]
         first = self._first(form)
         if first is None:
             try:
