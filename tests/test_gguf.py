@@ -267,6 +267,36 @@ def test_a_mixture_is_what_it_was_made_from(model_type, tmp_path, tokenizer, tok
     assert torch.allclose(logits(source.load(), tokens), logits(model, tokens), atol=1e-5)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 64}
+ROTARY: dict[str, tuple[dict[str, Any], bool]] = {
+    "linear": ({"rope_type": "linear", "factor": 4.0}, True),
+    "yarn": ({"rope_type": "yarn", "beta_fast": 16.0, **STRETCHED}, True),
+    "yarn, louder": ({"rope_type": "yarn", "attention_factor": 2.0, **STRETCHED}, False),
+    "llama3": ({**LLAMA3, "original_max_position_embeddings": 8192}, True),
+    "llama3, of another length": ({**LLAMA3, "original_max_position_embeddings": 64}, False),
+}
+"""Rotary scalings, and whether a file says all about them."""
+
+
+@pytest.mark.parametrize("which", ROTARY)
+def test_rotary_scaling_is_read_or_refused(which, tmp_path, tokenizer, tokens):
+    """transformers reads none of it."""
+    needs_llamacpp(converter=True)
+    scaling, read = ROTARY[which]
+    rope = {"rope_theta": 500_000.0, **scaling}
+    model = model_of("llama", rope_parameters=rope, max_position_embeddings=16384)
+    folder, file = tmp_path / "model", tmp_path / "model.gguf"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    moesaic.export(folder, file)
+    if read:
+        assert torch.equal(logits(resolve(str(file)).load(), tokens), logits(model, tokens))
+    else:
+        with pytest.raises(MoesaicError, match="its rotary scaling is none that is read"):
+            resolve(str(file))
+
+
 def test_from_a_file_to_a_result(tmp_path, tokenizer, command):
     """By the command line; estimated beforehand, and the same as of what transformers loads."""
     file = written(model_of("qwen2_moe"), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
@@ -433,6 +463,19 @@ def narrow(tensors):
     tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"][:32]
 
 
+def fewer(tensors):
+    for layer in range(2):
+        tensors[f"blk.{layer}.ffn_gate_inp.weight"] = np.zeros((2, 64), np.float32)
+
+
+def test_every_expert_of_a_file_is_read_or_none(tmp_path, tokenizer):
+    """A router and fields that say fewer left the last ones out."""
+    file = tmp_path / "model.gguf"
+    written(model_of("mixtral"), tokenizer, file, change=fewer, expert_count=2)
+    with pytest.raises(MoesaicError, match=r"of shape 4 x .* and its config asks for 2 x "):
+        resolve(str(file))
+
+
 def turned(tensors):
     tensors["blk.0.attn_k.weight"] = tensors["blk.0.attn_k.weight"].reshape(64, 32)
 
@@ -440,6 +483,10 @@ def turned(tensors):
 @pytest.mark.parametrize(
     ("change", "said", "message"),
     [
+        (gone, {"block_count": None}, r"has no field llama\.block_count"),
+        (gone, {"context_length": None}, r"has no field llama\.context_length"),
+        (gone, {"expert_count": 4, "expert_used_count": None}, "no field llama.expert_used_count"),
+        (lambda tensors: None, {"rope.dimension_count": 8}, "its rotary scaling is none that is"),
         (gone, {}, r"'llama' and has no tensor for model\.layers\.1\.mlp\.up_proj\.weight"),
         (unknown, {}, r"a llama has no place for: blk\.1\.ffn_gate_inp\.weight"),
         (narrow, {}, "blk.0.ffn_up.weight in .* is of shape 32 x 64, and its config asks for 64 x"),

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format of folders in the cache."""
 COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
@@ -50,8 +51,29 @@ ATTRIBUTES = {
     "attention.key_length": "head_dim",
 }
 """Config attributes that transformers does not read from files, by the files' fields."""
-UNUSED = re.compile(r"^rope_(freqs|factors)")
-"""Names of tensors whose content a config holds already."""
+STATED = ("block_count", "context_length", "embedding_length", "attention.head_count")
+"""Fields that llama.cpp requires of every file, and transformers takes from nowhere without."""
+FREQUENCIES = re.compile(r"^rope_(freqs|factors)")
+"""Names of tensors of rotary frequencies, which a config describes."""
+SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Names of rotary scaling's settings in a config, by the files' fields."""
+SCALARS = {"gemma2": 46, "gemma3": 62}
+"""Numbers of layers of the largest Gemmas, whose attention scores are scaled otherwise."""
+LLAMA_BASE = 10_000.0
+"""Base of rotary frequencies of a file that names none."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Rotary scaling of every Llama 3; a file holds the frequencies that come of it."""
+_EPSILON = re.compile("norm(_rms)?_epsilon$")
 _NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
 
@@ -199,6 +221,12 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    stated = {name.partition(".")[2] for name in reader.fields}
+    missing = [name for name in STATED if name not in stated]
+    missing += ["attention.layer_norm_rms_epsilon"] * (not any(map(_EPSILON.search, stated)))
+    missing += [USED] * (COUNT in stated and USED not in stated)
+    if missing:
+        raise MoesaicError(f"{file} has no field {architecture}.{missing[0]}; it is damaged.")
     config: Config = pretrained(AutoConfig, file.parent, gguf_file=file.name)
     check_counts(config.to_dict())
     if architecture in MIXTURES and (_field(reader, f"{architecture}.{COUNT}") or 0) > 0:
@@ -212,8 +240,68 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
             setattr(config, name, int(value))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    _scale(config, reader, architecture, file)
+    if architecture in SCALARS:
+        config.query_pre_attn_scalar = attention_scalar(config, SCALARS[architecture])
     attributes = ("num_attention_heads", "num_key_value_heads", "hidden_size", "n_head")
     return config, {name: getattr(config, name, None) for name in attributes}
+
+
+def _scale(config: Config, reader: GGUFReader, architecture: str, file: Path) -> None:
+    """Give a config its file's rotary scaling, which transformers does not read.
+
+    Raises:
+        MoesaicError: it is none that can be told from the file.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    start = f"{architecture}.rope.scaling."
+    stated = {
+        n.removeprefix(start): _field(reader, n) for n in reader.fields if n.startswith(start)
+    }
+    whole = getattr(config, "rope_parameters", None) or {}
+    rope, kind = whole.get("full_attention", whole), stated.pop("type", "none")
+    stored = {str(t.name): t.data for t in reader.tensors if FREQUENCIES.search(str(t.name))}
+    if architecture == "gemma4":  # whose config's own type is what the frequencies say
+        return
+    base, turned = (
+        _field(reader, f"{architecture}.rope.{n}") for n in ("freq_base", "dimension_count")
+    )
+    if "rope_theta" in rope:
+        rope["rope_theta"] = base or LLAMA_BASE
+    if turned and "rope_theta" in rope and not hasattr(config, "rotary_dim"):
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if turned != int(size * rope.get("partial_rotary_factor", 1.0)):
+            raise _unscaled(file)
+    if kind in ("linear", "yarn") and not stored and stated.keys() - {"finetuned"} <= {*SCALING}:
+        settings = {name: stated[field] for field, name in SCALING.items() if field in stated}
+        rope.update(settings, rope_type=kind)
+    elif kind == "none" and [*stored] == ["rope_freqs.weight"]:
+        (found,) = stored.values()
+        rope.update(LLAMA3, factor=float(found.max()))
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = rope["rope_theta"] ** -(np.arange(len(found)) / len(found))
+        if not np.allclose(plain / found, scaled.numpy(), rtol=1e-4):
+            raise _unscaled(file)
+    elif kind != "none" or stored:
+        raise _unscaled(file)
+
+
+def attention_scalar(config: Config, layers: int) -> int:
+    """Return the number by whose root llama.cpp divides a Gemma's attention scores.
+
+    It is the size of a head, but in the largest model, which is known by its number of layers.
+    """
+    if config.num_hidden_layers == layers:
+        return int(config.hidden_size // config.num_attention_heads)
+    return int(config.head_dim)
+
+
+def _unscaled(file: Path) -> MoesaicError:
+    return MoesaicError(
+        f"{file}: its rotary scaling is none that is read from GGUF files. Give the checkpoint "
+        "that it was made from."
+    )
 
 
 def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
@@ -241,7 +329,7 @@ def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
     Raises:
         MoesaicError: names some of the tensors.
     """
-    left = sorted(name for name in names if not UNUSED.search(name))
+    left = sorted(name for name in names if not FREQUENCIES.search(name))
     if left:
         raise MoesaicError(
             f"{file} has tensors that a {model.config.model_type} has no place for: "
@@ -270,13 +358,17 @@ def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> d
     missing = sorted(name for name in expected if name not in parts and name not in tied)
     left = [name for name in there if name not in used]
     if missing:
-        more = sorted(name for name in left if not UNUSED.search(name))[:3]
+        more = sorted(name for name in left if not FREQUENCIES.search(name))[:3]
         beside = f"; it has {', '.join(more)}" if more else ""
         raise MoesaicError(
             f"{file} is of architecture {architecture!r} and has no tensor for "
             f"{', '.join(missing[:3])} ({len(missing)} in all){beside}. Give the checkpoint that "
             "it was made from."
         )
+    counts = Counter(str(p.stored.name) for p in parts.values() if p.expert is not None)
+    for name, (tensor, expert, shape) in parts.items():
+        if expert is not None and len(tensor.data) != (count := counts[str(tensor.name)]):
+            raise _misfit(file, tensor, _shape(tensor), [count, *shape], name)
     _check_left(file, left, model)
     return parts
 
@@ -315,11 +407,11 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
     Raises:
         MoesaicError: its shape is not the config's.
     """
-    match, stored, count = _NUMBER.search(name), _shape(tensor), 1
+    match, stored = _NUMBER.search(name), _shape(tensor)
     expert = int(match[1]) if match else None
     if expert is not None:
-        count, *stored = stored
-    if sorted(_sizes(stored)) != sorted(_sizes(shape)) or (expert or 0) >= count:
+        stored = stored[1:]
+    if sorted(_sizes(stored)) != sorted(_sizes(shape)):
         raise _misfit(file, tensor, stored, shape, name)
     return Part(tensor, expert, shape)
 
