@@ -4,12 +4,14 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from builders import (
@@ -19,6 +21,7 @@ from builders import (
     UNEVEN,
     carved_layer,
     condensed_layer,
+    finish,
     opened,
     same_model,
     saved,
@@ -26,7 +29,7 @@ from builders import (
     tiny_model,
     tiny_moe,
 )
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 from shrunken import small_model, small_whole
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
@@ -37,7 +40,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
-from moesaic.exports.llamacpp import lacking
+from moesaic.exports.llamacpp import check_positions, lacking
 from moesaic.exports.native import decide, verify, write
 from moesaic.io.source import Source, resolve
 from moesaic.plans.base import LayerPlan
@@ -337,6 +340,18 @@ LLAMACPP = {
         {"num_local_experts": 4, "shared_intermediate_size": 32},
     ),
     "the activation gelu": ("mixtral", {"hidden_act": "gelu"}, {}),
+    "its FFN knows silu": ("llama", {"hidden_act": "gelu"}, {"hidden_act": "swish"}),
+    "its FFN knows gelu_pytorch_tanh": ("starcoder2", {"hidden_act": "silu"}, {}),
+    "query_pre_attn_scalar=64": (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 64, "head_dim": 8},
+        {"query_pre_attn_scalar": 8, "head_dim": 8},
+    ),
+    "in every layer of 6": (
+        "gemma3_text",
+        {"layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 8, "head_dim": 8},
+        None,
+    ),
     "1024": ("mixtral", {"num_local_experts": 1100}, None),
     "frequency factors": ("glm4_moe", {"rope_parameters": LLAMA3}, {}),
 }
@@ -401,6 +416,26 @@ def test_gguf_is_made_by_the_converter(tmp_path, monkeypatch, own_process):
     with pytest.raises(MoesaicError, match="refused refuse: pre-tokenizer was not recognized"):
         export(str(refused), tmp_path / "other.gguf", to="gguf")
     assert not list(tmp_path.glob("*other*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": LLAMA3}, "lacks llama3 rotary scaling in a"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, ""),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "beyond 8 tok"),
+        ({"use_sliding_window": False, "sliding_window": 8}, ""),
+    ],
+)
+def test_what_the_converter_leaves_out_is_said(change, message, tmp_path, caplog):
+    file, config = tmp_path / "model.gguf", tiny_config("qwen2", **change)
+    writer = GGUFWriter(file, "qwen2")
+    writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
+    finish(writer)
+    refused = "lacks" in message
+    with pytest.raises(MoesaicError, match=message) if refused else nullcontext():
+        check_positions(file, config)
+    assert refused or (message in caplog.text and bool(message) == bool(caplog.text))
 
 
 def test_vocabularies_of_sentencepiece_have_a_token_a_row(tmp_path):

@@ -29,6 +29,7 @@ from moesaic.exports import run_script
 from moesaic.exports.native import base_config, check_embedding, export_native, head_dim_of
 from moesaic.exports.quantiser import OTHERS, FileTensor, quantise, tensors_of, types_of
 from moesaic.exports.rounder import TYPES, Layout, Rounder
+from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
 from moesaic.io.models import shape_of
 from moesaic.io.naming import Naming, is_mtp
 from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder
@@ -119,6 +120,7 @@ def export_gguf(
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = place / "model.gguf"
         convert(script, folder, source.folder, work, args.type if plain else "f32")
+        check_positions(work, config)
         if not plain:
             rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
@@ -133,6 +135,37 @@ def export_gguf(
         put_file(work, out, overwrite)
     record |= {"out": str(out), "type": args.called, "bytes": out.stat().st_size}
     return {**record, "types": types_of(tensors)}
+
+
+def check_positions(file: Path, config: Config) -> None:
+    """Refuse a file without its model's rotary scaling, and warn of one without its window.
+
+    Which of its classes write them differs between the converter's versions.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    stated = {name.partition(".")[2] for name in reader.fields}
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("full_attention", rope).get("rope_type", "default")
+    scaled = "rope.scaling.type" in stated or any(
+        FREQUENCIES.search(t.name) for t in reader.tensors
+    )
+    if kind not in ("default", "dynamic") and not scaled:  # dynamic: beyond its positions alone
+        raise MoesaicError(f"llama.cpp lacks {kind} rotary scaling in a {config.model_type}.")
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
+    if (
+        slides
+        and 0 < window < (positions(config) or 0)
+        and "attention.sliding_window" not in stated
+    ):
+        logging.getLogger(__name__).warning(
+            "llama.cpp has no sliding window in a %s: beyond %d tokens it computes something else.",
+            config.model_type,
+            window,
+        )
 
 
 def _check_vocabulary(file: Path, source: Source) -> None:
@@ -295,6 +328,8 @@ def _names_of(reader: GGUFReader, source: Source) -> Callable[[str], str | None]
 TANH = "gelu_pytorch_tanh"
 ACTIVATIONS = {"nemotron_h": "relu2", "gemma4": TANH, "gemma4_text": TANH}
 """Activations other than silu that llama.cpp's experts have, by architecture."""
+ALIKE = {"swish": "silu", **dict.fromkeys(("gelu", "gelu_new", "gelu_fast"), TANH)}
+"""Activations that llama.cpp computes as others."""
 
 
 def lacking(config: Config) -> list[str]:
@@ -309,11 +344,15 @@ def _chosen(config: Config) -> list[int]:
     return value if isinstance(value, list) else [value]
 
 
-def _activation(config: Config) -> Iterator[str]:
+def _activation(config: Config, experts: bool) -> Iterator[str]:
     names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
-    act = next((act for name in names if (act := getattr(config, name, None))), "silu")
-    if act not in ("silu", "swish", ACTIVATIONS.get(config.model_type)):
-        yield f"the activation {act}: its experts know silu"
+    act, usual = (
+        next((act for name in names if (act := getattr(of, name, None))), "silu")
+        for of in (config, config if experts else type(config)())
+    )
+    knows = ACTIVATIONS.get(config.model_type, "silu") if experts else usual
+    if ALIKE.get(act, act) not in (known := ALIKE.get(knows, knows), "silu" if experts else known):
+        yield f"the activation {act}: its {'experts know' if experts else 'FFN knows'} {knows}"
 
 
 def _granite_attention(config: Config) -> Iterator[str]:
@@ -325,8 +364,7 @@ def _granite_attention(config: Config) -> Iterator[str]:
 def _lacking(config: Config) -> Iterator[str]:
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     count = next((n for name in names if (n := getattr(config, name, None))), 0)
-    if count:
-        yield from _activation(config)
+    yield from _activation(config, count > 0)
     if count > 1024:
         yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
     chosen = _chosen(config)
@@ -365,6 +403,19 @@ def _olmoe(config: Config) -> Iterator[str]:
     yield from _normed(config)
     if config.num_key_value_heads != config.num_attention_heads:
         yield "fewer key-value heads than heads: its OLMoE wants as many"
+
+
+def _gemma(config: Config) -> Iterator[str]:
+    """Require the pattern of attention types and the scale of scores that every Gemma has."""
+    kind = config.model_type.removesuffix("_text")
+    scalar, every = attention_scalar(config, SCALARS[kind]), {"gemma2": 2, "gemma3": 6}[kind]
+    if config.query_pre_attn_scalar != scalar:
+        yield f"query_pre_attn_scalar={config.query_pre_attn_scalar}: its {kind} takes {scalar}"
+    sliding = [attention == "sliding_attention" for attention in config.layer_types]
+    if sliding != [(i + 1) % every > 0 for i in range(len(sliding))]:
+        yield f"full attention elsewhere than in every layer of {every}"
+    if kind == "gemma3" and config.final_logit_softcapping:
+        yield "final_logit_softcapping in gemma3"
 
 
 def _deepseek(config: Config) -> Iterator[str]:
@@ -408,6 +459,7 @@ _BY_TYPE: dict[str, Callable[[Config], Iterator[str]]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek),
     "deepseek_v4": _deepseek_v4,
     "gpt_oss": _alternating,
+    **dict.fromkeys(("gemma2", "gemma3_text"), _gemma),
     "ernie4_5_moe": _ernie,
 }
 """Limits of llama.cpp's classes of single architectures."""
