@@ -11,11 +11,13 @@ import sys
 from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from builders import inside, launch, loaded, logits, pages, tiny_model, tiny_moe, tiny_tokenizer
 from rich.console import Console
+from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -303,6 +305,79 @@ def test_a_loaded_model_is_one_too(tmp_path):
     )
     assert speed["model"]["active_parameters"] == size["active_parameters"]
     assert model.config.to_dict() == before.to_dict()
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def every(change):
+    """A change of each layer's attention, of modules that every verb keeps."""
+    return lambda model: [change(layer.self_attn) for layer in model.model.layers] and None
+
+
+def squeezed(linear):
+    linear.weight = torch.nn.Parameter(linear.weight.data.to(torch.int8), requires_grad=False)
+
+
+def swap(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def compiled(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+MORE: dict[str, tuple[Any, str]] = {
+    "parametrised": (
+        every(lambda a: parametrize.register_parametrization(a.q_proj, "weight", Doubled())),
+        r"layers\.0\.self_attn\.q_proj\.weight of this loaded model is not as in a Mixtral",
+    ),
+    "masked": (
+        every(lambda a: prune.random_unstructured(a.o_proj, "weight", 0.5)),
+        r"o_proj\.weight of this loaded model is not as",
+    ),
+    "quantised": (every(lambda a: squeezed(a.q_proj)), r"q_proj\.weight of this loaded model is n"),
+    "hooked": (
+        every(lambda a: a.q_proj.register_forward_hook(lambda *a: 2 * a[2])),
+        "computes som",
+    ),
+    "set otherwise": (every(lambda a: setattr(a, "scaling", 0.9)), "computes something else"),
+    "config set": (lambda model: setattr(model.config, "num_experts_per_tok", 1), "computes some"),
+    "shared": (swap, "are one and the same module"),
+    "compiled": (compiled, r"call model.compile\(\) in place"),
+    "of two types": (lambda model: model.lm_head.double() and None, "cannot be run: expected"),
+}
+"""Changes of a loaded model that its config and weights do not say, and what is said of them."""
+
+
+@pytest.mark.parametrize("which", MORE)
+def test_a_loaded_model_that_is_more_than_is_saved_is_refused(which, tokens):
+    model, (change, message) = tiny_moe("mixtral"), MORE[which]
+    change(model)
+    with pytest.raises(MoesaicError, match=message):
+        moesaic.prune(model, keep=2, calibration=tokens)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # checkpointing has a new name
+@pytest.mark.parametrize(
+    "change",
+    [
+        every(lambda a: a.q_proj.register_forward_hook(lambda *_: None)),
+        lambda model: model.requires_grad_(False) and None,
+        lambda model: model.train().gradient_checkpointing_enable(),
+        lambda model: model.compile(backend="eager"),
+        every(lambda a: setattr(a, "attention_dropout", 0.5)),
+        torch.inference_mode()(every(lambda a: setattr(a.q_proj.weight, "data", +a.q_proj.weight))),
+    ],
+)
+def test_what_changes_no_logits_changes_no_result(change, tokens):
+    wanted = moesaic.prune(tiny_moe("mixtral"), keep=2, calibration=tokens).model
+    model = tiny_moe("mixtral")
+    change(model)
+    found = moesaic.prune(model, keep=2, calibration=tokens).model
+    assert torch.equal(found.eval()(tokens.input_ids).logits, wanted(tokens.input_ids).logits)
 
 
 def test_shown_in_one_line_and_never_as_an_empty_box(name):

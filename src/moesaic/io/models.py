@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from math import prod
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -291,6 +292,66 @@ def _say(name: str) -> None:
     )
 
 
+NEAR = {torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Largest differences between logits of the same weights, relative to the largest logit, by the
+types in which ``model.to`` rounds rotary frequencies, too."""
+
+
+def check_live(model: Model) -> None:
+    """Refuse a loaded model that is more than its config and weights, which alone are saved.
+
+    Such are adapters, parametrisations, quantised modules, and hooks or settings that change what
+    is computed. It is compared with a model made of both, over a few tokens.
+
+    Raises:
+        MoesaicError: names a weight, or says that the logits differ.
+    """
+    config = copy.deepcopy(model.config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    plain, state, advice = skeleton(config), model.state_dict(), "Save it, and give the folder."
+    usual = plain.state_dict()
+    odd = [name for name in usual if name not in state] + [
+        name
+        for name, value in state.items()
+        if name not in usual
+        or value.shape != usual[name].shape
+        or value.is_floating_point() != usual[name].is_floating_point()
+        or hasattr(value, "__tensor_flatten__")  # as torchao's have
+    ]
+    if odd:
+        raise MoesaicError(
+            f"{odd[0]} of this loaded model is not as in a {type(plain).__name__} of its config "
+            f"({len(odd)} such weights). Merge adapters, and remove parametrisations, masks and "
+            "quantised modules first."
+        )
+    if len([*model.modules()]) < len([*plain.modules()]):
+        raise MoesaicError(f"Layers of this loaded model are one and the same module. {advice}")
+    if any(isinstance(vars(m).get("forward"), FunctionType) for m in model.modules()):
+        raise MoesaicError(
+            "A function stands in place of a forward of this loaded model, and would run the old "
+            f"weights in its copy: call model.compile() in place of it. {advice}"
+        )
+    if "hf_device_map" in vars(model):  # on several devices
+        return
+    state = {name: v.clone() if v.is_inference() else v for name, v in state.items()}
+    plain.load_state_dict(state, assign=True)
+    ids = torch.arange(1, 9, device=model.device)[None] % config.get_text_config().vocab_size
+    with torch.no_grad(), untouched(model):
+        try:
+            found, wanted = (m(ids).logits.float() for m in (model, plain.to(model.device)))
+        except Exception as error:  # anything, by modules of mixed types for example
+            reason = " ".join(str(error).split())
+            raise MoesaicError(f"This loaded model cannot be run: {reason:.200}") from error
+    found, wanted = found.nan_to_num(), wanted.nan_to_num()
+    if (found - wanted).abs().max() > NEAR.get(model.dtype, 1e-3) * max(1, wanted.abs().max()):
+        raise MoesaicError(
+            "This loaded model computes something else than its config and weights say, which "
+            "alone are saved: remove hooks that change what passes, and undo changes of modules' "
+            f"settings. {advice}"
+        )
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -320,7 +381,8 @@ def untouched(*models: object) -> Iterator[None]:
             if (live := module()) is not None:
                 live.training = training
         for parameter, learns in learning:
-            if (weight := parameter()) is not None:
+            weight = parameter()
+            if weight is not None and weight.requires_grad != learns:  # else inference mode refuses
                 weight.requires_grad_(learns)
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002

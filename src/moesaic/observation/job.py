@@ -32,7 +32,7 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import of_model
 from moesaic.io.formats import Format
-from moesaic.io.models import shape_of, working_type
+from moesaic.io.models import check_live, shape_of, working_type
 from moesaic.io.naming import Naming, mtp_layers
 from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.source import Source, source_or_model, tokenizer_of
@@ -89,6 +89,7 @@ class Job(Generic[A_co]):
                     "Some of this model's weights wait on disk or beside the device (device_map). "
                     "Pass its name or its folder instead: then layers are read one at a time."
                 )
+            check_live(self.original)
             self.return_device = str(self.original.device)
             if self.return_device != "cpu":
                 self.device = self.return_device
