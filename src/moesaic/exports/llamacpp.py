@@ -120,7 +120,6 @@ def export_gguf(
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = place / "model.gguf"
         convert(script, folder, source.folder, work, args.type if plain else "f32")
-        check_positions(work, config)
         if not plain:
             rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
@@ -135,37 +134,6 @@ def export_gguf(
         put_file(work, out, overwrite)
     record |= {"out": str(out), "type": args.called, "bytes": out.stat().st_size}
     return {**record, "types": types_of(tensors)}
-
-
-def check_positions(file: Path, config: Config) -> None:
-    """Refuse a file without its model's rotary scaling, and warn of one without its window.
-
-    Which of its classes write them differs between the converter's versions.
-    """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
-    stated = {name.partition(".")[2] for name in reader.fields}
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("full_attention", rope).get("rope_type", "default")
-    scaled = "rope.scaling.type" in stated or any(
-        FREQUENCIES.search(t.name) for t in reader.tensors
-    )
-    if kind not in ("default", "dynamic") and not scaled:  # dynamic: beyond its positions alone
-        raise MoesaicError(f"llama.cpp lacks {kind} rotary scaling in a {config.model_type}.")
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
-    if (
-        slides
-        and 0 < window < (positions(config) or 0)
-        and "attention.sliding_window" not in stated
-    ):
-        logging.getLogger(__name__).warning(
-            "llama.cpp has no sliding window in a %s: beyond %d tokens it computes something else.",
-            config.model_type,
-            window,
-        )
 
 
 def _check_vocabulary(file: Path, source: Source) -> None:
@@ -265,6 +233,34 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
+    check_positions(out, source.config)
+
+
+def check_positions(file: Path, config: Config) -> None:
+    """Refuse a file without its model's rotary scaling, and warn of one without its window.
+
+    Which of its classes write them differs between the converter's versions.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    stated = {name.partition(".")[2] for name in reader.fields}
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("full_attention", rope).get("rope_type", "default")
+    frequencies = any(FREQUENCIES.search(tensor.name) for tensor in reader.tensors)
+    scaled = frequencies or "rope.scaling.type" in stated
+    if kind not in ("default", "dynamic") and not scaled:  # dynamic: beyond its positions alone
+        raise MoesaicError(f"llama.cpp lacks {kind} rotary scaling in a {config.model_type}.")
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
+    shorter = 0 < window < (positions(config) or 0)
+    if slides and shorter and "attention.sliding_window" not in stated:
+        logging.getLogger(__name__).warning(
+            "llama.cpp has no sliding window in a %s: beyond %d tokens it computes something else.",
+            config.model_type,
+            window,
+        )
 
 
 def puzzle_settings(config: Config) -> JSON:
@@ -345,14 +341,17 @@ def _chosen(config: Config) -> list[int]:
 
 
 def _activation(config: Config, experts: bool) -> Iterator[str]:
+    act = _activation_of(config)
+    if experts and act not in ("silu", known := ACTIVATIONS.get(config.model_type, "silu")):
+        yield f"the activation {act}: its experts know {known}"
+    elif not experts and act != (known := _activation_of(type(config)())):
+        yield f"the activation {act}: its FFN knows {known}"
+
+
+def _activation_of(config: Config) -> str:
     names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
-    act, usual = (
-        next((act for name in names if (act := getattr(of, name, None))), "silu")
-        for of in (config, config if experts else type(config)())
-    )
-    knows = ACTIVATIONS.get(config.model_type, "silu") if experts else usual
-    if ALIKE.get(act, act) not in (known := ALIKE.get(knows, knows), "silu" if experts else known):
-        yield f"the activation {act}: its {'experts know' if experts else 'FFN knows'} {knows}"
+    act = next((str(act) for name in names if (act := getattr(config, name, None))), "silu")
+    return ALIKE.get(act, act)
 
 
 def _granite_attention(config: Config) -> Iterator[str]:
