@@ -847,6 +847,27 @@ def test_files_are_mixtures_of_types(type, experts, weighed, downs, values):
         assert found == wanted, part
 
 
+def test_a_file_is_quantised_part_by_part(tmp_path, monkeypatch):
+    """One expert or row at a time gives the same bytes, by the importance of its own inputs."""
+    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")
+    shapes = {"ffn_down_exps": (3, 5, 256), "attn_q": (7, 256), "attn_norm": (256,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"blk.0.{name}.weight", torch.randn(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reader = gguf.GGUFReader(tmp_path / "whole.gguf")
+    weights = {"blk.0.ffn_down_exps.weight": torch.rand(3 * 256) * 9}
+    made = []
+    for at_once in (1 << 24, 512, 1):
+        monkeypatch.setattr(quantiser, "AT_ONCE", at_once)
+        file = tmp_path / f"{at_once}.gguf"
+        quantise(reader, file, "q4_k_m", weights)
+        made.append(file.read_bytes())
+    assert made[0] == made[1] == made[2]
+
+
 def test_llamacpp_continues_a_file_and_transformers_where_it_is_not_there(
     tmp_path, tokenizer, monkeypatch
 ):

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -29,12 +29,15 @@ from moesaic.errors import MoesaicError
 from moesaic.metrics.gguf_engine import library
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, ReaderTensor
 
 ALIGNED = 32
 """Alignment of tensors in bytes."""
 NARROW = "q2_k"
 """Narrowest type that needs no importance weights."""
+AT_ONCE = 1 << 24
+"""Weights of several experts, or rows, that are quantised at once: dequantising takes many times
+their bytes."""
 ROWS = 128
 """Number of rows of a matrix that one thread quantises at a time."""
 OTHERS = "q8_0"
@@ -164,7 +167,7 @@ def quantise(
 ) -> dict[str, FileTensor]:
     """Quantise the matrices of a GGUF file in f32 or bf16, as llama.cpp's quantiser does.
 
-    One of them is in memory at a time; other tensors are written in f32.
+    A part of one of them is in memory at a time; other tensors are written in f32.
 
     Args:
         reader: of the file. To make one takes seconds for a large vocabulary.
@@ -223,21 +226,39 @@ def quantise(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    file = reader.data.filename  # read, not mapped: mapped pages count as memory
     for name, tensor in given.items() if values else ():
-        held = np.fromfile(file, np.uint8, tensor.n_bytes, offset=tensor.data_offset)
-        held = held.reshape(*shapes[name][:0:-1], -1)
-        matrix = values_of(held, tensor.tensor_type.name).view(shapes[name][::-1])
-        if types[name] == WHOLE:
-            writer.write_tensor_data(matrix.numpy())
-        else:
-            writer.write_tensor_data(held_rows(matrix, types[name], weights.get(name)))
+        parts = _parts(reader.data.filename, tensor, shapes[name], weights.get(name))
+        plain = types[name] == WHOLE
+        made = [m.numpy() if plain else held_rows(m, types[name], mean) for m, mean in parts]
+        writer.write_tensor_data(np.concatenate(made))
     writer.close()
     written = {name: FileTensor(types[name], shapes[name]) for name in given}
     if not values:
         start = -(-out.stat().st_size // ALIGNED) * ALIGNED
         os.truncate(out, start + sum(tensor.bytes for tensor in written.values()))
     return written
+
+
+def _parts(
+    file: str, tensor: ReaderTensor, shape: tuple[int, ...], mean: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield a tensor's values, some rows or experts at a time, with their inputs' importance.
+
+    Args:
+        file: a GGUF file; read, not mapped: mapped pages count as memory.
+        tensor: in f32, f16 or bf16.
+        shape: the length of a row first.
+        mean: importance of the inputs (I,), of all experts (E I,), or None.
+    """
+    count, *inner = shape[::-1]
+    bytes, step = tensor.n_bytes // count, max(1, AT_ONCE // math.prod(inner))
+    mean_EI = None if mean is None or len(inner) < 2 else mean.view(count, -1)
+    for start in range(0, count, step):
+        some, offset = min(step, count - start), tensor.data_offset + start * bytes
+        held = np.fromfile(file, np.uint8, some * bytes, offset=offset)
+        values = values_of(held.reshape(*([some, *inner][:-1]), -1), tensor.tensor_type.name)
+        part = mean if mean_EI is None else mean_EI[start : start + some]
+        yield values.view(some, *inner), part
 
 
 def _model(fields: Mapping[str, Any], arch: str) -> ModelFacts:

@@ -39,7 +39,16 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import in_unit
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import FILES, WHOLE, FileTensor, bits, held_rows, order, values_of
+from moesaic.exports.quantiser import (
+    AT_ONCE,
+    FILES,
+    WHOLE,
+    FileTensor,
+    bits,
+    held_rows,
+    order,
+    values_of,
+)
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.branches import Change, StandIn
@@ -364,9 +373,6 @@ Types = Mapping[str, str]
 """Types of tensors by group, or those of a file's tensors by name."""
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
-AT_ONCE = 1 << 24
-"""Weights of several experts, or rows, that are rounded at once: dequantising takes many times
-their bytes."""
 
 
 class Rounder:

@@ -231,6 +231,7 @@ class Trials:
         result = folder if chosen.conversions else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
         weights = self._weights.get(chosen.conversions)
+        give_back()  # of the models that were measured
         record |= self.files.make(result, out, chosen.file, chosen.types, weights)
         settings = self.recipe.evaluation
         if settings is not None:
