@@ -380,7 +380,7 @@ class _Batch:
         most = view.weighed - view.count + int(ran_TE.sum(1).max())
         rows = max(1, BLOCK_BYTES // (max(1, most) * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
-            f_BKD = view.outputs(x_TD[block], ran_TE[block], partial(show, block))
+            f_BKD = view.packed_outputs(x_TD[block], ran_TE[block], partial(show, block))
             always_BSD = view.shared_outputs(x_TD[block])
             for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
                 yield block[part], f_BKD[part].double(), always_BSD[part].double()

@@ -407,7 +407,7 @@ class ExpertSearch:
             for x_TD in self.inputs:
                 rows = max(1, CHUNK_BYTES // (view.count * x_TD.shape[1] * x_TD.element_size()))
                 parts = [
-                    view.outputs(x, torch.ones(len(x), view.count, dtype=torch.bool))
+                    view.packed_outputs(x, torch.ones(len(x), view.count, dtype=torch.bool))
                     for x in x_TD.to(view.device).split(rows)
                 ]
                 experts.append(torch.cat(parts) * factor)
