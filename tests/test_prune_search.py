@@ -183,7 +183,7 @@ def test_the_search_runs_on_the_device_that_was_named(model_type: str) -> None:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often outputs of experts are computed one by one, and side by side with all others."""
-    done = {"expert": 0, "outputs": 0}
+    done = {"expert": 0, "packed_outputs": 0}
 
     def counted(name: str) -> Any:
         first = getattr(MoEFFN, name)
@@ -203,17 +203,17 @@ def test_a_criterion_pays_for_what_it_reads(work: dict[str, int], tokens: Tokens
     """Only reconstruction and pairwise see experts' outputs side by side; some see none at all."""
     model = tiny_moe("mixtral")
     for criterion in CRITERIA:
-        work.update(expert=0, outputs=0)
+        work.update(expert=0, packed_outputs=0)
         moesaic.prune(model, PruneConfig(keep=4, score=criterion, refit=False), text=tokens)
         beside = criterion in ("reconstruction", "pairwise")
         alone = criterion in ("ean", "weighted-ean", "man", "msan", "reap")
-        assert (work["outputs"] > 0) is beside, criterion
+        assert (work["packed_outputs"] > 0) is beside, criterion
         assert (work["expert"] > 0) is alone, criterion
 
 
 def test_skipping_runs_no_expert_for_itself(work: dict[str, int], tokens: Tokens) -> None:
     moesaic.skip(tiny_moe("mixtral"), SkipConfig(), text=tokens)
-    assert work == {"expert": 0, "outputs": 0}
+    assert work == {"expert": 0, "packed_outputs": 0}
 
 
 ALONE = (
