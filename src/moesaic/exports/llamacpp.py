@@ -243,19 +243,21 @@ def check_positions(file: Path, config: Config) -> None:
     """
     from gguf import GGUFReader
 
-    reader = GGUFReader(file)
-    stated = {name.partition(".")[2] for name in reader.fields}
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("full_attention", rope).get("rope_type", "default")
-    frequencies = any(FREQUENCIES.search(tensor.name) for tensor in reader.tensors)
-    scaled = frequencies or "rope.scaling.type" in stated
-    if kind not in ("default", "dynamic") and not scaled:  # dynamic: beyond its positions alone
-        raise MoesaicError(f"llama.cpp lacks {kind} rotary scaling in a {config.model_type}.")
+    scaled = kind not in ("default", "dynamic")  # dynamic: beyond its positions alone
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     slides = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
-    shorter = 0 < window < (positions(config) or 0)
-    if slides and shorter and "attention.sliding_window" not in stated:
+    shorter = slides and 0 < window < (positions(config) or 0)
+    if not (scaled or shorter):
+        return  # to read the file takes seconds if its vocabulary is large
+    reader = GGUFReader(file)
+    stated = {name.partition(".")[2] for name in reader.fields}
+    frequencies = any(FREQUENCIES.search(tensor.name) for tensor in reader.tensors)
+    if scaled and not (frequencies or "rope.scaling.type" in stated):
+        raise MoesaicError(f"llama.cpp lacks {kind} rotary scaling in a {config.model_type}.")
+    if shorter and "attention.sliding_window" not in stated:
         logging.getLogger(__name__).warning(
             "llama.cpp has no sliding window in a %s: beyond %d tokens it computes something else.",
             config.model_type,
