@@ -25,7 +25,7 @@ from moesaic.arch.routing import replace_removed, set_top_k
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
-from moesaic.modules.running import LayerTokens
+from moesaic.modules.running import LayerTokens, always_skipping
 from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import (
     narrow_experts,
@@ -266,15 +266,12 @@ class CutLayer(LayerPlan):
     @contextmanager
     def _masked(self, view: FFN, layer: nn.Module) -> Iterator[nn.Module]:
         """Choose no removed experts, and keep removed neurons' columns of down projections zero."""
-        few = isinstance(view, MoEFFN) and 0 < len(self.experts) < view.count
-        allowed_E = torch.zeros(view.count, dtype=torch.bool).index_fill(0, self.experts, True)
         with ExitStack() as stack:
-            if few and isinstance(view, MoEFFN):
-                stack.enter_context(view.restricted(allowed_E))
+            stack.enter_context(always_skipping(layer))
+            if isinstance(view, MoEFFN) and 0 < len(self.experts) < view.count:
+                stack.enter_context(view.restricted(_among(self.experts, view.count)))
             for down_DM, kept_W in self._narrowed(view):
-                removed_M = torch.ones(down_DM.shape[1], dtype=torch.bool).index_fill(
-                    0, kept_W, False
-                )
+                removed_M = ~_among(kept_W, down_DM.shape[1])
                 stack.callback(down_DM.__setitem__, (slice(None), removed_M), down_DM[:, removed_M])
                 down_DM[:, removed_M] = 0
             yield layer
@@ -359,8 +356,7 @@ class CutLayer(LayerPlan):
     def _tabled(self, table_VK: Tensor, count: int) -> Tensor:
         """Return a table of each token's experts, with removed experts replaced."""
         assert self.kept_E is not None
-        allowed_E = torch.zeros(count, dtype=torch.bool, device=table_VK.device)
-        allowed_E[self.experts] = True
+        allowed_E = _among(self.experts, count).to(table_VK.device)
         place_E = torch.zeros(count, dtype=table_VK.dtype, device=table_VK.device)
         places = (self.kept_E != PADDING).nonzero().flatten()
         place_E[self.experts] = places.to(place_E)
@@ -498,6 +494,11 @@ class CutLayer(LayerPlan):
             placed_DS[:, shared_S >= 0] = down_DS
             new = replace(new, shared_DS=placed_DS)
         return new, figures
+
+
+def _among(numbers: Tensor, count: int) -> Tensor:
+    """Return True at each of some numbers below ``count``: bool (count,)."""
+    return torch.zeros(count, dtype=torch.bool).index_fill(0, numbers, True)
 
 
 def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
