@@ -411,24 +411,28 @@ class Search:
 
     @property
     def _considered(self) -> list[Form]:
+        """Forms of the search: all, or those of one step."""
         return [form for form in self.forms if form.single or not self._single]
 
     def least(self) -> int:
         """Return the bytes of about the smallest result of one step; 0 where there is none."""
-        self._single = True
-        return min((size.memory for size in self._smallest_sizes()), default=0)
+        sizes = self._smallest_sizes([form for form in self.forms if form.single])
+        return min((size.memory for size in sizes), default=0)
 
-    def _smallest_sizes(self) -> list[ResultSize]:
+    def _smallest_sizes(self, forms: Sequence[Form]) -> list[ResultSize]:
         """Return the sizes of about the smallest result of each form."""
-        firsts = [(f, n) for f in self._considered if (n := self._first(f)) is not None]
-        sizes = [self.sizes.of(form.steps(n)) for form, n in firsts]
+        sizes = map(self.sizes.of, self._smallest_steps(forms))
         return [size for size in sizes if size is not None]
+
+    def _smallest_steps(self, forms: Sequence[Form]) -> list[Steps]:
+        """Return the steps to about the smallest result of each form that has one."""
+        return [form.steps(n) for form in forms if (n := self._first(form)) is not None]
 
     def _least(self) -> int:
         """Return the bytes of the smallest file that any form gives."""
         assert self.files is not None
-        firsts = [f.steps(n) for f in self._considered if (n := self._first(f)) is not None]
-        results = [self.sizes.skeleton(steps) for steps in [(), *firsts]]
+        every: list[Steps] = [(), *self._smallest_steps(self._considered)]
+        results = [self.sizes.skeleton(steps) for steps in every]
         if self._tensor_types:
             return min(self.files.layout(built).least(self.config.types) for built in results)
         return min(self.files.size(built, ending(self.config)) for built in results)
@@ -443,7 +447,7 @@ class Search:
         if self.files:
             budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least())
             return f"memory {budget} is out of reach: the least that works is {smallest}."
-        possible = self._smallest_sizes()
+        possible = self._smallest_sizes(self._considered)
         if not possible:
             reasons = dict.fromkeys(self.trials.refused.values())
             return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"
