@@ -256,7 +256,7 @@ def _parts(
     for start in range(0, count, step):
         some, offset = min(step, count - start), tensor.data_offset + start * bytes
         held = np.fromfile(file, np.uint8, some * bytes, offset=offset)
-        values = values_of(held.reshape(*([some, *inner][:-1]), -1), tensor.tensor_type.name)
+        values = values_of(held.reshape(*(some, *inner)[:-1], -1), tensor.tensor_type.name)
         part = mean if mean_EI is None else mean_EI[start : start + some]
         yield values.view(some, *inner), part
 

@@ -255,6 +255,8 @@ def _scale(config: Config, reader: GGUFReader, architecture: str, file: Path) ->
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    if architecture == "gemma4":  # whose config's own type is what the frequencies say
+        return
     start = f"{architecture}.rope.scaling."
     stated = {
         n.removeprefix(start): _field(reader, n) for n in reader.fields if n.startswith(start)
@@ -262,16 +264,14 @@ def _scale(config: Config, reader: GGUFReader, architecture: str, file: Path) ->
     whole = getattr(config, "rope_parameters", None) or {}
     rope, kind = whole.get("full_attention", whole), stated.pop("type", "none")
     stored = {str(t.name): t.data for t in reader.tensors if FREQUENCIES.search(str(t.name))}
-    if architecture == "gemma4":  # whose config's own type is what the frequencies say
-        return
-    base, turned = (
+    base, rotated = (
         _field(reader, f"{architecture}.rope.{n}") for n in ("freq_base", "dimension_count")
     )
     if "rope_theta" in rope:
         rope["rope_theta"] = base or LLAMA_BASE
-    if turned and "rope_theta" in rope and not hasattr(config, "rotary_dim"):
+    if rotated and "rope_theta" in rope and not hasattr(config, "rotary_dim"):
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if turned != int(size * rope.get("partial_rotary_factor", 1.0)):
+        if rotated != int(size * rope.get("partial_rotary_factor", 1.0)):
             raise _unscaled(file)
     if kind in ("linear", "yarn") and not stored and stated.keys() - {"finetuned"} <= {*SCALING}:
         settings = {name: stated[field] for field, name in SCALING.items() if field in stated}

@@ -124,7 +124,7 @@ class PackedText(IterableDataset[Example]):
         names = list(self.weights)
         streams = {
             name: shuffle_buffer(
-                self._examples(name), random.Random(self._drawn(name)), self.buffer
+                self._examples(name), random.Random(self._seed_of(name)), self.buffer
             )
             for name in names
         }
@@ -132,7 +132,7 @@ class PackedText(IterableDataset[Example]):
             (name,) = rng.choices(names, list(self.weights.values()))
             yield next(streams[name])
 
-    def _drawn(self, name: str) -> str:
+    def _seed_of(self, name: str) -> str:
         """Return the seed of a source's draws: the same wherever its file lies."""
         return f"{self.seed} {Path(name).name}"
 
@@ -148,7 +148,7 @@ class PackedText(IterableDataset[Example]):
         passes = 0
         while True:
             has_text = False
-            order = self._rows[name].shuffled(f"{self._drawn(name)} {passes}")
+            order = self._rows[name].shuffled(f"{self._seed_of(name)} {passes}")
             for item in self._usable(name, order, say and not passes):
                 has_text = has_text or bool(item)
                 if isinstance(item, dict):
