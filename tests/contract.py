@@ -63,7 +63,8 @@ def kept(arch: MoEArch, config: Any, count: int) -> Tensor:
 def block(arch: MoEArch, seen: MoEFFN, x_TD: Tensor) -> None:
     w_TE = seen.routing.weights(seen.logits(x_TD))
     assert (w_TE != 0).sum(1).unique().tolist() == [seen.top_k]
-    y_TD = (w_TE.unsqueeze(-1) * seen.outputs(x_TD, w_TE != 0)).sum(1)
+    w_TK = w_TE[w_TE != 0].view(len(x_TD), -1)
+    y_TD = (w_TK.unsqueeze(-1) * seen.packed_outputs(x_TD, w_TE != 0)).sum(1)
     if seen.shared is not None and arch.beside is None:
         y_TD = y_TD + seen.shared(x_TD)
         ffn, h_TM = seen.shared_ffn, seen.shared_weighted(x_TD)
