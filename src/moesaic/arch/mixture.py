@@ -600,20 +600,6 @@ class MoEFFN:
         gate = getattr(self.block, self.arch.shared_gate)
         return h_TM * torch.sigmoid(gate(x_TD)).float()
 
-    def outputs(self, x_TD: Tensor, wanted_TE: Tensor) -> Tensor:
-        """Return f (T, E, D) for the wanted experts of each token, zero elsewhere.
-
-        Args:
-            x_TD: the block's input.
-            wanted_TE: bool.
-        """
-        f_TKD = self.packed_outputs(x_TD, wanted_TE)
-        f_TED = x_TD.new_zeros(len(x_TD), self.count, x_TD.shape[1])
-        f_TED[wanted_TE] = f_TKD[
-            torch.arange(f_TKD.shape[1], device=x_TD.device) < wanted_TE.sum(1, keepdim=True)
-        ]
-        return f_TED
-
     def packed_outputs(
         self,
         x_TD: Tensor,
