@@ -374,7 +374,7 @@ def test_a_new_layer_kind_is_what_it_says(done):
     assert config["model_type"] == "moesaic_llama"
     record = json.loads((folder / "dampen" / "moesaic/result.json").read_text())
     assert {layer["kind"] for layer in record["layers"]} == {"dampened"}
-    assert {layer["told"] for layer in record["layers"]} == {"its output times 0.5"}
+    assert {layer["text"] for layer in record["layers"]} == {"its output times 0.5"}
     assert json.loads(said[3])["factor"] == 0.5
     inspected = json.loads(said[5])
     assert inspected["layers"]

@@ -372,4 +372,4 @@ def test_an_addition_that_changed_nothing_is_not_claimed(tokens):
         for what in (refit, fewer):
             assert (what in step.title) == (what in added)
             assert (what in step.label) == (what in added)
-        assert ("then refitted" in step.told) == (refit in added)
+        assert ("then refitted" in step.text) == (refit in added)

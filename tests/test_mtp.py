@@ -80,7 +80,7 @@ def test_pruned_along_with_the_last_layers_choice(model_type, tokens, tmp_path):
     assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
     step = result.record(str(base), str(out)).steps[-1]
     assert step.summary["along"] == {"num_nextn_predict_layers": 1}
-    assert "are reduced as the last layer is" in step.told
+    assert "are reduced as the last layer is" in step.text
     again = moesaic.prune(str(out), PruneConfig(keep=4, score="frequency"), calibration=tokens)
     again.save(tmp_path / "again")
     downs = [name for name in further(tmp_path / "again", model_type) if "s.3.down_proj" in name]
@@ -114,7 +114,7 @@ def test_a_live_model_has_none(tokens, tmp_path):
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
     step = result.record(str(base), str(out)).steps[-1]
     assert step.summary["left_out"] == {"num_nextn_predict_layers": 1}
-    assert "speculative decoding, are left out" in step.told
+    assert "speculative decoding, are left out" in step.text
 
 
 def test_what_cannot_come_along_is_left_out(tmp_path):
@@ -181,7 +181,7 @@ def test_mtp_layers_are_kept_in_what_is_trained(tokens, tmp_path):
     )
     result = moesaic.tune(str(base), config, tokenizer=tiny_tokenizer())
     out = result.save(tmp_path / "out")
-    assert "are kept as they are" in result.record(str(base), str(out)).steps[-1].told
+    assert "are kept as they are" in result.record(str(base), str(out)).steps[-1].text
     before, after = weights(base), weights(out)
     assert before.keys() == after.keys()
     assert {n for n in before if torch.equal(before[n], after[n])} >= {

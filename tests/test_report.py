@@ -52,7 +52,7 @@ SPLIT = Step(
     method="more",
     label="MoRE",
     title="carved with MoRE to 80 % of its projections",
-    told="Its feed-forward networks are a backbone and petals, of which a router picks a few.",
+    text="Its feed-forward networks are a backbone and petals, of which a router picks a few.",
     paper="Some Authors, A Paper, 2026",
     config={"active": 0.8, "variant": "full"},
     variants={
@@ -70,7 +70,7 @@ def split_layer(i, petals=4):
     return LayerRecord(
         index=i,
         kind="carved",
-        told=f"36 neurons for every token and 1 of {petals} experts",
+        text=f"36 neurons for every token and 1 of {petals} experts",
         width=36 + 64 // petals * petals,
         width_before=100,
         active_width=36 + 64 / petals,
@@ -213,7 +213,7 @@ def test_other_formats_are_refused(format):
 @pytest.mark.parametrize(
     "wrong",
     [{"model": [1]}, {"native": "yes"}, {"steps": 3}, {"steps": ["a"]}, {"layers": {}},
-     {"layers": [[]]}, {"layers": [{"told": 3}]}, {"layers": [{"shape": "x"}]},
+     {"layers": [[]]}, {"layers": [{"text": 3}]}, {"layers": [{"shape": "x"}]},
      {"steps": [{"verb": 1}]}, {"steps": [{"figures": [{"kind": "cake"}]}]},
      {"steps": [{"beyond": {"x": 1}}]}, {"log": []}, {"calibration": "x"}, {"out": None}],
 )  # fmt: skip
@@ -237,9 +237,9 @@ def test_page_shows_what_the_record_holds():
 
 
 def test_everything_is_escaped():
-    record = with_step(make(), told=EVIL, title=EVIL, label=EVIL, paper=EVIL, beyond=(EVIL,))
+    record = with_step(make(), text=EVIL, title=EVIL, label=EVIL, paper=EVIL, beyond=(EVIL,))
     record.model = record.moesaic = EVIL
-    record.layers = [replace(layer, told=EVIL) for layer in record.layers]
+    record.layers = [replace(layer, text=EVIL) for layer in record.layers]
     record.environment = {EVIL: EVIL}
     found = record.measured
     found["generation"] = {"prompt": EVIL, "original": EVIL, "result": EVIL}
@@ -306,7 +306,7 @@ def test_what_the_refit_gave_back_is_drawn():
 def test_a_result_that_does_not_route_has_no_routing():
     record = make(routers=0)
     words = "every token runs the same 52 neurons"
-    record.layers = [replace(x, told=words, experts=0) if x.changed else x for x in record.layers]
+    record.layers = [replace(x, text=words, experts=0) if x.changed else x for x in record.layers]
     record.measured["routing"] = {}
     page = Page(report.html([record]))
     assert words in page.text
@@ -549,7 +549,7 @@ def test_what_the_package_offers_is_there():
 def test_nothing_from_outside_is_markup_or_code_on_a_card():
     evil = '\n# x\n<img src=x> [a](b) | `c` "); import os; os.system("id'
     record = replace(make(), model=evil, out=evil, model_type=evil, native=True)
-    record = with_step(record, told=evil, title=evil, label=evil, paper=evil, variants={evil: evil})
+    record = with_step(record, text=evil, title=evil, label=evil, paper=evil, variants={evil: evil})
     found = record.measured
     found["scores"][evil] = score(15.0, 0.8)
     found["scores"]["original"]["tasks"] = {evil: {"acc": 0.5}}

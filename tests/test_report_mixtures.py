@@ -39,7 +39,7 @@ def pruned(**parts):
         method="naee",
         label="REAP",
         title="pruned by REAP to 6 of 8 experts",
-        told="6 of 8 experts are kept in every layer that routes.",
+        text="6 of 8 experts are kept in every layer that routes.",
         paper="Some Authors, On Experts, 2026",
         config={"keep": 6.0, "score": "reap"},
         variants={"frequency": "frequency"},
@@ -68,7 +68,7 @@ def skipping():
         method="naee",
         label="NAEE",
         title="20–31 % of expert calls skipped with NAEE",
-        told="Routers leave out experts that weigh little.",
+        text="Routers leave out experts that weigh little.",
         ratio="active",
     )
     layers = [
@@ -93,7 +93,7 @@ def condensed():
         method="cd-moe",
         label="CD-MoE-SR",
         title="2 of 3 layers condensed, CD-MoE-SR",
-        told="Layers 1–2 are small dense layers.",
+        text="Layers 1–2 are small dense layers.",
         config={"count": 2, "keep": "shared+routed", "metric": "js"},
         ratio="stored",
     )
@@ -133,7 +133,7 @@ def tuning(steps=30):
         method="sft",
         label="fine-tuning",
         title="the condensed layers trained",
-        told="The condensed layers were trained.",
+        text="The condensed layers were trained.",
         weights="trained",
     )
     return with_figures(step, TuneConfig(), [], {"training": training})

@@ -273,7 +273,7 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     first = record.layers[0]
     assert len(first.shape["kept"]) == 5
     assert 0 < first.shape["beta"] < 1
-    assert "5 of 8 experts kept; " in first.told
+    assert "5 of 8 experts kept; " in first.text
     assert first.analysis.keys() >= {"loss", "calls"}
     assert record.model == str(moe_folder)
     assert not record.native

@@ -287,7 +287,7 @@ def test_widths_by_layer_are_kept_only_if_equal_ones_are_worse(experts, outcome,
     assert len({int((shape_of(x)[1] >= 0).sum()) for x in changes[1].values()}) == 1
     kls = {"result": fmean(own), "equal widths": fmean(equal)}
     assert result.summary["compared"] == pytest.approx(kls)
-    words = result.current_record.steps[0].told
+    words = result.current_record.steps[0].text
     assert sentence in words
     assert ("no sure gain" in words) == (outcome in ("less, perhaps", "in one window"))
     if not experts:

@@ -69,7 +69,7 @@ def test_tables_titles_and_cards_are_printable(
     run = Path(shutil.copytree(carved_folder, tmp_path / "run"))
     record = run / "moesaic/result.json"
     plain = json.loads(record.read_text())
-    plain["steps"][0] |= {"title": f"carved {CLEAR}", "told": CLEAR}
+    plain["steps"][0] |= {"title": f"carved {CLEAR}", "text": CLEAR}
     plain["model"] = f"a{CLEAR}b"
     record.write_text(json.dumps(plain))
     assert command("report", run, "--out", tmp_path / "a.html")[0] == 0

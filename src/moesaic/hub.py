@@ -496,10 +496,10 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         plain |= _by_other_names(config, source_config, before, now)
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
-            said = {k: source_config[k] for k in (alias, name) if k in source_config}
-            if not said or now[name] != before.get(name):
-                said = {alias: now[name], name: now[name]}
-            plain |= {k: said.get(k, now[name]) for k in (alias, name)}
+            values = {k: source_config[k] for k in (alias, name) if k in source_config}
+            if not values or now[name] != before.get(name):
+                values = {alias: now[name], name: now[name]}
+            plain |= {k: values.get(k, now[name]) for k in (alias, name)}
     plain = {**_engine_keys(config), **plain}
     if not config.model_type.startswith(PREFIX):
         for keys in (plain, outer or {}):
@@ -521,7 +521,7 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
         now: all values of the result's config.
     """
     known = {*type(config).__dataclass_fields__, *(config.attribute_map or {})}
-    said: JSON = {}
+    values: JSON = {}
     for names in SAME:
         changed = [k for k in names if k in known and now.get(k) != before.get(k)]
         for other in (k for k in names if k not in known and k in source):
@@ -530,8 +530,8 @@ def _by_other_names(config: Config, source: JSON, before: JSON, now: JSON) -> JS
             alike = value[:1] if isinstance(value, list) and value == value[:1] * len(value) else []
             for key in (k for k in changed if before.get(k) in (value, *alike)):
                 listed = isinstance(value, list) and isinstance(now[key], int)
-                said[other] = [now[key]] * len(value) if listed else now[key]
-    return said
+                values[other] = [now[key]] * len(value) if listed else now[key]
+    return values
 
 
 def _engine_keys(config: Config) -> JSON:

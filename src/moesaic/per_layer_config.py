@@ -58,12 +58,12 @@ def write_per_layer_config(config: Config, arch: Arch) -> None:
     }
     config.moesaic[PLAIN] = {name: getattr(plain, name, None) for name in settings}
     config.moesaic[PLAIN][LAYERS] = layers or None
-    _say(config, settings)
+    _set_attributes(config, settings)
 
 
 def take_back(config: Config) -> None:
     """Restore the base's values in a config, in place."""
-    _say(config, (getattr(config, "moesaic", None) or {}).pop(PLAIN, {}))
+    _set_attributes(config, (getattr(config, "moesaic", None) or {}).pop(PLAIN, {}))
 
 
 def listed(config: Config | type[Config]) -> set[str]:
@@ -114,7 +114,7 @@ def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
     return bool(weights_NK.sum() > 1 - 1e-3)
 
 
-def _say(config: Config, settings: JSON) -> None:
+def _set_attributes(config: Config, settings: JSON) -> None:
     """Set attributes, and delete those that are None and that are no fields of the config.
 
     Values that differ by layer are set last, as they are compared with the others.
@@ -160,8 +160,8 @@ def as_base(config: Config) -> Iterator[None]:
             f"vLLM's Transformers backend cannot run this {config.model_type}: only widths and "
             "experts a token may differ from its base's, layer by layer."
         )
-    _say(config, settings)
+    _set_attributes(config, settings)
     try:
         yield
     finally:
-        _say(config, ours)
+        _set_attributes(config, ours)

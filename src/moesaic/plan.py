@@ -316,7 +316,7 @@ def differences(before: Values, now: Values) -> list[str]:
         flat.pop("base.dtype", "")  # a run's own stands beside it
     keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     texts, words = [key for key in keys if key in TEXT], []
-    said = [key for key in keys if key not in texts and key.startswith(OF_TEXT)]
+    settings = [key for key in keys if key not in texts and key.startswith(OF_TEXT)]
     for key in keys:
         if key == "base.weights" and names[0] != names[1]:
             words.append(f"it was made from {names[0]}, this is {names[1]}")
@@ -325,7 +325,7 @@ def differences(before: Values, now: Values) -> list[str]:
         elif key in MODEL:
             words.append(MODEL[key])
         elif key in texts:
-            words += [] if said else [f"the {TEXT[key]}text is another"]
+            words += [] if settings else [f"the {TEXT[key]}text is another"]
         elif texts or not key.startswith("text."):
             field = key.removeprefix("config.").removeprefix("text.")
             words.append(f"{field} was {quote(before.get(key))}, is {quote(now.get(key))}")

@@ -143,7 +143,7 @@ class LayerRecord:
     index: int
     kind: str
     """``dense``, ``moe`` (as they were in the base), or a layer kind's name."""
-    told: str
+    text: str
     """Words for the layer's new form: ``6 of 8 experts kept``."""
     weights: str = "own"
     """Greatest change of the layer's weights, one of :data:`WEIGHTS`."""
@@ -179,7 +179,7 @@ class Step:
     """Name of the method in titles (:attr:`moesaic.config.MethodConfig.label`)."""
     title: str
     """Clause for the page's and the card's title: ``pruned by REAP to 6 of 8 experts``."""
-    told: str
+    text: str
     """Description of the result in one or two sentences, for the card."""
     paper: str = ""
     beyond: tuple[str, ...] = ()

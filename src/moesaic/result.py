@@ -446,7 +446,7 @@ class Result(MadeModel):
             f"{size.total_parameters:,} parameters{before}, of which a token uses "
             f"{size.active_parameters:,}. Ask for .scores to measure it."
         ]
-        lines += [f"layer {layer.index}: {layer.told}" for layer in record.layers]
+        lines += [f"layer {layer.index}: {layer.text}" for layer in record.layers]
         return [Text(printable(line)) for line in lines]
 
     def _repr_html_(self) -> str:
@@ -473,7 +473,7 @@ class Result(MadeModel):
             method=config.name,
             label=described.label,
             title=words.title,
-            told=text,
+            text=text,
             paper=config.credit,
             beyond=described.beyond,
             weights="trained" if decision.trained is not None else strongest(changed),
@@ -517,7 +517,7 @@ class Result(MadeModel):
             layer = replace(
                 layer,
                 kind=planned.kind,
-                told=description.text,
+                text=description.text,
                 weights=planned.weights,
                 shape=description.shape,
                 width_before=base.widths[index],
@@ -539,7 +539,7 @@ class Result(MadeModel):
         return replace(
             layer,
             kind=layer.kind if planned else before.kind,
-            told=f"{before.told}; {layer.told}" if planned else before.told,
+            text=f"{before.text}; {layer.text}" if planned else before.text,
             weights=weights,
             width_before=before.width_before,
             experts_before=before.experts_before or layer.experts_before,

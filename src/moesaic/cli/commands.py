@@ -251,7 +251,7 @@ def carry_out(
     from moesaic.sizes import on_headers
 
     if run_folder(recipe.out).exists() and not (overwrite or resume):
-        with on_headers(recipe) as steps:  # what is wrong with the request is said first
+        with on_headers(recipe) as steps:  # wrong requests are refused first
             if recipe.calibration.source:
                 _ = steps[0].job.tokens
     try:

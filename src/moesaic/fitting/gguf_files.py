@@ -159,7 +159,7 @@ class Files:
 def _resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layout:
     """Return the tensors of a result's file, by the original's, and the most bytes it takes.
 
-    Both files have one name and card; how many weights there are is said in words, which may be
+    Both files have one name and card; the number of weights stands there in words, which may be
     longer.
 
     Args:

@@ -298,10 +298,10 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
         MoesaicError: there are none, or the index is not valid.
     """
     config = folder / "config.json"
-    said = mapping_of(config) if config.is_file() else {}
+    settings = mapping_of(config) if config.is_file() else {}
     if names is None:
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-    first = first_file(names, said, where or folder)
+    first = first_file(names, settings, where or folder)
     if not first.endswith(".index.json"):
         return [first]
     check_file(folder / first, folder)

@@ -226,14 +226,15 @@ class Format(ABC):
             modules: names of these modules; all experts of a layer are one.
             moved: single experts' modules that were not quantised: new names by old ones.
         """
-        said = dict(self.config)
+        settings = dict(self.config)
         # other programs list modules that are not quantised by the latter
-        for key in (key for key in (self.plainly, "ignored_layers") if said.get(key)):
-            said[key] = [new for entry in said[key] for new in _renumbered(str(entry), moved)]
-        more = {*modules} - {*(said.get(self.plainly) or ())}
+        for key in (key for key in (self.plainly, "ignored_layers") if settings.get(key)):
+            entries = (_renumbered(str(entry), moved) for entry in settings[key])
+            settings[key] = [new for several in entries for new in several]
+        more = {*modules} - {*(settings.get(self.plainly) or ())}
         if more:
-            said[self.plainly] = sorted({*(said.get(self.plainly) or ()), *more})
-        return said
+            settings[self.plainly] = sorted({*(settings.get(self.plainly) or ()), *more})
+        return settings
 
 
 class BlockFp8(Format):
@@ -588,7 +589,7 @@ class CompressedTensors(Format):
             shape = self.shape({end: tuple(part.shape) for end, part in parts.items()})
             if tuple(declared) != shape:
                 raise ValueError(
-                    f"it is said to be {dims(declared)}, and its codes are {dims(shape)}"
+                    f"its shape is given as {dims(declared)}, and its codes are {dims(shape)}"
                 )
 
     def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:

@@ -251,7 +251,7 @@ def _scale(config: Config, reader: GGUFReader, architecture: str, file: Path) ->
     """Give a config its file's rotary scaling, which transformers does not read.
 
     Raises:
-        MoesaicError: it is none that can be told from the file.
+        MoesaicError: it cannot be known from the file.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -275,7 +275,7 @@ def working_type(
     stored = config.dtype
     if dtype is not None or stored is None or has_products(stored, device):
         return dtype
-    _say(str(stored).removeprefix("torch."))
+    _warn_widened(str(stored).removeprefix("torch."))
     return torch.float32
 
 
@@ -285,7 +285,7 @@ def sizes_in(module: nn.Module, dtype: torch.dtype | None = None) -> list[int]:
 
 
 @cache
-def _say(name: str) -> None:
+def _warn_widened(name: str) -> None:
     logger.warning(
         f"This processor has no products of {name}: models are computed in float32, and saved in "
         "their own types."

@@ -63,7 +63,7 @@ def check_name(name: str) -> None:
         raise MoesaicError(f"A model's name is empty. Give one: {MODELS}.")
     path = Path(name).expanduser()
     if path.is_dir() and without_slash(name) in NAMES:
-        _say_shadowed(name.rstrip("/"), path.resolve())
+        _warn_shadowed(name.rstrip("/"), path.resolve())
     if path.is_dir() or without_slash(name) in NAMES:
         return
     if path.suffix == ".gguf":
@@ -77,7 +77,7 @@ def check_name(name: str) -> None:
 
 
 @cache
-def _say_shadowed(name: str, folder: Path) -> None:
+def _warn_shadowed(name: str, folder: Path) -> None:
     """Warn, once for each folder, that it is read instead of the shipped model of the same name."""
     logging.getLogger(__name__).warning(
         "%s is the folder %s here, not the model of that name that comes with Moesaic or its "

@@ -426,6 +426,6 @@ def describe_format(config: Config, checkpoint: Checkpoint, kept: bool) -> None:
         for name in QUANTIZATION & vars(config).keys():
             delattr(config, name)
     else:
-        said = checkpoint.format.leaving(checkpoint.plain, checkpoint.moved)
-        if said != checkpoint.format.config:
-            config.quantization_config = said
+        settings = checkpoint.format.leaving(checkpoint.plain, checkpoint.moved)
+        if settings != checkpoint.format.config:
+            config.quantization_config = settings

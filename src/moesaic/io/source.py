@@ -326,7 +326,7 @@ def language_model(config: Config) -> Config:
     text: Config = getattr(config, "text_config", None)
     if not predicts_tokens(getattr(text, "model_type", "")):  # some have a plain mapping there
         return config
-    for name in ("quantization_config", "dtype"):  # what is said once, of the whole
+    for name in ("quantization_config", "dtype"):  # stated once, for the whole model
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
     return text

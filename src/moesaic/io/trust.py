@@ -230,7 +230,7 @@ def header_of(path: Path) -> tuple[JSON, int]:
         check_fields(notes, dict.fromkeys(notes, str))
         for name, entry in header.items():
             if not _is_valid(entry, room):
-                raise ValueError(f"{quote(name)} is said to be {quote(entry, 200)}")
+                raise ValueError(f"{quote(name)} has the entry {quote(entry, 200)}")
     return header, 8 + size
 
 
@@ -434,5 +434,5 @@ def clean_tokenizer(folder: Path, out: Path) -> None:
         )
         return
     file = out / "tokenizer_config.json"
-    said = {key: value for key, value in mapping_of(file).items() if key != "auto_map"}
-    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    settings = {key: value for key, value in mapping_of(file).items() if key != "auto_map"}
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")

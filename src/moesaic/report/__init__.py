@@ -1,6 +1,6 @@
 """A run's :class:`~moesaic.record.Record` for people: card, terminal and page of the same blocks.
 
-Nothing here measures, and nothing here knows any method: everything that is said of what was done
+Nothing here measures, and nothing here knows any method: every sentence about what was done
 stands in the record. What was not measured is left out.
 """
 

@@ -45,7 +45,7 @@ def contents(record: Record, single: bool = True) -> list[Section]:
 
 def verdict(record: Record) -> list[Section]:
     """Return the first section of a page: the verdict, a few figures, and alternatives."""
-    lead: list[Block] = [Sentence(said, "lead")] if (said := outcome(record)) else []
+    lead: list[Block] = [Sentence(words, "lead")] if (words := outcome(record)) else []
     rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
     key = [Table(["original → result", ""], rows, "key")] if rows else []
     others = facts.warnings(record)[1]
@@ -67,8 +67,8 @@ def _measured(record: Record) -> list[Section]:
         ("Tasks", tables.task_table(record),
          "± is the standard error. Recovery: the result’s figure over the original’s."),
         ("Does it repeat itself?", tables.loop_table(record),
-         "Of continuations of fixed prompts: the share that ends in one piece said again and "
-         "again, and the share of 4-grams that came before."),
+         "Of continuations of fixed prompts: the share that ends in one repeated piece, "
+         "and the share of 4-grams that came before."),
     ]  # fmt: skip
     found = [
         Section(title, [table, Sentence(note, "note")] if note else [table], BOTH)
@@ -125,13 +125,13 @@ def _layers(record: Record) -> list[Section]:
     """Return the sections about layers: sentences for layers that are alike, a table of all."""
     alike: dict[str, list[int]] = {}
     for layer in record.layers:
-        if layer.changed and layer.told:
-            alike.setdefault(layer.told, []).append(layer.index)
+        if layer.changed and layer.text:
+            alike.setdefault(layer.text, []).append(layer.index)
     blocks: list[Block] = [
         Sentence(f"{'Layers' if len(n) > 1 else 'Layer'} {numbers.ranges(n)}: {form}.")
         for form, n in (alike.items() if len(alike) <= MANY else ())
     ]
-    if any(layer.told for layer in record.layers):
+    if any(layer.text for layer in record.layers):
         note = (
             "Neurons: those of the whole feed-forward network, of all experts together. Relative "
             "loss: by the method’s own measure. Refit: the squared error before it, relative to "
@@ -227,7 +227,7 @@ def steps(record: Record) -> list[str]:
     many = len(record.steps) > 1
     paragraphs = []
     for n, step in enumerate(record.steps, 1):
-        sentences = [f"{n}. {step.told}" if many else step.told]
+        sentences = [f"{n}. {step.text}" if many else step.text]
         sentences += [f"Method: {step.paper.rstrip('.')}."] if step.paper else []
         if step.beyond:
             beyond = ", ".join(step.beyond)
@@ -300,7 +300,7 @@ def _active(record: Record) -> list[Change]:
     difference = f"{'fewer' if result < original else 'more'} than before"
     sizes = facts.sizes(record)
     smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
-    # what is smaller runs fewer, too: that is said once
+    # a smaller model also runs fewer: one clause is enough
     clause = "" if smaller and result < original else f"runs {share} of the parameters per token"
     return [Change(share, "of the parameters run per token", difference, tone, clause)]
 

@@ -121,7 +121,7 @@ def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
     return f"{task}, {metric.replace('_', ' ')}", cells
 
 
-LOOPS = (("looping", "end in a loop"), ("repetition", "4-grams said before"))
+LOOPS = (("looping", "end in a loop"), ("repetition", "repeated 4-grams"))
 
 
 def loop_table(record: Record) -> Table:
@@ -239,7 +239,7 @@ def layer_table(record: Record) -> Table:
     columns = {n: values for n, values in columns.items() if any(v is not None for v in values)}
     rows = []
     for n, layer in enumerate(record.layers):
-        form = Cell(layer.told or f"{layer.kind}, as it was")
+        form = Cell(layer.text or f"{layer.kind}, as it was")
         rows.append((str(layer.index), [form, *(cell(_plain, v[n]) for v in columns.values())]))
     return Table(["what it is", *columns], rows, "layers")
 
