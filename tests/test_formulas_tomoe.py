@@ -20,10 +20,10 @@ from moesaic.carving.tomoe.masks import (
     MaskingModules,
     f_reg,
     gs_max,
-    gumbel,
+    gumbel_like,
     load_balance,
+    st_gs_max,
     st_sigmoid,
-    straight_through,
     union,
 )
 from moesaic.carving.tomoe.method import decide, learned_logits
@@ -66,7 +66,7 @@ def on(logits: Tensor, bias: float) -> list[list[bool]]:
 def test_noise_is_gumbels() -> None:
     """exp(-exp(-x)) of it is below x, at every decile; its mean is Euler's constant."""
     torch.manual_seed(0)
-    drawn = gumbel(torch.empty(200_000, dtype=torch.float64))
+    drawn = gumbel_like(torch.empty(200_000, dtype=torch.float64))
     for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
         quantile = -math.log(-math.log(share))
         assert (drawn < quantile).double().mean().item() == pytest.approx(share, abs=0.005)
@@ -78,7 +78,7 @@ def test_noise_is_gumbels() -> None:
 def test_a_neurons_mask_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eq. 15: round(sigmoid((x + g + b) / tau)), with the gradient s (1 - s) / tau."""
     noise = torch.tensor([-1.0, 2.0, 0.25, -4.0])
-    monkeypatch.setattr(masks, "gumbel", lambda like: noise)
+    monkeypatch.setattr(masks, "gumbel_like", lambda like: noise)
     values = [0.5, -3.0, -3.0, 0.0]
     for tossed, added in ((True, noise.tolist()), (False, [MEDIAN] * 4)):
         x = torch.tensor(values, requires_grad=True)
@@ -93,11 +93,11 @@ def test_a_neurons_mask_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tokens_expert_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eq. 14: the one-hot of the largest x + g, with the softmax's gradient at temperature tau."""
     noise = torch.tensor([[2.5, 0.0, 0.0]])
-    monkeypatch.setattr(masks, "gumbel", lambda like: noise)
+    monkeypatch.setattr(masks, "gumbel_like", lambda like: noise)
     weight = torch.tensor([[1.0, -2.0, 0.5]])
     for tossed, best, added in ((True, 0, noise), (False, 1, torch.zeros(1, 3))):
         x = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
-        chosen = straight_through(gs_max(x, 0.4, tossed))
+        chosen = st_gs_max(gs_max(x, 0.4, tossed))
         (chosen * weight).sum().backward()
         assert chosen.tolist() == [[float(i == best) for i in range(3)]]
         powers = [math.exp(v / 0.4) for v in (x.detach() + added)[0].tolist()]
@@ -247,7 +247,9 @@ def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> No
     noise = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2))
     for tossed in (False, True):
         masking.begin(valid_BL, noise=tossed)
-        monkeypatch.setattr(masks, "gumbel", lambda x: noise if x.shape == noise.shape else 0 * x)
+        monkeypatch.setattr(
+            masks, "gumbel_like", lambda x: noise if x.shape == noise.shape else 0 * x
+        )
         weight = masking.mlp_modules(0).router.weight
         weight.grad = None
         masking.ffn(0, x_BLD)
@@ -321,8 +323,8 @@ def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
     torch.manual_seed(7)
     for i in range(2):
         ffn, static = masking.expert_logits(i), masking.static_logits(i)
-        torch.testing.assert_close(found[7][i].mlp_NM, ffn + gumbel(ffn))  # b is 0 here
-        tossed = static + 0.1 + gumbel(static)
+        torch.testing.assert_close(found[7][i].mlp_NM, ffn + gumbel_like(ffn))  # b is 0 here
+        tossed = static + 0.1 + gumbel_like(static)
         torch.testing.assert_close(found[7][i].qk, tossed[4:])
         torch.testing.assert_close(found[7][i].vo_TA, tossed[None, :4])
 

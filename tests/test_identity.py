@@ -104,9 +104,10 @@ def test_a_fingerprint_is_of_names_shapes_types_and_values(tmp_path: Path) -> No
 
 def test_a_live_models_fingerprint_changes_with_its_weights() -> None:
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    assert checkpoint.of_model(model) == checkpoint.of_model(tiny_model("llama"))
-    assert checkpoint.of_model(model) != checkpoint.of_model(other)
-    assert checkpoint.of_model(model) != checkpoint.of_model(tiny_model("llama").double())
+    assert checkpoint.model_fingerprint(model) == checkpoint.model_fingerprint(tiny_model("llama"))
+    assert checkpoint.model_fingerprint(model) != checkpoint.model_fingerprint(other)
+    wider = tiny_model("llama").double()
+    assert checkpoint.model_fingerprint(model) != checkpoint.model_fingerprint(wider)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 300_000, 12_345_678])
@@ -127,16 +128,18 @@ def test_only_a_sample_of_a_large_tensor_is_read(tmp_path: Path) -> None:
     """A change between the pieces is not seen: that is what makes it cheap. One inside is."""
     big = {"x": torch.zeros(4_000_000, dtype=torch.uint8)}
     save_file(big, tmp_path / "a.safetensors")
-    own = checkpoint.of_stored(checkpoint.stored_in(tmp_path / "a.safetensors"))
+    own = checkpoint.stored_fingerprint(checkpoint.stored_in(tmp_path / "a.safetensors"))
     (_, gap), (inside, _) = checkpoint.pieces(4_000_000, 1)[:2]
     for at, seen in ((gap + 1, False), (inside + 1, True)):
         other = {"x": big["x"].clone()}
         other["x"][at] = 1
         save_file(other, tmp_path / "b.safetensors")
         assert (
-            checkpoint.of_stored(checkpoint.stored_in(tmp_path / "b.safetensors")) != own
+            checkpoint.stored_fingerprint(checkpoint.stored_in(tmp_path / "b.safetensors")) != own
         ) is seen
-        assert (checkpoint.of_tensors(other) != checkpoint.of_tensors(big)) is seen
+        assert (
+            checkpoint.tensors_fingerprint(other) != checkpoint.tensors_fingerprint(big)
+        ) is seen
 
 
 # --- progress, statistics, plans ------------------------------------------------------------------

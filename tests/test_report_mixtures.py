@@ -15,8 +15,8 @@ from moesaic.methods.skip.config import SkipConfig
 from moesaic.record import Heat, LayerRecord, Record, Row, Step
 from moesaic.report.frontier import best, frontiers, points
 from moesaic.report.frontier import candidates_plot as tried_of
-from moesaic.report.page import FEW, Plane, maps
-from moesaic.report.page import points as drawn
+from moesaic.report.page import FEW, Plane, heat_maps
+from moesaic.report.page import point_chart as drawn
 from moesaic.report.tables import layer_table
 from moesaic.train.tune.config import TuneConfig
 
@@ -420,7 +420,7 @@ def test_many_cells_are_drawn_together():
         row = Row("2", tuple(j % 3 / 2 for j in range(count)), gone=(1,))
         columns = tuple(map(str, range(count)))
         of = Heat(section="", title="", rows=(row,), columns=columns)
-        return "".join(maps(of)[0])
+        return "".join(heat_maps(of)[0])
 
     many = drawn(FEW + 1)
     assert "<title>layer 2: removed 1</title>" in many

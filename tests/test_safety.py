@@ -31,8 +31,8 @@ from moesaic.exports import llamacpp
 from moesaic.io import outputs
 from moesaic.io.outputs import (
     GGUF,
-    check_file,
     check_out,
+    check_out_file,
     output_lock,
     scratch_folder,
     whole_file,
@@ -382,7 +382,7 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(
     for out in (stats, empty, stats):
         moesaic.observe(str(moe_folder), out, calibration=tokens, gram_mb=0, overwrite=True)
     gguf.write_bytes(b"GGUF, and what follows")
-    check_file(gguf, GGUF, overwrite=True)
+    check_out_file(gguf, GGUF, overwrite=True)
     thesis = tmp_path / "thesis.md"
     thesis.write_text("precious")
     shutil.copy(next(moe_folder.glob("*.safetensors")), tmp_path / "weights")

@@ -21,7 +21,7 @@ from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, 
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.method import (
-    active_ratio,
+    active_ratio_at,
     decide,
     learned_logits,
     least_ratio,
@@ -270,13 +270,13 @@ def test_the_budget_is_met_and_counted_as_everywhere() -> None:
     logits = student.head_logits(Tokens(ids()))
     student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
     layers = learned_logits(student.masking, logits)
-    assert active_ratio(layers, -100.0) == 1
+    assert active_ratio_at(layers, -100.0) == 1
     for target in (0.4, 0.6, 0.8):
         threshold = threshold_for(layers, target)
-        assert active_ratio(layers, threshold) == pytest.approx(target, abs=0.01)
+        assert active_ratio_at(layers, threshold) == pytest.approx(target, abs=0.01)
         result, _ = decided(student, Tokens(ids()), threshold)
         counted = model_size(result)
-        assert counted.active_ratio == pytest.approx(active_ratio(layers, threshold), abs=1e-6)
+        assert counted.active_ratio == pytest.approx(active_ratio_at(layers, threshold), abs=1e-6)
     assert counted.router_parameters > 0
 
 

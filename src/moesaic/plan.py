@@ -21,13 +21,13 @@ from torch import Tensor
 
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError, quote
-from moesaic.io.checkpoint import of_tensors
+from moesaic.io.checkpoint import tensors_fingerprint
 from moesaic.io.names import PLAN, PLAN_TENSORS, our_path
 from moesaic.io.outputs import discard, let_read, whole_file
 from moesaic.io.trust import (
     check_fields,
-    check_file,
     check_links,
+    check_plain_file,
     header_of,
     mapping_of,
     parse_json,
@@ -127,7 +127,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the decision, and of the weights that it was made from."""
-        return _digest(json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True))
+        parts = [self.header(), tensors_fingerprint(self.tensors())]
+        return _digest(json.dumps(parts, sort_keys=True))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
@@ -156,7 +157,7 @@ class Plan:
         file = our_path(path, PLAN) if path.is_dir() else path
         if not file.is_file():
             raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
-        check_file(file.with_name(PLAN_TENSORS), file.parent)
+        check_plain_file(file.with_name(PLAN_TENSORS), file.parent)
         with reading(f"The plan at {path}"):
             header = mapping_of(file)
             if header["format"] != FORMAT:

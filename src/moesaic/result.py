@@ -27,14 +27,14 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
-from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, of_model
+from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, model_fingerprint
 from moesaic.io.models import dtype_by_name, shape_of, untouched
 from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, our_path
 from moesaic.io.naming import NEXT, is_mtp, language, leave_out
 from moesaic.io.outputs import mark_drawn, whole_folder
 from moesaic.io.quantised import describe_format
 from moesaic.io.source import Source
-from moesaic.io.trust import check_file, clean_tokenizer, copy_side_files, mapping_of
+from moesaic.io.trust import check_plain_file, clean_tokenizer, copy_side_files, mapping_of
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
 from moesaic.metrics.forward import InMemory
@@ -181,7 +181,7 @@ class Result(MadeModel):
                 "verb": self.method.config.verb,
                 "config": asdict(self.method.config),
                 "plan": None if self.plan is None else self.plan.fingerprint,
-                "trained": None if trained is None else of_model(trained),
+                "trained": None if trained is None else model_fingerprint(trained),
             }
         )
 
@@ -572,7 +572,7 @@ def _check_weights(plan: Plan, source: Source) -> None:
     if expected.startswith(IN_MEMORY):
         dtype = getattr(torch, plan.base.dtype.removeprefix("torch."), None)
         named = isinstance(dtype, torch.dtype)
-        actual = of_model(source.load(dtype=dtype if named else None))
+        actual = model_fingerprint(source.load(dtype=dtype if named else None))
     if expected == actual:  # which dry runs have none of
         return
     if not expected:
@@ -669,7 +669,7 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
         )
     folder = Path(result).expanduser()
     for file in sorted(folder.rglob("*")):
-        check_file(file, folder)  # what a link leads to would be uploaded
+        check_plain_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -45,7 +45,7 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PetalSizes:
     """Sizes that one config gives to all layers."""
 
     shared: int
@@ -73,11 +73,11 @@ class Layer:
     norm_D: Tensor
     """Weight of the norm before the FFN."""
 
-    def shared(self, sizes: Sizes) -> DenseFFN:
+    def shared(self, sizes: PetalSizes) -> DenseFFN:
         """Return the backbone, padded to S neurons."""
         return _filled(self.ffn.neurons(0, self.backbone), sizes.shared)
 
-    def experts(self, sizes: Sizes) -> list[DenseFFN]:
+    def experts(self, sizes: PetalSizes) -> list[DenseFFN]:
         """Return the petals, padded to P neurons, and to E petals by repeating the first.
 
         Whichever of a petal and its repetition is chosen, the output is the same.
@@ -87,7 +87,7 @@ class Layer:
         real = [replace(e, down_DM=e.down_DM * sizes.top_k) for e in real]
         return real + real[:1] * (sizes.experts - len(real))
 
-    def router(self, sizes: Sizes) -> Tensor:
+    def router(self, sizes: PetalSizes) -> Tensor:
         """Return one row per expert (E, D), float32, scaled so that no logit exceeds :data:`SMALL`
         if a token runs several."""
         if self.router_RD is None:
@@ -106,11 +106,11 @@ def _backbone_of(header: Header | None, width: int) -> int:
     return width if header is None else header["backbone"]
 
 
-def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
+def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> PetalSizes:
     """Return the smallest sizes that all layers fit in."""
     carved = [header for header in headers if header is not None]
     petals = [p for header in carved for p in header["petals"]]
-    return Sizes(
+    return PetalSizes(
         shared=max(map(_backbone_of, headers, widths)),
         experts=max((len(header["petals"]) for header in carved), default=0),
         width=multiple_of_8(max(petals, default=0)),
@@ -126,7 +126,7 @@ def _both(ffn: DenseFFN) -> Tensor:
     return torch.cat([ffn.gate_MD, ffn.up_MD])
 
 
-def _granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+def _granite_tensors(prefix: str, layer: Layer, sizes: PetalSizes) -> Tensors:
     """Yield GraniteMoeShared's tensors: gate and up in one matrix, all experts in one tensor."""
     block, experts = f"{prefix}block_sparse_moe.", layer.experts(sizes)
     if sizes.shared:
@@ -147,7 +147,7 @@ def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
     return 2.0 ** math.floor(math.log2(limit / largest)) if largest > limit else 1.0
 
 
-def _mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+def _mixtral_tensors(prefix: str, layer: Layer, sizes: PetalSizes) -> Tensors:
     """Yield Mixtral's tensors: experts only; w1 is the gate, w3 up, w2 down."""
     block = f"{prefix}block_sparse_moe."
     for e, expert in enumerate(layer.experts(sizes)):
@@ -162,20 +162,20 @@ def _mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Target:
+class PetalTarget:
     """Architecture that can hold carved layers."""
 
     model_type: str
     bases: Collection[str]
     """Dense architectures whose attention, norms and embeddings it has under the same names."""
-    settings: Callable[[Config, Sizes], JSON]
+    settings: Callable[[Config, PetalSizes], JSON]
     """Function that returns its own config attributes, from the base's config."""
-    tensors: Callable[[str, Layer, Sizes], Tensors]
-    lacks: Callable[[Config, Sizes], str | None]
+    tensors: Callable[[str, Layer, PetalSizes], Tensors]
+    lacks: Callable[[Config, PetalSizes], str | None]
     """Function that returns the part of the config or sizes that it cannot hold, or None."""
 
 
-def _granite_settings(config: Config, sizes: Sizes) -> JSON:
+def _granite_settings(config: Config, sizes: PetalSizes) -> JSON:
     return {
         "intermediate_size": sizes.width,
         "shared_intermediate_size": sizes.shared,
@@ -193,7 +193,7 @@ def _granite_settings(config: Config, sizes: Sizes) -> JSON:
     }
 
 
-def _mixtral_settings(config: Config, sizes: Sizes) -> JSON:
+def _mixtral_settings(config: Config, sizes: PetalSizes) -> JSON:
     return {
         "intermediate_size": sizes.width,
         "num_local_experts": sizes.experts,
@@ -203,28 +203,28 @@ def _mixtral_settings(config: Config, sizes: Sizes) -> JSON:
     }
 
 
-def _granite_lacks(config: Config, sizes: Sizes) -> str | None:
+def _granite_lacks(config: Config, sizes: PetalSizes) -> str | None:
     window = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True)
     windowed = used and window and window < config.max_position_embeddings
     return "sliding-window attention" if windowed else None
 
 
-def _mixtral_lacks(config: Config, sizes: Sizes) -> str | None:
+def _mixtral_lacks(config: Config, sizes: PetalSizes) -> str | None:
     if sizes.shared:
         return "a backbone that every token runs"
     return "attention biases" if getattr(config, "attention_bias", False) else None
 
 
-TARGETS: tuple[Target, ...] = (
-    Target(
+TARGETS: tuple[PetalTarget, ...] = (
+    PetalTarget(
         "mixtral",
         bases=("llama", "mistral"),
         settings=_mixtral_settings,
         tensors=_mixtral_tensors,
         lacks=_mixtral_lacks,
     ),
-    Target(
+    PetalTarget(
         "granitemoeshared",
         bases=("llama", "mistral", "granite"),
         settings=_granite_settings,
@@ -290,7 +290,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
         raise MoesaicError(
             f"--target {target!r} is none of {', '.join(t.model_type for t in TARGETS)}."
         )
-    options: list[Target] = []
+    options: list[PetalTarget] = []
     reasons: list[str] = []
     sizes = smallest(headers, widths)
     for candidate in candidates:
@@ -314,7 +314,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
     )
 
 
-def _repeats(headers: Sequence[Header | None], sizes: Sizes) -> str | None:
+def _repeats(headers: Sequence[Header | None], sizes: PetalSizes) -> str | None:
     """Return why several petals per token do not fit; None if they do."""
     chosen = {(len(h["petals"]), h["top_k"]) for h in headers if h and h["petals"]}
     if sizes.top_k == 1 or chosen == {(sizes.experts, sizes.top_k)}:
@@ -323,7 +323,7 @@ def _repeats(headers: Sequence[Header | None], sizes: Sizes) -> str | None:
     return f"room for {petals} petals a token beside {sizes.top_k} of {sizes.experts} experts"
 
 
-def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
+def _lacks(target: PetalTarget, config: Config, sizes: PetalSizes) -> str | None:
     if config.model_type not in target.bases:
         return f"the attention of {config.model_type}"
     if getattr(config, "mlp_bias", False):
@@ -332,7 +332,7 @@ def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
 
 
 def _costs(
-    headers: Sequence[Header | None], widths: Sequence[int], active: int, sizes: Sizes
+    headers: Sequence[Header | None], widths: Sequence[int], active: int, sizes: PetalSizes
 ) -> JSON:
     """Return the neurons stored and run in all layers, before and after padding."""
     before = sum(map(_backbone_of, headers, widths))
@@ -350,8 +350,8 @@ def _write_carved(
     checkpoint: Checkpoint,
     arch: Arch,
     headers: Sequence[Header | None],
-    target: Target,
-    sizes: Sizes,
+    target: PetalTarget,
+    sizes: PetalSizes,
     writer: Writer,
 ) -> None:
     blocks = {arch.ffn_prefix(i): i for i in range(len(headers))}

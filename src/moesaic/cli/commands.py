@@ -279,7 +279,7 @@ def _print_sizes(recipe: Recipe, as_json: bool) -> None:
     table.add_column("")
     table.add_column(recipe.out, justify="right")
     for name, value in figures.items():
-        shown = memory(value) if name.endswith("_bytes") else figure(value)
+        shown = memory(value) if name.endswith("_bytes") else shown_figure(value)
         table.add_row(name.removesuffix("_bytes").replace("_", " "), shown)
     emit(as_json, {"out": recipe.out, "estimate": figures}, table)
 
@@ -335,7 +335,7 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def figure(value: object) -> str:
+def shown_figure(value: object) -> str:
     """Return a figure as a table shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"

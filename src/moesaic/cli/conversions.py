@@ -14,7 +14,7 @@ from moesaic.cli.commands import ALL, Command, app, carry_out, emit, register
 from moesaic.config import Calibration, Evaluation, MethodConfig, Verb, about, flag_of
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
-from moesaic.io.outputs import STATISTICS, check_file, check_out
+from moesaic.io.outputs import STATISTICS, check_out, check_out_file
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, load_recipe, method_of, parse_as, step_config
 from moesaic.types import JSON, at_home
@@ -32,7 +32,7 @@ class _VerbCommand(Command):
         self.verb, self.methods = verb, methods_of(verb.name)
         self.method, self.bundle = next(iter(self.methods)), JSON()
         names = TEXT if verb.calibrates else ()
-        self.text = [given.option(Calibration, name, given.COMMON) for name in names]
+        self.text = [given.option_of(Calibration, name, given.COMMON) for name in names]
         self.flags_of_text = {flag for made in self.text for flag in made.opts}
         super().__init__(verb.name, self.run, verb.example, self._params(), verb.help)
 
@@ -77,7 +77,7 @@ class _VerbCommand(Command):
         """Return the command's parameters, those of its method first."""
         verb, config = self.verb, self.config
         own = [
-            given.option(
+            given.option_of(
                 config, f.name, given.SELDOM if about(f).seldom else given.OWN, bundle=self.bundle
             )
             for f in fields(config)
@@ -93,12 +93,14 @@ class _VerbCommand(Command):
             own.append(given.Option("--recipe", help, metavar="NAME"))
         if verb.compares:
             help = f"Also measure {verb.compares}. Repeatable."
-            own.append(given.option(Evaluation, "compare", help=help))
+            own.append(given.option_of(Evaluation, "compare", help=help))
         if verb.observes:
-            own.append(given.option(Calibration, "stats"))
+            own.append(given.option_of(Calibration, "stats"))
         help, shape = f"Any other option ({ALL} lists them). Repeatable.", "NAME=VALUE"
         own.append(given.Option("option -o --option", help, metavar=shape, multiple=True))
-        measured = [given.option(Evaluation, n, given.COMMON) for n in MEASURED if n != "compare"]
+        measured = [
+            given.option_of(Evaluation, n, given.COMMON) for n in MEASURED if n != "compare"
+        ]
         help = "Measure result and original."
         evaluate = given.Option("evaluate --eval/--no-eval", help, given.COMMON, default=True)
         common = [*self.text, *measured, evaluate, given.DEVICE, given.DTYPE]
@@ -213,9 +215,9 @@ def observe(
     model: str, stats: Path, overwrite: bool, resume: bool, as_json: bool, **options: Any
 ) -> None:
     """Take statistics of a model once; prune, slim and skip then decide in seconds with --stats."""
-    check_file(stats, STATISTICS, overwrite, [model])
+    check_out_file(stats, STATISTICS, overwrite, [model])
     check_name(model)
-    where = given.place(options)
+    where = given.device_and_dtype(options)
     gram = given.take(options, ("gram_mb",))
     calibration = parse_as(Calibration, options, "")
     from moesaic import api
@@ -261,7 +263,7 @@ def commands() -> None:
     )
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     stats = given.Argument("stats", "The file to make.", type=given.PATH)
-    text = [given.option(Calibration, name) for name in TEXT]
+    text = [given.option_of(Calibration, name) for name in TEXT]
     gram = given.Option("--gram-mb", help, given.COMMON, metavar="N", type=given.Number(int))
     gram.of_field = True
     params = [

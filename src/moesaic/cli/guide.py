@@ -96,10 +96,12 @@ def _search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Rec
 
 def search_options(*names: str) -> list[click.Parameter]:
     """Return the options of a search: some of its own, text, evaluation, device and type."""
-    text = [given.option(Calibration, name, given.COMMON) for name in given.TEXT]
-    evaluation = [given.option(Evaluation, name, given.COMMON) for name in ("data", "max_tokens")]
+    text = [given.option_of(Calibration, name, given.COMMON) for name in given.TEXT]
+    evaluation = [
+        given.option_of(Evaluation, name, given.COMMON) for name in ("data", "max_tokens")
+    ]
     return [
-        *(given.option(FitConfig, name) for name in names),
+        *(given.option_of(FitConfig, name) for name in names),
         *text,
         *evaluation,
         given.DEVICE,

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli import options as given
-from moesaic.cli.commands import emit, figure, print_start, register
+from moesaic.cli.commands import emit, print_start, register, shown_figure
 from moesaic.config import Bench, Evaluation, ExportArgs, form_of
 from moesaic.data.sources import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.io.names import RECORD, check_name, our_path
-from moesaic.io.outputs import DRAWING, GGUF, check_file, check_out, mark_drawn, whole_file
+from moesaic.io.outputs import DRAWING, GGUF, check_out, check_out_file, mark_drawn, whole_file
 from moesaic.io.trust import ODD, mapping_of
 from moesaic.types import JSON
 
@@ -33,7 +33,7 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
     if not against and (card or evaluation.baselines):
         raise MoesaicError(f"--{'card' if card else 'baseline'} needs --against ORIGINAL.")
     wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
-    settings = {**chosen, **given.place(options)}
+    settings = {**chosen, **given.device_and_dtype(options)}
     print_start(model)
     from rich.console import Group
 
@@ -96,7 +96,7 @@ def bench(model: str, against: str | None, as_json: bool, **options: Any) -> Non
     for name in (model, against or model):
         check_name(name)
     settings = given.read(Bench, options)  # before anything slow is imported
-    settings |= given.place(options)
+    settings |= given.device_and_dtype(options)
     print_start(model)
     from moesaic import report
     from moesaic.metrics.measurement import bench
@@ -157,7 +157,7 @@ def generate(
     if not prompt:
         raise MoesaicError("The prompt is empty.")
     check_name(model)
-    where = given.place(options)
+    where = given.device_and_dtype(options)
     print_start(model)
     from rich.text import Text
 
@@ -182,7 +182,7 @@ def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any
     )  # before anything slow is imported
     check_name(model)
     if chosen["to"] == "gguf":
-        check_file(out, GGUF, overwrite, [model])
+        check_out_file(out, GGUF, overwrite, [model])
     else:
         check_out(out, overwrite, [model])
     print_start(model)
@@ -203,10 +203,10 @@ def export_table(record: JSON) -> Table:
     differences = ("largest_difference", "mean_difference", "same_next_token")
     for name in ("out", "model_type", "type", "bytes", "exact", *differences):
         if name in record:
-            written = memory(record[name]) if name == "bytes" else figure(record[name])
+            written = memory(record[name]) if name == "bytes" else shown_figure(record[name])
             table.add_row(name.replace("_", " "), written)
     for name, weights in record.get("types", {}).items():
-        table.add_row(f"weights in {name}", figure(weights))
+        table.add_row(f"weights in {name}", shown_figure(weights))
     for name, (before, after) in record.get("costs", {}).items():
         more = "" if after == before else f", {after / before - 1:+.1%}"
         table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
@@ -239,7 +239,7 @@ def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
     """Draw one page about one or more results: quality, sizes and speed, layer by layer."""
     if out.suffix not in (".html", ".svg"):
         raise MoesaicError(f"{out}: the name of what is drawn ends in .html or .svg.")
-    check_file(out, DRAWING, overwrite=True)
+    check_out_file(out, DRAWING, overwrite=True)
     records = [_record_of(folder) for folder in runs]
     from jinja2 import TemplateError
 
@@ -262,13 +262,13 @@ def report(runs: Sequence[Path], out: Path, as_json: bool) -> None:
 def commands() -> None:
     """Register these commands."""
     names = ("data", "max_tokens", "length", "tasks", "limit", "shots", "generations", "stream")
-    text = [given.option(Evaluation, name) for name in (*names, "baselines")]
+    text = [given.option_of(Evaluation, name) for name in (*names, "baselines")]
     words = "Measured beside it, and compared with it token by token."
     original = given.Option("--against", words, metavar="ORIGINAL")
     card = given.Option("--card", "Print Markdown for a model card.")
     params = [given.MODEL, original, *text, card, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("eval", evaluate, "moesaic eval out --against smollm2", params)
-    speed = [given.option(Bench, field.name) for field in fields(Bench)]
+    speed = [given.option_of(Bench, field.name) for field in fields(Bench)]
     other = given.Option("--against", "Measured beside it.", metavar="MODEL")
     params = [given.MODEL, other, *speed, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", params)
@@ -282,7 +282,7 @@ def commands() -> None:
     params = [given.MODEL, prompt, tokens, chat, given.DEVICE, given.DTYPE, given.AS_JSON]
     register("generate", generate, 'moesaic generate out "The capital of France is"', params)
     out = given.Argument("out", "The folder to make, or the .gguf file.", type=given.PATH)
-    form = [given.option(ExportArgs, field.name) for field in fields(ExportArgs)]
+    form = [given.option_of(ExportArgs, field.name) for field in fields(ExportArgs)]
     example = "moesaic export out out-native --to native"
     register("export", export, example, [given.MODEL, out, *form, given.OVERWRITE, given.AS_JSON])
     runs = given.Argument(

@@ -96,7 +96,7 @@ PUSH = Option("--push", "Upload the result to this repository of the hub.", RUN,
 # --- of fields -----------------------------------------------------------------------------------
 
 
-def option(
+def option_of(
     config: type[DataclassInstance],
     name: str,
     group: str = OWN,
@@ -162,7 +162,7 @@ def value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-DEVICE, DTYPE = (option(Recipe, name, COMMON) for name in PLACE)
+DEVICE, DTYPE = (option_of(Recipe, name, COMMON) for name in PLACE)
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def take(options: JSON, names: Iterable[str]) -> JSON:
     return {name: options.pop(name) for name in names if name in options}
 
 
-def place(options: JSON) -> JSON:
+def device_and_dtype(options: JSON) -> JSON:
     """Remove device and floating-point type from what was given, and return them."""
     dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
     return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from moesaic.data.rows import Row
-from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, Lines, TextSource, Use, sources_of
+from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, JsonLines, TextSource, Use, sources_of
 from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Values
 
@@ -326,7 +326,7 @@ def _taken(source: TextSource, name: str, count: int) -> RowRange:
 
 def _file_rows(path: Path) -> Sequence[Row]:
     if path.suffix == ".jsonl":
-        return Lines(path)
+        return JsonLines(path)
     if path.suffix == ".parquet":  # in memory: no copy of it is written into a cache
         import datasets
         from pyarrow import parquet

@@ -388,7 +388,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     return chosen
 
 
-class Lines(Sequence[Any]):
+class JsonLines(Sequence[Any]):
     """Rows of a .jsonl file, read when they are used; ``numbers`` are those of their lines."""
 
     def __init__(self, path: Path) -> None:
@@ -423,7 +423,7 @@ def read_questions(file: Path) -> list[JSON]:
     """
     if not file.is_file():
         raise MoesaicError(f"tasks: no file at {file}.")
-    lines = Lines(file)
+    lines = JsonLines(file)
     if not lines:
         raise MoesaicError(f"tasks: {file} has no questions. A line is {LINE}.")
     questions: list[JSON] = []

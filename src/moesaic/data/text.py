@@ -226,12 +226,12 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
     begin, ids_T = beginning(tokenizer), _ids(BETWEEN.join(texts), tokenizer)
-    place_NL = places(ids_T, begin, length)
+    place_NL = window_places(ids_T, begin, length)
     first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(place_NL), -1)
     return torch.cat([first_N1, ids_T[place_NL]], 1)
 
 
-def places(ids_T: Tensor, begin: Sequence[int], length: int) -> Tensor:
+def window_places(ids_T: Tensor, begin: Sequence[int], length: int) -> Tensor:
     """Return the indices of each window's tokens in a text (N, length less BOS).
 
     A BOS that a chat template wrote there is skipped: each window has one already.
@@ -293,7 +293,7 @@ def _domains(
     row_T = torch.bucketize(torch.tensor([start for start, _ in offsets]), ends, right=True)
     domain_R = torch.tensor([names.index(name) for name in of_rows])
     begin = beginning(tokenizer)
-    parts = domain_R[row_T][places(_ids(BETWEEN.join(texts), tokenizer), begin, length)]
+    parts = domain_R[row_T][window_places(_ids(BETWEEN.join(texts), tokenizer), begin, length)]
     return names, torch.cat([parts[:, :1].expand(-1, len(begin)), parts], 1)
 
 

@@ -32,7 +32,7 @@ from moesaic.exports.rounder import TYPES, Layout, Rounder
 from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
 from moesaic.io.models import shape_of
 from moesaic.io.naming import Naming, is_mtp
-from moesaic.io.outputs import GGUF, check_file, put_file, scratch_folder
+from moesaic.io.outputs import GGUF, check_out_file, put_file, scratch_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.gguf_engine import MISSING, installed, library, split_otherwise
@@ -103,7 +103,7 @@ def export_gguf(
     plain = args.type in CONVERTED and args.memory is None
     if not plain:
         library()
-    check_file(out, GGUF, overwrite, [model, args.calibration])
+    check_out_file(out, GGUF, overwrite, [model, args.calibration])
     source = resolve(model)
     check_embedding(source)
     with scratch_folder(out) as place:

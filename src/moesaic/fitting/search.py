@@ -36,7 +36,7 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Prices, key_of, priced_configs
 from moesaic.fitting.trials import Texts, Trials
-from moesaic.io.outputs import check_file, remove
+from moesaic.io.outputs import check_out_file, remove
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import measured_text
 from moesaic.observation.estimates import priced_on
@@ -276,7 +276,7 @@ class Search:
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]
         if lacking or types:
-            check_file(file, TABLE, overwrite=True)
+            check_out_file(file, TABLE, overwrite=True)
             if Path(self.recipe.out).resolve() in file.resolve().parents:
                 raise MoesaicError(f"prices {file} lies in OUT, which is made whole.")
             plans = self.trials.plans(lacking)

@@ -38,7 +38,7 @@ from moesaic.io.trust import (
     TRUNCATED,
     check_adapter,
     check_fetched,
-    check_file,
+    check_plain_file,
     header_of,
     mapping_of,
     reading,
@@ -145,7 +145,7 @@ class Checkpoint:
     def _survey(self) -> None:
         """Read the file, the shape and the type of every tensor from headers."""
         for file in (self.folder / name for name in shards(self.folder)):
-            check_file(file, self.folder)
+            check_plain_file(file, self.folder)
             check_fetched(file)
             stored = stored_in(file)
             # torch's way would map the file to be written to, which the system may refuse to
@@ -165,7 +165,7 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of its weights: names, shapes, types and a sample of each tensor's bytes."""
-        return of_stored(self._stored)
+        return stored_fingerprint(self._stored)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -304,7 +304,7 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
     first = first_file(names, settings, where or folder)
     if not first.endswith(".index.json"):
         return [first]
-    check_file(folder / first, folder)
+    check_plain_file(folder / first, folder)
     check_fetched(folder / first)
     places = mapping_of(folder / first).get("weight_map")
     found: set[str] = {*map(str, places.values())} if isinstance(places, dict) else {""}
@@ -584,7 +584,7 @@ def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
     return [(start, nbytes if start + 64 > nbytes - SAMPLE else start + SAMPLE) for start in starts]
 
 
-def of_stored(stored: Mapping[str, Stored]) -> str:
+def stored_fingerprint(stored: Mapping[str, Stored]) -> str:
     """Return the fingerprint of stored tensors by name (16 hex digits), however they are divided
     into files."""
     total = hashlib.sha256()
@@ -607,7 +607,7 @@ def of_stored(stored: Mapping[str, Stored]) -> str:
     return total.hexdigest()[:16]
 
 
-def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Return the fingerprint of tensors on any device (16 hex digits); meta ones count by shape."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -621,12 +621,12 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def of_model(model: Model) -> str:
+def model_fingerprint(model: Model) -> str:
     """Return the fingerprint of a loaded model's weights, which begins with :data:`IN_MEMORY`."""
-    return IN_MEMORY + of_tensors(model.state_dict())
+    return IN_MEMORY + tensors_fingerprint(model.state_dict())
 
 
-def of_examples(examples: Iterable[Values]) -> str:
+def examples_fingerprint(examples: Iterable[Values]) -> str:
     """Return the fingerprint of training texts, given as token ids and labels.
 
     A stream may have an attribute ``fingerprint``; else its first :data:`EXAMPLES` texts count.

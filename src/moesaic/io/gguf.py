@@ -77,7 +77,7 @@ _EPSILON = re.compile("norm(_rms)?_epsilon$")
 _NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
 
-class Part(NamedTuple):
+class StoredWeight(NamedTuple):
     """Weight in a file: a tensor, or one of the experts that are stacked in it."""
 
     stored: ReaderTensor
@@ -101,7 +101,7 @@ class Tensors(Checkpoint):
         self,
         file: Path,
         folder: Path,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StoredWeight],
         processor: TensorProcessor | None = None,
     ) -> None:
         self.file, self._parts, self._processor = file, parts, processor
@@ -191,7 +191,7 @@ def _unfold(file: Path, work: Path) -> None:
             ) from None
     read: Callable[[str], Tensor]
     if is_gguf_arch_supported(architecture):
-        whole = {str(t.name): Part(t, None, _shape(t)) for t in reader.tensors}
+        whole = {str(t.name): StoredWeight(t, None, _shape(t)) for t in reader.tensors}
         steps = get_gguf_conversion_mapping(architecture, config)
         naming = Naming(Tensors(file, work, whole), config.model_type, steps=steps)
         names, read = _converted(file, naming, model), naming.read
@@ -338,7 +338,9 @@ def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
         )
 
 
-def _parts(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, Part]:
+def _parts(
+    file: Path, reader: GGUFReader, architecture: str, model: Model
+) -> dict[str, StoredWeight]:
     """Return a model's weights in a file, by their names in published checkpoints.
 
     Raises:
@@ -401,7 +403,7 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
     return named
 
 
-def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part:
+def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> StoredWeight:
     """Return a weight, or an expert's part of a stacked one.
 
     Raises:
@@ -413,7 +415,7 @@ def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> Part
         stored = stored[1:]
     if sorted(_sizes(stored)) != sorted(_sizes(shape)):
         raise _misfit(file, tensor, stored, shape, name)
-    return Part(tensor, expert, shape)
+    return StoredWeight(tensor, expert, shape)
 
 
 def _misfit(

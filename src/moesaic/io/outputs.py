@@ -100,7 +100,7 @@ def _check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
             raise MoesaicError(f"{out} is a file of {name}, which is read. Choose another OUT.")
 
 
-def check_file(
+def check_out_file(
     out: Path, kind: re.Pattern[bytes], overwrite: bool = False, inputs: Iterable[str | Path] = ()
 ) -> None:
     """Refuse a file that exists, cannot be made, or is read.

@@ -336,7 +336,7 @@ def _leads_out(file: Path, folder: Path) -> bool:
     return True
 
 
-def check_file(file: Path, folder: Path) -> None:
+def check_plain_file(file: Path, folder: Path) -> None:
     """Refuse a file of a model's folder that is a link out of it, a pipe or a device.
 
     Raises:
@@ -375,7 +375,7 @@ def check_links(folder: Path) -> None:
         MoesaicError: names a file that is a link out of it, no plain file, or was not fetched.
     """
     for name in (FOLDER, TEMPLATES):
-        check_file(folder / name, folder)
+        check_plain_file(folder / name, folder)
     try:
         parts = [p for name in ("", FOLDER, TEMPLATES) if (p := folder / name).is_dir()]
         files = [file for part in parts for file in sorted(part.iterdir())]
@@ -385,7 +385,7 @@ def check_links(folder: Path) -> None:
         top = file.parent == folder
         if top and (file.is_dir() or any(fnmatch(file.name, name) for name in NEVER_READ)):
             continue
-        check_file(file, folder)
+        check_plain_file(file, folder)
         check_fetched(file)
         # other libraries read these whole
         side = any(fnmatch(str(file.relative_to(folder)), name) for name in SIDE_FILES)

@@ -23,9 +23,16 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError, quote
-from moesaic.io.checkpoint import of_stored, stored_in, write_shard
+from moesaic.io.checkpoint import stored_fingerprint, stored_in, write_shard
 from moesaic.io.models import leaves_untouched
-from moesaic.io.outputs import STATISTICS, check_file, discard, output_lock, run_folder, whole_file
+from moesaic.io.outputs import (
+    STATISTICS,
+    check_out_file,
+    discard,
+    output_lock,
+    run_folder,
+    whole_file,
+)
 from moesaic.io.trust import check_fields, header_of, parse_json, reading
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
@@ -163,7 +170,7 @@ def observe(
     """
     out, args = path_to(out), RunArgs.of(model, **options)
     names = [model] if isinstance(model, str | Path) else []
-    check_file(out, STATISTICS, overwrite, [*names, *read_by(args.calibration)])
+    check_out_file(out, STATISTICS, overwrite, [*names, *read_by(args.calibration)])
     with output_lock(out) if process()[0] == 0 else nullcontext():
         return _observe(args, out, gram_mb, overwrite, resume)
 
@@ -282,7 +289,7 @@ class StatsFile:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the statistics themselves."""
-        return of_stored(stored_in(self.path))
+        return stored_fingerprint(stored_in(self.path))
 
     @property
     def sources(self) -> list[JSON]:

@@ -30,7 +30,7 @@ from moesaic.data.text import (
 )
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import of_model
+from moesaic.io.checkpoint import model_fingerprint
 from moesaic.io.formats import Format
 from moesaic.io.models import check_live, shape_of, working_type
 from moesaic.io.naming import Naming, mtp_layers
@@ -238,7 +238,7 @@ class Job(Generic[A_co]):
     def base(self) -> BaseShape:
         """Shape and fingerprint of the source, which plans store and check."""
         original = self.original
-        weights = original.fingerprint if self.on_disk else of_model(original)
+        weights = original.fingerprint if self.on_disk else model_fingerprint(original)
         name = original.name if self.on_disk else str(original.config._name_or_path)
         shape = base_shape(self.shape, self.arch)
         return replace(shape, weights=weights, name=name, dtype=str(self._type))

@@ -59,7 +59,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Point:
+class PlotPoint:
     """Model on a plot, as a point."""
 
     x: float
@@ -80,7 +80,7 @@ class Point:
 class Points(Figure):
     """Plot of models by two figures, a line through those that no other beats."""
 
-    points: tuple[Point, ...]
+    points: tuple[PlotPoint, ...]
     front: tuple[int, ...]
     """Indices of the joined points, from the best along x."""
     x: str

@@ -274,7 +274,7 @@ def outcome(record: Record) -> str:
 
 def _size(record: Record) -> list[Change]:
     """Return the bytes of the weights."""
-    if (sizes := facts.sizes(record)) is None:
+    if (sizes := facts.bytes_before_after(record)) is None:
         return []
     before, after, where = sizes
     what = "on disk" if where == "on disk" else "weights in memory"
@@ -298,7 +298,7 @@ def _active(record: Record) -> list[Change]:
         return []
     share, tone = numbers.percent(result / original), "better" if result < original else "worse"
     difference = f"{'fewer' if result < original else 'more'} than before"
-    sizes = facts.sizes(record)
+    sizes = facts.bytes_before_after(record)
     smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
     # a smaller model also runs fewer: one clause is enough
     clause = "" if smaller and result < original else f"runs {share} of the parameters per token"

@@ -86,7 +86,7 @@ def parameter_ratio(record: Record, name: str = "result") -> float | None:
     return _relative(record, name, "total_parameters")
 
 
-def active_ratio(record: Record, name: str = "result") -> float | None:
+def measured_active_ratio(record: Record, name: str = "result") -> float | None:
     """Return the measured share of parameters that a token runs.
 
     It is relative to the projections where dense layers were made experts, and to the original's
@@ -108,7 +108,7 @@ def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
     step = _main_step(record)
     if step is not None and step.ratio == "stored":
         return "of the parameters", lambda name: parameter_ratio(record, name)
-    return "active", lambda name: active_ratio(record, name)
+    return "active", lambda name: measured_active_ratio(record, name)
 
 
 def size(record: Record, name: str, where: str) -> float | None:
@@ -118,7 +118,7 @@ def size(record: Record, name: str, where: str) -> float | None:
     return figure(record.measured, "scores", name, "total_bytes")
 
 
-def sizes(record: Record) -> tuple[float, float, str] | None:
+def bytes_before_after(record: Record) -> tuple[float, float, str] | None:
     """Return the bytes of original and result, and where: on disk if files were measured."""
     for where in ("on disk", "in memory"):
         before, after = (size(record, name, where) for name in ("original", "result"))

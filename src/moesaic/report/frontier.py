@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from moesaic.config import ROUNDED
 from moesaic.record import Record
 from moesaic.report import facts, numbers
-from moesaic.report.blocks import Format, Point, Points
+from moesaic.report.blocks import Format, PlotPoint, Points
 from moesaic.report.facts import figure, part
 
 SECTION = "What is lost, and what is saved"
@@ -169,7 +169,7 @@ def _plot(prefix: str, models: Sequence[MeasuredModel], numbered: bool) -> Point
     if across is None or rising is None:
         return None
     placed = [
-        (Point(a, b, m.kind, m.label, _tip(m), m.run))
+        (PlotPoint(a, b, m.kind, m.label, _tip(m), m.run))
         for m, a, b in zip(models, across[1], rising[1], strict=True)
         if a is not None and b is not None
     ]
@@ -184,7 +184,7 @@ def _tip(model: MeasuredModel) -> str:
 
 
 def _joined(
-    models: Sequence[Point], x: Axis, y: Axis, prefix: str = "", numbered: bool = False
+    models: Sequence[PlotPoint], x: Axis, y: Axis, prefix: str = "", numbered: bool = False
 ) -> Points:
     """Return a plot in which the points that none beats are joined."""
     at = [(p.x, p.y) for p in models]
@@ -220,7 +220,7 @@ def candidates_plot(record: Record) -> Points | None:
         form, ours = numbers.plain(candidate.get("form")), candidate.get("steps") == chosen
         tip = f"{form}: {numbers.memory(size)}, KL {numbers.share(kl)}"
         kind, label = ("result", "chosen") if ours else ("candidate", form)
-        candidates.append(Point(size, kl, kind, label, tip))
+        candidates.append(PlotPoint(size, kl, kind, label, tip))
     if not candidates:
         return None
     plot = _joined(candidates, MEMORY, KL)

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from moesaic.errors import MoesaicError, printable
 from moesaic.record import Bars, Figure, Heat, Lines, Record, Row, Series
 from moesaic.report import facts, tables
-from moesaic.report.blocks import Block, Point, Points, Section, Table
+from moesaic.report.blocks import Block, PlotPoint, Points, Section, Table
 from moesaic.report.contents import contents, outcome
 from moesaic.report.frontier import SECTION, frontiers
 from moesaic.report.numbers import number, ranges, share
@@ -107,7 +107,7 @@ def frontier_picture(records: Sequence[Record]) -> str:
         return ""
     body, top, edge, width = [], 20.0, 24.0, 728
     for plot in plots:
-        plotted, _, height = points(plot, width - 2 * edge)
+        plotted, _, height = point_chart(plot, width - 2 * edge)
         body.append(text(edge, top + 14, plot.title, "head"))
         body.append(shift(edge, top + 34, plotted))
         top += height + 50
@@ -153,15 +153,15 @@ def _figure_svg(figure: Figure) -> Markup:
     if isinstance(figure, Points):
         forms = (("desk", 680.0), ("phone", NARROW))
         return Markup("").join(
-            svg(*points(figure, width), figure.title, kind) for kind, width in forms
+            svg(*point_chart(figure, width), figure.title, kind) for kind, width in forms
         )
     if isinstance(figure, Lines):
-        return svg(*lines(figure), f"{figure.y} by {figure.x}")
+        return svg(*line_chart(figure), f"{figure.y} by {figure.x}")
     if isinstance(figure, Bars):
         label = f"{' and '.join(column.name for column in figure.columns)} by {figure.row}"
-        return svg(*bars(figure), label)
+        return svg(*bar_chart(figure), label)
     assert isinstance(figure, Heat)
-    return svg(*maps(figure), figure.title)
+    return svg(*heat_maps(figure), figure.title)
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Plane:
 # --- points --------------------------------------------------------------------------------------
 
 
-def points(figure: Points, width: float) -> Drawing:
+def point_chart(figure: Points, width: float) -> Drawing:
     """Return models as points with their names, and a line through those that none beats."""
     height = 400.0 if width > NARROW else 330.0
     at = [(p.x, p.y) for p in figure.points]
@@ -324,7 +324,7 @@ def _stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def _mark(point: Point, x: float, y: float, numbered: bool) -> str:
+def _mark(point: PlotPoint, x: float, y: float, numbered: bool) -> str:
     """Return a disc, with its run's number where it has one; comparisons are squares."""
     ours = point.kind in ("original", "result", "fewer layers", "candidate")
     number = numbered and point.run and ours
@@ -342,7 +342,7 @@ def _mark(point: Point, x: float, y: float, numbered: bool) -> str:
 
 
 def _labels(
-    placed: Sequence[tuple[Point, float, float]], width: float, numbered: bool
+    placed: Sequence[tuple[PlotPoint, float, float]], width: float, numbered: bool
 ) -> Iterator[str]:
     """Yield the names beside the points that have room for one, those that none beats first."""
     taken = [(x - 8, y - 8, x + 8, y + 8) for _, x, y in placed]
@@ -375,7 +375,7 @@ def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def lines(figure: Lines, height: float = 220.0) -> Drawing:
+def line_chart(figure: Lines, height: float = 220.0) -> Drawing:
     """Return lines over a common horizontal axis."""
     series = [s for s in figure.series if s.points]
     named = len(series) > 1
@@ -424,7 +424,7 @@ def _names(series: Sequence[Series], plane: Plane, x: float) -> list[str]:
 # --- bars ----------------------------------------------------------------------------------------
 
 
-def bars(figure: Bars) -> Drawing:
+def bar_chart(figure: Bars) -> Drawing:
     """Return columns of bars beside each other, each on a scale of its own from 0."""
     head, room, bar = 22.0, 140.0, 74.0
     left = 12 + LETTER * max(map(len, (figure.row, *figure.rows)))
@@ -449,7 +449,7 @@ def bars(figure: Bars) -> Drawing:
 # --- heat maps -----------------------------------------------------------------------------------
 
 
-def maps(figure: Heat) -> Drawing:
+def heat_maps(figure: Heat) -> Drawing:
     """Return the map of a figure, or several side by side."""
     panels = [(panel, list(rows)) for panel, rows in groupby(figure.rows, lambda r: r.panel)]
     if len(panels) == 1:

@@ -276,7 +276,7 @@ def overview(records: Sequence[Record]) -> Table:
                 "of original": cell(numbers.perplexity, figure(scores, "original", "perplexity")),
                 "KL": cell(numbers.share, figure(scores, "result", "kl")),
                 "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
-                "active": cell(tenths, facts.active_ratio(record)),
+                "active": cell(tenths, facts.measured_active_ratio(record)),
                 "parameters kept": cell(tenths, facts.parameter_ratio(record)),
                 "on disk": cell(numbers.memory, facts.size(record, "result", "on disk")),
                 "prefill": ratio_cell(record, "prefill"),

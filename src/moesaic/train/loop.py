@@ -40,7 +40,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import of_examples
+from moesaic.io.checkpoint import examples_fingerprint
 from moesaic.io.models import has_products
 from moesaic.io.trust import mapping_of
 from moesaic.losses import predicting
@@ -291,7 +291,7 @@ def train(
         identity = {
             **(request or {}),
             "schedule": asdict(schedule),
-            "texts": of_examples(examples),
+            "texts": examples_fingerprint(examples),
             "trained": sorted(trainable),
         }
         run = Progress(folder, identity)

@@ -21,7 +21,15 @@ from torch.utils.data import IterableDataset
 from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows, shuffle_buffer
 from moesaic.data.rows import PromptAnswer, Row, RowError, pair_of, text_of, usable_rows
 from moesaic.data.sources import SHIPPED, sources_of
-from moesaic.data.text import IGNORED, Tokens, beginning, check_length, places, token_file, windows
+from moesaic.data.text import (
+    IGNORED,
+    Tokens,
+    beginning,
+    check_length,
+    token_file,
+    window_places,
+    windows,
+)
 from moesaic.errors import MoesaicError
 from moesaic.types import Config, Tokenizer
 
@@ -34,7 +42,7 @@ SAMPLED = 8
 """Windows of each source that a fingerprint covers."""
 
 
-class Texts(Sequence[Example]):
+class TrainingTexts(Sequence[Example]):
     """Texts to learn from, whose first tokens may be excluded from the loss."""
 
     def __init__(self) -> None:
@@ -160,7 +168,7 @@ class PackedText(IterableDataset[Example]):
                     rest += self._ids(item[start : start + AT_ONCE])
                 rest += between
                 taken = 0
-                for place_L in places(torch.tensor(rest), self.begin, self.length).tolist():
+                for place_L in window_places(torch.tensor(rest), self.begin, self.length).tolist():
                     taken = place_L[-1] + 1
                     ids = rest[place_L[0] : taken]
                     yield {"input_ids": self.begin + ids, "labels": ignored + ids}
@@ -273,14 +281,14 @@ def training_text(
     return _whole(rows, tokenizer, length, answers)
 
 
-def _whole(rows: Rows, tokenizer: Tokenizer, length: int, answers: bool) -> Texts:
+def _whole(rows: Rows, tokenizer: Tokenizer, length: int, answers: bool) -> TrainingTexts:
     """Return rows to learn from: with ``answers`` those with a prompt are one example each, whose
     prompt is not predicted; all other text becomes windows of ``length`` tokens.
 
     Raises:
         MoesaicError: there is not enough text for one example, or columns are not known.
     """
-    examples, texts = Texts(), []
+    examples, texts = TrainingTexts(), []
     begin = beginning(tokenizer)
     read = partial(_learned, tokenizer, begin, length, answers)
     for _, item in usable_rows(rows, read, rows.taken.source or SHIPPED):

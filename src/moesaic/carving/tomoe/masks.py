@@ -58,7 +58,7 @@ MEDIAN = -math.log(math.log(2))
 # --- straight-through masks (App. A.3) -----------------------------------------------------------
 
 
-def gumbel(like: Tensor) -> Tensor:
+def gumbel_like(like: Tensor) -> Tensor:
     """Return noise of the Gumbel(0, 1) distribution, in the shape of a tensor."""
     return -torch.empty_like(like).exponential_().log()
 
@@ -71,21 +71,21 @@ def st_sigmoid(x: Tensor, tau: float, bias: float, noise: bool) -> Tensor:
     >>> st_sigmoid(torch.tensor([-4.0, -3.0, 0.0]), 0.4, 3.0, noise=False)
     tensor([0., 1., 1.])
     """
-    g = gumbel(x) if noise else MEDIAN
+    g = gumbel_like(x) if noise else MEDIAN
     soft = ((x + g + bias) / tau).sigmoid()
     return soft + (soft.round() - soft).detach()
 
 
 def gs_max(x: Tensor, tau: float, noise: bool) -> Tensor:
     """Return GSmax (App. A.3): softmax((x + g) / tau)."""
-    return ((x + gumbel(x) if noise else x) / tau).softmax(-1)
+    return ((x + gumbel_like(x) if noise else x) / tau).softmax(-1)
 
 
-def straight_through(soft: Tensor) -> Tensor:
+def st_gs_max(soft: Tensor) -> Tensor:
     """Return ST-GSmax of a GSmax, Eq. 14: the one-hot of the largest, with the gradient of
     ``soft``.
 
-    >>> straight_through(torch.tensor([0.1, 0.7, 0.2]))
+    >>> st_gs_max(torch.tensor([0.1, 0.7, 0.2]))
     tensor([0., 1., 0.])
     """
     hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1)
@@ -250,7 +250,7 @@ class MaskingModules(nn.Module):
         with torch.autocast(x_BLD.device.type, enabled=False):
             logits = self.mlp_modules(index).router(x_BLD.float())
             probability = gs_max(logits, self.config.tau, self.noise)
-            chosen = straight_through(probability)
+            chosen = st_gs_max(probability)
             embedded = chosen @ self.E_all[2 * index + 1]
             s = self._neurons(self.mlp_modules(index).proj_d(embedded), self.noise)
             s_NM = self._neurons(self.expert_logits(index), tossed)

@@ -22,7 +22,7 @@ from moesaic.carving.more.config import MoREConfig, Variant
 from moesaic.carving.more.method import MoRE
 from moesaic.carving.overlapping_layer import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
 from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.carving.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
+from moesaic.carving.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel_like
 from moesaic.carving.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
@@ -93,10 +93,10 @@ def learned_logits(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -
 
 def _raised(logits: Tensor, bias: float, noise: bool) -> Tensor:
     """Add b and Gumbel noise, or its median, to logits: they are on above 0 (Eq. 15)."""
-    return logits + bias + (gumbel(logits) if noise else MEDIAN)
+    return logits + bias + (gumbel_like(logits) if noise else MEDIAN)
 
 
-def active_ratio(layers: Mapping[int, Logits], threshold: float) -> float:
+def active_ratio_at(layers: Mapping[int, Logits], threshold: float) -> float:
     """Return the share of the projections that a token uses at a threshold."""
     used = total = 0.0
     for layer in layers.values():
@@ -114,7 +114,7 @@ def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
         mlp_NM, heads = torch.zeros(1, shape.width), shape.heads
         cut = (torch.arange(heads.free), torch.zeros(1, heads.size)) if attention != "none" else ()
         layers[i] = Logits(shape, mlp_NM, *cut)
-    return active_ratio(layers, math.inf)
+    return active_ratio_at(layers, math.inf)
 
 
 def threshold_for(layers: Mapping[int, Logits], active: float) -> float:
@@ -125,8 +125,8 @@ def threshold_for(layers: Mapping[int, Logits], active: float) -> float:
     low, high = -16.0, 16.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if active_ratio(layers, middle) > active else (low, middle)
-    return min((0.0, low, high), key=lambda t: abs(active_ratio(layers, t) - active))
+        low, high = (middle, high) if active_ratio_at(layers, middle) > active else (low, middle)
+    return min((0.0, low, high), key=lambda t: abs(active_ratio_at(layers, t) - active))
 
 
 def experts(mlp_NM: Tensor, width: int) -> Tensor:
@@ -348,7 +348,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             plans, analyses = decide(student.masking, layers, job.arch.attention, threshold)
         student.release()
         live.to(job.return_device)
-        active = active_ratio(layers, threshold)
+        active = active_ratio_at(layers, threshold)
         return Decision(
             Plan(config.name, job.base, dict(plans), asdict(config), job.tokens.fingerprint),
             analyses=analyses,

@@ -32,7 +32,7 @@ from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import of_model
+from moesaic.io.checkpoint import model_fingerprint
 from moesaic.io.models import HEADLESS, working_type
 from moesaic.io.names import PLAN, our_path
 from moesaic.io.source import Source, resolve
@@ -210,7 +210,7 @@ class Tuning(Method[TuneConfig, Arch]):
         request: JSON = {}
         teacher = args.teacher
         if teacher is not None:
-            request["teacher"] = of_model(teacher)
+            request["teacher"] = model_fingerprint(teacher)
         elif config.teacher:
             source = resolve(config.teacher)
             request["teacher"] = source.fingerprint
