@@ -21,6 +21,9 @@ def ordered_values(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
     >>> ordered_values(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
     [[3.0, 0.0]]
     """
+    if not tensor.shape[axis]:  # of an FFN without neurons
+        rest = tensor.shape[:axis], tensor.shape[axis + 1 :]
+        return tensor.new_zeros(*rest[0], len(order_W), *rest[1])
     padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
     if not tensor.is_meta:  # blocks of quantised weights read the order
         order_W = order_W.to(tensor.device)
