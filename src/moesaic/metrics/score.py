@@ -22,7 +22,6 @@ from moesaic.io.models import sizes_in
 from moesaic.losses import divergence, in_chunks
 from moesaic.metrics.forward import (
     BATCH,
-    InMemory,
     Layerwise,
     Routing,
     Runner,
@@ -177,17 +176,6 @@ class Score(Quality, Size):
         if self.against is not None:
             figures["against"] = self.against.as_json()
         return figures
-
-
-def score(model: Model | Runner, tokens: Tokens) -> Score:
-    """Measure one model on a text; see :func:`scores`.
-
-    Args:
-        model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
-        tokens: the windows.
-    """
-    run = model if isinstance(model, InMemory | Layerwise) else InMemory(model)
-    return scores([run], tokens)[0]
 
 
 def scores(
