@@ -40,6 +40,7 @@ from moesaic.metrics.score import scores
 from moesaic.observation.branches import Change
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert
+from moesaic.plan import REQUEST
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, steps_as_json
 from moesaic.types import JSON, Track, give_back
@@ -270,7 +271,7 @@ class Trials:
         work, last = run_folder(out), len(steps) - 1
         for number in range(len(steps)):
             layers = self.work / f"{LAYERS}-{_key(steps_as_json(tuple(steps[: number + 1])))}"
-            text = mapping_of(layers / "request.json")["text"] if layers.is_dir() else {}
+            text = mapping_of(layers / REQUEST)["text"] if layers.is_dir() else {}
             # decided on all windows, and not on fewer, with others held back to compare
             if text.get("fingerprint") == self.texts.both[0].fingerprint:
                 to = work if number == last else work / f"step-{number}.layers"

@@ -28,9 +28,9 @@ from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.branches import divergences
 from moesaic.observation.files import Observation, Observed
-from moesaic.observation.job import FinishedLayers, Job
+from moesaic.observation.job import Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
-from moesaic.plan import Plan
+from moesaic.plan import Plan, Progress
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.recovery import significantly_worse
 from moesaic.surgery import converted_copy
@@ -39,7 +39,7 @@ from moesaic.types import JSON
 
 @torch.no_grad()
 def recover(
-    job: Job[Arch], plans: Mapping[str, Plan], finished: FinishedLayers, *, propagate: bool = False
+    job: Job[Arch], plans: Mapping[str, Plan], finished: Progress, *, propagate: bool = False
 ) -> tuple[dict[str, Plan], dict[str, dict[int, JSON]]]:
     """Refit every layer of several plans of one model; see :meth:`LayerPlan.refit`.
 
@@ -236,7 +236,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             "stats": observation.file,
             "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
-        finished = FinishedLayers(job.args.resume_from, job.request(request))
+        finished = Progress(job.args.resume_from, job.request(request))
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():
@@ -276,7 +276,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         methods: Mapping[str, LayerMethod[C, A, S]],
         sizes: Mapping[str, Mapping[int, Sequence[S]]],
         observation: Observation,
-        finished: FinishedLayers,
+        finished: Progress,
     ) -> None:
         """Decide every unfinished layer, for all comparisons and sizes."""
         missing: dict[int, list[str]] = {}

@@ -32,9 +32,9 @@ from moesaic.methods.figures import credit_clause
 from moesaic.methods.layered import recover
 from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.metrics.score import model_size
-from moesaic.observation.job import FinishedLayers, Job
+from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
-from moesaic.plan import BaseShape, Plan
+from moesaic.plan import BaseShape, Plan, Progress
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
@@ -128,7 +128,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config = self.config
         candidates = _candidates(job, config)
         request = job.request({**job.request_of(config), "text": job.text})
-        finished = FinishedLayers(job.args.resume_from, request)
+        finished = Progress(job.args.resume_from, request)
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
@@ -170,7 +170,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         job: Job[MoEArch],
         stream: LayerStream[MoEFFN],
         candidates: Sequence[int],
-        finished: FinishedLayers,
+        finished: Progress,
     ) -> None:
         """Choose the experts of every unfinished candidate, in one pass over the layers."""
         missing = [i for i in candidates if ("experts", i) not in finished]
@@ -187,7 +187,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         job: Job[MoEArch],
         stream: LayerStream[MoEFFN],
         plans: Mapping[int, Replaced],
-        finished: FinishedLayers,
+        finished: Progress,
     ) -> Generator[JSON, None, None]:
         """Yield layers in the order of choice, each with the losses it was chosen by, those of an
         unfinished run first."""
