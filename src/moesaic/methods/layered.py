@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import FFN
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
-from moesaic.observation.branches import divergences
+from moesaic.observation.branches import divergences, layer_replacement
 from moesaic.observation.files import Observation, Observed
 from moesaic.observation.job import Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
@@ -200,12 +198,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Return observations about the whole model, as plain JSON."""
         return {}
 
-    def passing_on(
-        self, site: LayerTokens[FFN], layer: LayerPlan
-    ) -> AbstractContextManager[nn.Module | None]:
-        """Return a context in which the layer's plan replaces it, for ``progressive``."""
-        raise NotImplementedError
-
     @property
     def final(self) -> bool:
         """True if the plan holds each decision as it was made: ``finish`` does not change it."""
@@ -302,7 +294,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             if follow and site is not None:
                 key = self._key(RESULT, sizes[RESULT][i][0])
                 layer, _ = results[key] if key in results else finished[key, i]
-                site.change = self.passing_on(site, layer)
+                site.change = layer_replacement(site.layer, job.arch, layer)
             return i, results
 
         def source(layers: Sequence[int]) -> Iterator[Observed]:

@@ -22,13 +22,12 @@ Deviations from the paper or its code, and options that restore theirs:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
+from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
@@ -46,7 +45,6 @@ from moesaic.methods.prune.subsets import (
     subsets,
     swap,
 )
-from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
@@ -219,14 +217,6 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         most = max(len(layer.kept) for layer in pruned.values())
         groups = job.arch.group_count(job.shape.config)
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
-
-    def passing_on(
-        self, site: LayerTokens[FFN], layer: LayerPlan
-    ) -> AbstractContextManager[nn.Module | None]:
-        view = cast(MoEFFN, site.view)
-        allowed_E = torch.zeros(view.count, dtype=torch.bool)
-        allowed_E[cast(CutLayer, layer).experts] = True
-        return view.restricted(allowed_E)
 
     @property
     def final(self) -> bool:
