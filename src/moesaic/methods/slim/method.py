@@ -39,7 +39,6 @@ from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
 from moesaic.methods.slim.neurons import (
     NAMES,
     ROW,
-    Shape,
     candidates,
     choose,
     highest,
@@ -81,10 +80,6 @@ class Size:
     """Kept neurons of the shared path."""
     room: int = 0
     """Width of the new shared path, filled up with zeros; 0 if the path is not changed."""
-    shared_count: int = 1
-    """Number of shared experts, all of one width."""
-    dense: bool = False
-    """True for a dense FFN, seen as one expert."""
 
 
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
@@ -294,7 +289,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def _with_shared(self, view: FFN, size: Size) -> Size:
         """Return the size with the new width of the shared path."""
         if not isinstance(view, MoEFFN):
-            return replace(size, dense=True)
+            return size
         config, arch, whole = self.config, view.arch, view.shared_width
         if not whole:
             return size
@@ -308,7 +303,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         unchanged = shared == room == whole and (arch.shared_size or not native)
         if unchanged:
             return size
-        return replace(size, shared=shared, room=room, shared_count=view.shared_count)
+        return replace(size, shared=shared, room=room)
 
     # --- one layer -------------------------------------------------------------------------------
 
@@ -335,7 +330,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
             decided[size] = _in_groups(layer, form.columns if form else 0), analysis
         if self.config.measures and case.site is not None:
-            exact = losses(case.site, [_shape(layer) for layer, _ in decided.values()])
+            exact = losses(case.site, [layer for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
         return decided
@@ -371,14 +366,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if config.rule.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
             analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
-        if size.dense:
+        view, order_S = case.view, None
+        if not isinstance(view, MoEFFN):
             return CutLayer(None, neurons_NW, size.before), analysis
-        order_S: Tensor | None = None
         if size.room and shared is not None:
-            score_NS, reach_NS = (x.view(size.shared_count, -1) for x in shared)
-            first_N1 = score_NS.shape[1] * torch.arange(size.shared_count)[:, None]
-            order_NS = first_N1 + highest(score_NS, size.shared // size.shared_count, reach_NS)
-            order_S = torch.cat([filled_up(o, size.room // size.shared_count) for o in order_NS])
+            count = view.shared_count
+            score_NS, reach_NS = (x.view(count, -1) for x in shared)
+            first_N1 = score_NS.shape[1] * torch.arange(count)[:, None]
+            order_NS = first_N1 + highest(score_NS, size.shared // count, reach_NS)
+            order_S = torch.cat([filled_up(one_S, size.room // count) for one_S in order_NS])
         return CutLayer(
             kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
         ), analysis
@@ -522,10 +518,3 @@ def _in_groups(layer: CutLayer, size: int) -> CutLayer:
     orders = [in_groups(order_W, size) for order_W in layer.neurons_EW]
     shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, size)
     return replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
-
-
-def _shape(layer: CutLayer) -> Shape:
-    """Return the experts and neurons that a decided layer keeps."""
-    assert layer.neurons_EW is not None
-    one = torch.zeros(1, dtype=torch.int64)
-    return one if layer.kept_E is None else layer.kept_E, layer.neurons_EW
