@@ -45,7 +45,7 @@ from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.method import Slimmer
-from moesaic.observation.estimates import PricedLayer
+from moesaic.observation.estimates import PricedPart
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import contents
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, steps_as_json
@@ -769,13 +769,13 @@ def test_a_killed_pricing_resumes_to_the_same_table(
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
     config = smaller_than(small)
-    real, left, seen = PricedLayer.directional, [99], list[int]()
+    real, left, seen = PricedPart.directional, [99], list[int]()
 
-    def directional(self: PricedLayer, stand_in: Any) -> Any:
+    def directional(self: PricedPart, stand_in: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        seen.append(self.block.index)
+        seen.append(self.place)
         return real(self, stand_in)
 
     def table(out: Path, resume: bool = False) -> dict[str, float]:
@@ -783,7 +783,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
         prices = run.open_search(recipe_of(out, str(small)), config, resume=resume).prices
         return {key: price.kl for key, price in prices.steps.items()}
 
-    monkeypatch.setattr(PricedLayer, "directional", directional)
+    monkeypatch.setattr(PricedPart, "directional", directional)
     whole = table(tmp_path / "whole")
     alternatives, layers = seen.count(0), max(seen) + 1
     left[0] = 2 * alternatives + 1

@@ -267,7 +267,7 @@ class Layerwise:
         passed = self._kept.get(texts) or self._passed(batches, track, label)
         self._kept = {texts: passed} if self.keep else {}
         stream, states, routing = passed
-        return Pass(stream.heads(states, logits=True), routing)
+        return Pass(stream.heads(states), routing)
 
     def _passed(self, batches: Sequence[Tokens], track: Track, label: str) -> _Passed:
         """Run batches through all layers; return the last hidden states."""

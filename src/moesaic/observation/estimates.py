@@ -53,67 +53,55 @@ PartStandIn = Callable[[nn.Module], AbstractContextManager[nn.Module | None]]
 
 
 @dataclass
-class PricedLayer:
-    """Open decoder layer, with its input hidden states and the gradient at its output.
+class PricedPart:
+    """Open decoder layer, or what lies around the layers, with the gradient at its output.
 
     Attributes:
-        block: the layer.
-        entering: hidden states before it, one entry a batch (B, L, D).
+        place: the layer's index; :data:`~moesaic.observation.stream.BEFORE` of the embeddings.
     """
 
-    block: Block
-    entering: Sequence[Tensor]
-    _handed: Sequence[object]
+    place: int
+    _outputs: Callable[[PartStandIn], Iterable[Tensor]]
+    """Function from what changes the part to its output then, one entry a batch (B, L, D)."""
+    _unchanged: SpilledList
     _gradients: Sequence[SpilledList]
-    _leaving: SpilledList
+    """At that output, a draw a spill, one entry a batch (B, L, D)."""
 
     @torch.no_grad()
     def directional(self, stand_in: PartStandIn) -> Tensor:
-        """Return v (K, N), float64: the change of the labels' log-likelihood by a changed layer.
+        """Return v (K, N), float64: the change of the labels' log-likelihood by a changed part.
 
         Args:
-            stand_in: makes of the layer what stands in its place.
+            stand_in: makes of the part what stands in its place, or changes it while the context
+                lasts.
         """
-        v_KN = []
-        with stand_in(self.block.layer) as layer:
-            for b, (before, after) in enumerate(zip(self.entering, self._leaving, strict=True)):
-                delta = self.block.output(b, before, self._handed[b], layer) - after
-                v_KN.append(torch.stack([_per_window(delta * g[b]) for g in self._gradients]))
-        return torch.cat(v_KN, 1).cpu()
-
-
-@dataclass
-class _PricedEnds:
-    """Parts of a model around its layers, with the first layer's input and gradient.
-
-    Attributes:
-        gradients: at the first layer's input, a draw a spill, one entry a batch (B, L, D).
-        first: the first layer's input.
-    """
-
-    stream: LayerStream[object]
-    gradients: Sequence[SpilledList]
-    first: SpilledList
-
-    @torch.no_grad()
-    def directional(self, stand_in: PartStandIn) -> Tensor:
-        """Return v (K, N), float64: the same change by changed embeddings.
-
-        Args:
-            stand_in: changes those of the model while the context lasts.
-        """
-        stream, before = self.stream, self.stream.change
-        stream.change = lambda model, place: stand_in(model) if place == BEFORE else nullcontext()
-        try:
-            states, _ = stream.record()
-        finally:
-            stream.change = before
+        pairs = zip(self._outputs(stand_in), self._unchanged, strict=True)
         v_KN = [
-            torch.stack([_per_window((after - was) * g[b]) for g in self.gradients])
-            for b, (after, was) in enumerate(zip(states, self.first, strict=True))
+            torch.stack([_per_window((after - before) * g[b]) for g in self._gradients])
+            for b, (after, before) in enumerate(pairs)
         ]
-        states.clear()
         return torch.cat(v_KN, 1).cpu()
+
+
+def _layer_outputs(
+    block: Block, entering: Sequence[Tensor], handed: Sequence[object], stand_in: PartStandIn
+) -> Iterator[Tensor]:
+    """Yield a changed layer's output for each batch of its input."""
+    with stand_in(block.layer) as layer:
+        for b, before in enumerate(entering):
+            yield block.output(b, before, handed[b], layer)
+
+
+def _embedded(stream: LayerStream[object], stand_in: PartStandIn) -> Iterator[Tensor]:
+    """Yield the first layer's input for each batch, of changed embeddings."""
+    before = stream.change
+    stream.change = lambda model, place: stand_in(model) if place == BEFORE else nullcontext()
+    try:
+        states, _ = stream.record()
+    finally:
+        stream.change = before
+    yield from states
+    states.clear()
 
 
 @torch.no_grad()
@@ -123,7 +111,7 @@ def priced_layers(
     seed: int = 0,
     track: Track = silent,
     last: Callable[[SpilledList], None] | None = None,
-) -> Iterator[PricedLayer | _PricedEnds]:
+) -> Iterator[PricedPart]:
     """Run a model forward, and yield its layers from the last to the first, each open.
 
     One layer's weights are in memory at a time, and each is read twice. What lies around the layers
@@ -155,11 +143,12 @@ def priced_layers(
         order = range(stream.count - 1, -1, -1)
         for block in track(stream.blocks(kwargs, order=order), "Pricing changes", stream.count):
             mine = [entering[block.index * batches + b] for b in range(batches)]
-            yield PricedLayer(block, mine, handed[block.index], gradients, leaving)
+            outputs = partial(_layer_outputs, block, mine, handed[block.index])
+            yield PricedPart(block.index, outputs, leaving, gradients)
             for b, before in enumerate(mine):
                 _carry_back(block, b, before, handed[block.index][b], gradients)
                 leaving.replace(b, before)
-        yield _PricedEnds(stream, gradients, leaving)
+        yield PricedPart(BEFORE, partial(_embedded, stream), leaving, gradients)
     finally:
         for spill in (states, entering, leaving, *gradients):
             spill.clear()
@@ -324,11 +313,10 @@ def estimates(
                 head_C[members] = kl
 
     for part in priced_layers(stream, draws, seed, track, heads):
-        place = part.block.index if isinstance(part, PricedLayer) else BEFORE
-        if every := users(place):
-            plans = (changes[members[0]][place] for members in every)
+        if every := users(part.place):
+            plans = (changes[members[0]][part.place] for members in every)
             stands_in = (partial(layer_replacement, arch=stream.arch, plan=plan) for plan in plans)
-            v_UKN = once(place, map(part.directional, stands_in))
+            v_UKN = once(part.place, map(part.directional, stands_in))
             for members, v_KN in zip(every, v_UKN, strict=True):
                 v_CKN[members] += v_KN
     return Estimates(v_CKN, head_C, tokens_N.double().mean().item())

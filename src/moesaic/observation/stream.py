@@ -365,16 +365,13 @@ class LayerStream(Generic[V_co]):
         with self._opening(REST), self._opened(self.count) if logits else nullcontext():
             yield finish
 
-    def heads(
-        self, states: Iterable[Tensor], logits: bool = False
-    ) -> Iterator[tuple[Tensor, Tokens]]:
-        """Yield the result of :meth:`headed` for all batches, with their tokens.
+    def heads(self, states: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tokens]]:
+        """Yield logits (B, L, vocabulary) for all batches, with their tokens.
 
         Args:
             states: the last layer's hidden states (B, L, D), one entry per batch.
-            logits: as for :meth:`headed`.
         """
-        with self.headed(logits) as finish:
+        with self.headed(logits=True) as finish:
             for batch, last in zip(self.batches, states, strict=True):
                 yield finish(batch, last), batch
 
