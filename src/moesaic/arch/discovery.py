@@ -238,19 +238,14 @@ def _sizing(config: Config, layer: nn.Module, place: str, down: str) -> tuple[st
         the config attribute, its value over the width, and the one by which the width is computed.
     """
 
-    def width_in(layer: nn.Module) -> int:
-        return int(getattr(layer.get_submodule(place), down).in_features)
-
-    def counts(key: str) -> bool:
-        return width_in(_with_more(config, key, layer, 0)) > width
-
-    settings, width = config.to_dict(), width_in(layer)
+    settings, width = config.to_dict(), _width_in(layer, place, down)
     adjusted = next((k for k in settings if "auto_adjust" in k and settings[k] is True), None)
     never = ("shared", "moe", "expert", "multiple")
     keys = [key for words in WIDTHS for key in _keys(settings, words, never)]
     exact = [key for key in keys if settings[key] == width]
     if shared := [key for key in _keys(settings, ("shared", "size")) if settings[key] == width]:
-        exact = [key for key in (*exact, *shared) if counts(key)]  # Granite 4 without experts
+        exact += shared  # Granite 4 without experts
+        exact = [key for key in exact if _width_with(config, key, layer, 0, place, down) > width]
     whole = (key for key in keys if settings[key] > width and settings[key] % width == 0)
     key = next(iter(exact), None) or (None if adjusted else next(whole, None))
     if key is not None:
@@ -377,18 +372,15 @@ def _sizing_shared(
     arch: MoEArch, layers: Sequence[nn.Module], layer: nn.Module, config: Config, width: int
 ) -> MoEArch:
     """Return the architecture with the shared path's width: a size, or a count of experts."""
-
-    def width_in(layer: nn.Module) -> int:
-        mlp = layer.get_submodule(arch.shared_at or "")
-        return int(getattr(mlp, arch.shared_names.down).in_features)
+    place = arch.shared_at or "", arch.shared_names.down
+    settings, path_width = config.to_dict(), _width_in(layer, *place)
 
     def counts(key: str) -> bool:
         """Return True if the path's width grows with this attribute, a count of experts."""
         if settings[key] * width != path_width:
             return False
-        return width_in(_with_more(config, key, layer, [*layers].index(layer))) > path_width
+        return _width_with(config, key, layer, [*layers].index(layer), *place) > path_width
 
-    settings, path_width = config.to_dict(), width_in(layer)
     sizes = (key for key in _keys(settings, ("shared", "size")) if settings[key] == path_width)
     size = _likeliest(sizes, config)
     times = (key for key in _keys(settings, ("shared",), ("size",)) if counts(key))
@@ -397,12 +389,19 @@ def _sizing_shared(
     return replace(arch, shared_size=size, shared_count=many, shared_times=tied)
 
 
-def _with_more(config: Config, key: str, layer: nn.Module, index: int) -> nn.Module:
-    """Return a decoder layer, on the meta device, of a config with one more of an attribute."""
+def _width_in(layer: nn.Module, place: str, down: str) -> int:
+    """Return the width of the MLP at a place of a decoder layer."""
+    return int(getattr(layer.get_submodule(place), down).in_features)
+
+
+def _width_with(
+    config: Config, key: str, layer: nn.Module, index: int, place: str, down: str
+) -> int:
+    """Return that width where a config has one more of an attribute."""
     more = copy.deepcopy(config)
     setattr(more, key, getattr(config, key) + 1)
     with torch.device("meta"):
-        return type(layer)(more, index)
+        return _width_in(type(layer)(more, index), place, down)
 
 
 def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
@@ -578,7 +577,7 @@ def _with_router_findings(arch: MoEArch, block: nn.Module, settings: JSON, count
     for lifted, apart in ((False, False), (True, False), (False, True)):
         parts = replace(parts, lifted=lifted, apart=apart)
         try:
-            echo_NE = _routing_twin(block, parts, count).reported(logits_NX)
+            echo_NE = _routing_twin(block, parts, count).routed(logits_NX)[0].flatten(0, -2)
             break
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error

@@ -681,7 +681,7 @@ class MoEFFN:
             def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits_TX = logits(out)
                 allowed_TE = allowed_E.to(logits_TX.device).expand(len(logits_TX), -1)
-                return self.parts.written(out, *self.routing.restricted(logits_TX, allowed_TE))
+                return self.parts.written(out, *self.routing.routed(logits_TX, allowed_TE)[1:])
 
             with self.router.register_forward_hook(route):
                 yield
