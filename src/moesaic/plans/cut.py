@@ -319,8 +319,8 @@ class CutLayer(LayerPlan):
         inside = leaf.removeprefix(f"{arch.experts}.")
         if self.down_E is not None and inside != leaf and inside == DOWN:
             return self.down_E.to(tensor)
-        axis = None if self.kept_E is None else arch.expert_axis(leaf, tensor, count)
-        if axis is None:
+        axis = arch.expert_axis(leaf, tensor, count)
+        if axis is None or self.kept_E is None:
             return tensor
         if self.neurons_EW is not None and inside != leaf:  # one by one: all may fill the memory
             parts = (
@@ -332,26 +332,11 @@ class CutLayer(LayerPlan):
                 place.copy_(part)
             return made
         lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
+        # shared experts follow the routed ones, and are kept
         always = arch.parts.always if leaf == arch.parts.weight else 0
-        return self._taken(tensor, axis, always, lowest)
-
-    def _taken(self, tensor: Tensor, axis: int, always: int = 0, padding: float = 0) -> Tensor:
-        """Return the kept experts' part of a tensor.
-
-        Args:
-            tensor: its values.
-            axis: axis that counts experts.
-            always: number of shared experts that follow them, and are kept.
-            padding: value at empty places.
-        """
-        assert self.kept_E is not None
         size = tensor.shape[axis]
-        chosen = torch.cat([self.kept_E.clamp(min=0), torch.arange(size - always, size)])
-        selected = tensor.index_select(axis, chosen.to(tensor.device))
-        empty = (self.kept_E == PADDING).nonzero().flatten()
-        if len(empty):
-            selected.index_fill_(axis, empty.to(tensor.device), padding)
-        return selected
+        order = torch.cat([self.kept_E, torch.arange(size - always, size)])
+        return ordered_values(tensor, axis, order, lowest)
 
     def _tabled(self, table_VK: Tensor, count: int) -> Tensor:
         """Return a table of each token's experts, with removed experts replaced."""

@@ -15,8 +15,8 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.plans.base import PADDING, State
 
 
-def ordered_values(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
-    """Return a tensor's rows or columns in another order, zero where the order has PADDING.
+def ordered_values(tensor: Tensor, axis: int, order_W: Tensor, padding: float = 0) -> Tensor:
+    """Return a tensor's rows or columns in another order, ``padding`` where the order has PADDING.
 
     >>> ordered_values(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
     [[3.0, 0.0]]
@@ -24,11 +24,11 @@ def ordered_values(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
     if not tensor.shape[axis]:  # of an FFN without neurons
         rest = tensor.shape[:axis], tensor.shape[axis + 1 :]
         return tensor.new_zeros(*rest[0], len(order_W), *rest[1])
-    padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
+    empty = (order_W == PADDING).nonzero().flatten().to(tensor.device)
     if not tensor.is_meta:  # blocks of quantised weights read the order
         order_W = order_W.to(tensor.device)
     chosen = tensor.index_select(axis, order_W.clamp(min=0))
-    return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
+    return chosen.index_fill_(axis, empty, padding) if len(empty) else chosen
 
 
 def filled_up(order_W: Tensor, room: int) -> Tensor:
