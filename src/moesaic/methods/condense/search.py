@@ -145,7 +145,7 @@ def _candidate_losses(
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the mean divergence from O_ref with each candidate added to the chosen experts
-    (candidates,); without candidates, that of only the chosen experts (1,).
+    (candidates,).
 
     Args:
         batches: O_ref (T, D), the layer's output before it is condensed; the residual plus the kept
@@ -156,7 +156,7 @@ def _candidate_losses(
         candidates: experts to add, one at a time.
         divergence: of two outputs, by token.
     """
-    total = torch.zeros(max(1, len(candidates)), dtype=torch.float64)
+    total = torch.zeros(len(candidates), dtype=torch.float64)
     tokens = 0
     for reference_TD, start_TD, experts_TED in batches:
         now_TD = start_TD.float()
@@ -165,10 +165,8 @@ def _candidate_losses(
             now_TD = now_TD + g[i] * experts_TED[:, i].float()
         rows = max(1, BLOCK_BYTES // (4 * total.numel() * now_TD.shape[1]))
         for at in torch.arange(len(now_TD)).split(rows):
-            trial = now_TD[at, None]
-            if candidates:
-                f = experts_TED[at][:, candidates].float()
-                trial = trial + g[candidates, None] * f
+            f = experts_TED[at][:, candidates].float()
+            trial = now_TD[at, None] + g[candidates, None] * f
             total += divergence(reference_TD[at, None], trial).double().sum(0).cpu()
         tokens += len(now_TD)
     return mean_over_processes(total, tokens)
