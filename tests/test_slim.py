@@ -293,7 +293,7 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(moe_folder, monkeypatc
     seen = []
 
     def found(stream, changes, track=None):
-        seen.extend(batch.input_ids for batch in stream._batches)
+        seen.extend(batch.input_ids for batch in stream.batches)
         return torch.tensor([[1.0], [0.0]])
 
     monkeypatch.setattr("moesaic.methods.layered.divergences", found)

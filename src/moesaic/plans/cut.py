@@ -30,7 +30,6 @@ from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, S
 from moesaic.plans.neurons import (
     narrow_experts,
     narrow_mlp,
-    narrow_stacked,
     neuron_axis,
     of_ffn,
     of_mlp,
@@ -374,11 +373,8 @@ class CutLayer(LayerPlan):
         if "shared" in header:
             if view.shared_module is None:
                 raise MoesaicError(f"{arch.model_type} has no shared path that could be cut.")
-            if arch.parts.always:
-                each = header["shared"] // view.shared_count
-                narrow_stacked(view.shared_module, arch.shared_names, each)
-            else:
-                narrow_mlp(view.shared_module, arch.shared_names, header["shared"])
+            each = header["shared"] // view.shared_count
+            narrow_mlp(view.shared_module, arch.shared_names, each)
         if "top_k" in header:
             set_top_k(view.router, arch.parts, header["top_k"])
             if hasattr(view.block, "top_k"):  # some blocks hold it, too

@@ -167,11 +167,21 @@ def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
 
 
 def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give an MLP another number of neurons, in place; new parameters are on the meta device."""
-    before = getattr(module, names.down).weight.shape[1]
+    """Give an MLP another number of neurons, in place; new parameters are on the meta device.
+
+    Args:
+        module: the MLP; or several of one width, in tensors (N, M, D) and (N, D, M).
+        names: its projections, or the projections of each.
+        width: neurons, or neurons of each.
+    """
+    down = getattr(module, names.down)
+    before = (down.weight if isinstance(down, nn.Linear) else down).shape[-1]
     for name in names.projections:
-        axis = 1 if name == names.down else 0
-        narrow_linear(getattr(module, name), axis, width * (2 if names.fused and not axis else 1))
+        part, axis = getattr(module, name), 1 if name == names.down else 0
+        if isinstance(part, nn.Linear):
+            narrow_linear(part, axis, width * (2 if names.fused and not axis else 1))
+        else:
+            resize(module, name, axis + 1, width)
     _update_width([module], before, width)
 
 
@@ -181,14 +191,6 @@ def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
     linear.out_features, linear.in_features = linear.weight.shape
     if linear.bias is not None and axis == 0:
         resize(linear, "bias", 0, size)
-
-
-def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give several MLPs of one width another number of neurons, as :func:`narrow_mlp` does."""
-    before = getattr(module, names.down).shape[2]
-    for name in names.projections:
-        resize(module, name, 2 if name == names.down else 1, width)
-    _update_width([module], before, width)
 
 
 def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> None:

@@ -325,10 +325,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 beside = neurons_of(stats, seed + 1, shared=True)
                 shared = score.score(beside), beside.reach
         form = None if self.config.uneven else case.job.format  # no format has uneven experts
+        columns = form.columns if form else 0  # that share a scale, which most are to keep
         decided: dict[Size, tuple[CutLayer, JSON]] = {}
         for size in sizes:
             layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
-            decided[size] = _in_groups(layer, form.columns if form else 0), analysis
+            assert layer.neurons_EW is not None
+            orders = [in_groups(order_W, columns) for order_W in layer.neurons_EW]
+            shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, columns)
+            grouped = replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
+            decided[size] = grouped, analysis
         if self.config.measures and case.site is not None:
             exact = losses(case.site, [layer for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
@@ -505,16 +510,3 @@ def _as_output(layer: LayerRecord, plan: Plan) -> JSON:
         kept = {"kept": decided.experts.tolist()}
     plain = asdict(layer)
     return {**plain, **plain.pop("shape"), **plain.pop("analysis"), **kept}
-
-
-def _in_groups(layer: CutLayer, size: int) -> CutLayer:
-    """Reorder a decided layer's neurons so that most of their columns keep their scale.
-
-    Args:
-        layer: a plan with neurons in rising order.
-        size: number of columns that share a scale.
-    """
-    assert layer.neurons_EW is not None
-    orders = [in_groups(order_W, size) for order_W in layer.neurons_EW]
-    shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, size)
-    return replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
