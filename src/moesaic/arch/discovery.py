@@ -51,6 +51,10 @@ DENSE_LAYERS = (
 GROUPS = ("n_group", "num_expert_group")
 WIDTHS = (("intermediate_size",), ("ffn",), ("ff", "dim"), ("inner",))
 """Words in the names of config attributes that hold the width of FFNs, the likeliest first."""
+EXPERT_WIDTHS = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
+NO_COUNT = ("per_tok", "shared", "group", "top", "size", "width")
+"""Words in the names of attributes that hold the width of experts, and in those that do not hold
+their number."""
 UNSET_WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner")
 """Width attributes that may be None, which means a multiple of the hidden size."""
 CHOSEN = ("per_tok", "topk", "top_k", "moe_k")
@@ -333,14 +337,17 @@ def _mixture(
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)
     listed = (key for key in DENSE_LAYERS if settings.get(key) is not None)
-    odd = names is None and any(_has_down(layer, block_path) for layer in layers)
+    # a layer that does not route may have another MLP at the place of others' experts
+    others = (getattr(layer, block_path, None) if block_path else None for layer in layers)
+    downs = (getattr(block, FFNNames().down, None) for block in others)
+    odd = names is None and any(isinstance(down, nn.Linear) for down in downs)
     arch = MoEArch(
         name,
         ffn=names or FFNNames(),
         ffn_path=block_path,
         layers_path=path,
-        count=_counting(name, config, count),
-        width=_widening(name, config, width),
+        count=_attribute(name, config, count, "experts", [("expert",)], NO_COUNT),
+        width=_attribute(name, config, width, "neurons of experts", EXPERT_WIDTHS, ("shared",)),
         chosen=_choosing(config, block.get_submodule(parts.router), parts),
         transposed=transposed,
         alternating=not getattr(experts, "is_concatenated", True),
@@ -360,12 +367,6 @@ def _mixture(
     elif shared or beside:
         arch = _sizing_shared(arch, layers, layer, config, width)
     return _with_router_findings(arch, block, settings, count)
-
-
-def _has_down(layer: nn.Module, path: str) -> bool:
-    """Return True if a layer that does not route has an MLP at the path of others' experts."""
-    block = getattr(layer, path, None) if path else None
-    return isinstance(getattr(block, FFNNames().down, None), nn.Linear)
 
 
 def _sizing_shared(
@@ -528,25 +529,20 @@ def _likeliest(keys: Iterable[str], config: Config) -> str | None:
     return min(keys, key=lambda key: key not in known, default=None)
 
 
-def _counting(name: str, config: Config, count: int) -> str:
+def _attribute(
+    name: str,
+    config: Config,
+    value: int,
+    what: str,
+    patterns: Iterable[Sequence[str]],
+    never: Sequence[str],
+) -> str:
+    """Return the config attribute that holds a number of ``what``, by words in its name."""
     settings = config.to_dict()
-    never = ("per_tok", "shared", "group", "top", "size", "width")
-    keys = (key for key in _keys(settings, ("expert",), never) if settings[key] == count)
-    key = _likeliest(keys, config)
+    keys = (key for words in patterns for key in _keys(settings, words, never))
+    key = _likeliest((key for key in keys if settings[key] == value), config)
     if key is None:
-        raise MoesaicError(f"{name}: its config has no attribute for the {count} experts.")
-    return key
-
-
-def _widening(name: str, config: Config, width: int) -> str:
-    settings = config.to_dict()
-    patterns = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
-    keys = (key for words in patterns for key in _keys(settings, words, ("shared",)))
-    key = _likeliest((key for key in keys if settings[key] == width), config)
-    if key is None:
-        raise MoesaicError(
-            f"{name}: its config has no attribute for the {width} neurons of experts."
-        )
+        raise MoesaicError(f"{name}: its config has no attribute for the {value} {what}.")
     return key
 
 
