@@ -804,15 +804,17 @@ def test_half_of_a_folder_is_never_taken_for_it(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path)
-    monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(save=Path.mkdir))
-    monkeypatch.setattr(Trials, "_runner", lambda *_: None)
-    monkeypatch.setattr(shutil, "rmtree", killed)
+    making = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path).trials
+    checkpoint = SimpleNamespace(tensor_bytes=lambda: 1)
+    monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(write=lambda _: None))
+    monkeypatch.setattr(trials, "Source", lambda *_: SimpleNamespace(checkpoint=checkpoint))
+    monkeypatch.setattr(trials, "Layerwise", lambda *_: None)
     candidate = Candidate(
         "", (PruneConfig(keep=4, score="random"),), ResultSize(1, 1, 1, True, True)
     )
-    with pytest.raises(KeyboardInterrupt), looking.trials._opened(candidate):
+    with pytest.raises(KeyboardInterrupt), making.open(candidate):
         assert [*tmp_path.glob("made-*")]
+        monkeypatch.setattr(shutil, "rmtree", killed)
     assert not [*tmp_path.glob("made-*")]
 
 

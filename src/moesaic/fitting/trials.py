@@ -285,7 +285,7 @@ class Trials:
         if file is None or files is None:
             assert result is not None
             made = Source("candidate", result)
-            yield self._runner(made), made.checkpoint.tensor_bytes()
+            yield Layerwise(made, *self._place), made.checkpoint.tensor_bytes()
             remove(result)
             return
         rounder = self._rounder(candidate, result)
@@ -307,9 +307,6 @@ class Trials:
         """Return the runner of a model with the values of a file, rounded layer by layer."""
         change = rounder.change(types)
         return Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
-
-    def _runner(self, source: Source) -> Runner:
-        return Layerwise(source, *self._place)
 
     @property
     def _place(self) -> tuple[str, torch.dtype | None]:
