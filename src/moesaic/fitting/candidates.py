@@ -6,6 +6,7 @@ Forms are recipes whose results differ only in size: the families of all methods
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -151,11 +152,8 @@ def largest(numbers: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     >>> largest(range(5), lambda n: n < 4), largest([0], lambda _: False)
     (3, None)
     """
-    low, high = 0, len(numbers)  # all before low fit, none from high on
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(numbers[middle]) else (low, middle)
-    return numbers[low - 1] if low else None
+    count = bisect_right(numbers, False, key=lambda number: not fits(number))
+    return numbers[count - 1] if count else None
 
 
 # --- candidates -----------------------------------------------------------------------------------
