@@ -812,9 +812,12 @@ def test_half_of_a_folder_is_never_taken_for_it(
     candidate = Candidate(
         "", (PruneConfig(keep=4, score="random"),), ResultSize(1, 1, 1, True, True)
     )
-    with pytest.raises(KeyboardInterrupt), making.open(candidate):
-        assert [*tmp_path.glob("made-*")]
-        monkeypatch.setattr(shutil, "rmtree", killed)
+    opened = making.open(candidate)
+    opened.__enter__()
+    assert [*tmp_path.glob("made-*")]
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        opened.__exit__(None, None, None)
     assert not [*tmp_path.glob("made-*")]
 
 
