@@ -278,7 +278,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                     missing.setdefault(i, []).append(name)
         if not missing:
             return
-        follow = self._option("progressive")
+        refit, follow = self._option("refit"), self._option("progressive")
 
         def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
             i, stats, site = observed
@@ -288,7 +288,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                 method, options = methods[name], sizes[name][i]
                 for size, decision in method.decide(case, options).items():
                     results[method._key(name, size)] = decision
-                    if method._at_once(observation, options):
+                    # nothing changes it later, and its tokens are in memory
+                    once = len(options) == 1 and method.final and not follow
+                    if refit and once and observation.shows_tokens:
                         assert site is not None
                         results[_refit_name(name)] = decision[0].refit(site)
             if follow and site is not None:
@@ -305,11 +307,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         for i, results in job.each_layer(indices, source, decided, self.words, shared=shared):
             for name, (layer, analysis) in results.items():
                 finished.add(name, i, layer, analysis)
-
-    def _at_once(self, observation: Observation, options: Sequence[S]) -> bool:
-        """Return True if a layer is refitted as it is decided, on the tokens then in memory."""
-        single = len(options) == 1 and self.final and not self._option("progressive")
-        return self._option("refit") and single and observation.shows_tokens
 
     def _key(self, name: str, size: S) -> str:
         """Return the name under which a layer's decision at a size is stored."""

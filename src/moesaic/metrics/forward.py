@@ -90,18 +90,6 @@ def jsd(p: Sequence[float], q: Sequence[float]) -> float:
     return (kl(p, m) + kl(q, m)) / 2
 
 
-def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
-    """Return, by decoder layer that routes, its router and an empty count; empty if dense."""
-    try:
-        arch = base_arch(model.config)
-    except MoesaicError:
-        return {}
-    return {
-        i: (routed.router, Routing(routed.shared, routed.experts))
-        for i, routed in routed_modules(model, arch).items()
-    }
-
-
 def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the experts that a router chose (T, K); ours returns only them, others a tuple.
 
@@ -130,8 +118,13 @@ class Counts(dict[int, Routing]):
 @contextmanager
 def count_routing(model: Model) -> Iterator[Counts]:
     """Context in which the routing of everything that runs is counted."""
-    by_layer = routers(model)
-    counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
+    try:
+        arch = base_arch(model.config)
+    except MoesaicError:
+        modules = {}
+    else:
+        modules = routed_modules(model, arch)
+    counts = Counts({i: Routing(m.shared, m.experts) for i, m in modules.items()})
 
     def count(layer: Routing, _: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         chosen_TK = _choice(out)
@@ -145,8 +138,8 @@ def count_routing(model: Model) -> Iterator[Counts]:
 
     with ExitStack() as hooks:
         hooks.callback(counts.look_at, None)
-        for router, routing in by_layer.values():
-            hooks.enter_context(router.register_forward_hook(partial(count, routing)))
+        for i, module in modules.items():
+            hooks.enter_context(module.router.register_forward_hook(partial(count, counts[i])))
         yield counts
 
 

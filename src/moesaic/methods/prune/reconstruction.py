@@ -446,7 +446,10 @@ class Reconstruction(Neighbours):
                 x[block.to(self.device)] for x in (self.logits_SX, self.w_SA[:, None])
             )
             for at in torch.arange(len(kept_CE), device=self.device).split(sets):
-                diff_SCA = _weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
+                every_NX = logits_SX.repeat_interleave(len(at), 0)
+                kept_NE = kept_CE[at].repeat(len(block), 1)
+                now_NA = self.routing.every_weight(every_NX, kept_NE).double()  # w'
+                diff_SCA = now_NA.view(len(block), len(at), -1) - w_S1A
                 error_SC = squared_errors(diff_SCA, gram_SAA)
                 if "delta_S" in stats:
                     cross_SA, delta_S = (
@@ -473,14 +476,6 @@ class Reconstruction(Neighbours):
         loss_C = squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
         # some routers return NaN for experts without a score: such sets never win
         return loss_C.nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
-    """Return w', the combine weights with only a set of experts present (S, C, A), float64."""
-    tokens, sets = len(logits_SX), len(kept_CE)
-    every_NX = logits_SX.repeat_interleave(sets, 0)
-    w_NA = routing.every_weight(every_NX, kept_CE.repeat(tokens, 1))
-    return w_NA.double().view(tokens, sets, -1)
 
 
 def output_norm(stats: Mapping[str, Tensor], routing: RoutingFunction) -> float:
