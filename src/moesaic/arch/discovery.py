@@ -325,7 +325,8 @@ def _mixture(
             )
         linears = {n: m for n, m in block.named_children() if type(m) is nn.Linear}
         gate = next((n for n, m in linears.items() if m.out_features == 1), None)
-        norms = {"after": _norm(block)}
+        kinds = ((n, type(m).__name__) for n, m in block.named_children())
+        norms = {"after": next((n for n, kind in kinds if kind.endswith("Norm")), None)}
         inside = {stacked: FFNNames(), **inside} if parts.always else inside
         expected = {leaf, parts.router, *inside, *filter(None, [gate, norms["after"]])}
         _nothing_else(name, block, expected, parts)
@@ -494,11 +495,6 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
             "hidden states only."
         )
     return None
-
-
-def _norm(block: nn.Module) -> str | None:
-    """Return the name of a norm through which a block's output passes."""
-    return next((n for n, m in block.named_children() if type(m).__name__.endswith("Norm")), None)
 
 
 def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: RouterParts) -> None:

@@ -31,7 +31,6 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
-from moesaic.methods.figures import percent
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
 from moesaic.methods.mixtures import routed_layers, routing_of, span, unskipped
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
@@ -176,8 +175,8 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        shares = [analysis["skipped"] for analysis in decision.analyses.values()]
-        skipped = _percents(min(shares), max(shares))
+        shares = [round(100 * analysis["skipped"]) for analysis in decision.analyses.values()]
+        skipped = f"{span(shares)}\u00a0%"
         title = f"{skipped} of expert calls skipped with {self.config.label}"
         text = (
             "The routers leave out experts that weigh little, token by token, by the rule of "
@@ -194,18 +193,6 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         }
         title, caption = "Skipping by layer.", "On the calibration text."
         return figures.bars("What is skipped", title, caption, skip, columns)
-
-
-def _percents(least: float, most: float) -> str:
-    """Return a range of shares in percent.
-
-    >>> _percents(0.2, 0.304)[:-2]
-    '20–30'
-    >>> _percents(0.2, 0.2)[:-2]
-    '20'
-    """
-    ends = [percent(share) for share in (least, most)]
-    return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]}–{ends[1]}"
 
 
 # --- one number of experts for all layers --------------------------------------------------------

@@ -39,7 +39,6 @@ from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
 from moesaic.methods.slim.neurons import (
     NAMES,
     ROW,
-    candidates,
     choose,
     highest,
     highest_in_layer,
@@ -105,23 +104,20 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def resolve_defaults(self, job: Job[Arch]) -> Iterator[str]:
         if self.config.score is None:
-            score, why_not = self._score(job)
+            views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
+            pairs = max(neuron_pairs(view.count, view.width) for view in views)
+            score = "energy"
+            if job.args.calibration.stats:
+                yield "Statistics hold no pairs of neurons: they are scored by energy."
+            elif pairs > PAIRS_BYTES:
+                yield (
+                    f"Neurons are scored by energy: {BEST}, which has less KL, would hold "
+                    f"{pairs / 2**30:.1f} GiB of inner products for each layer."
+                )
+            else:
+                score = BEST
             self.config = replace(self.config, score=score)
-            yield from filter(None, [why_not])
         yield from super().resolve_defaults(job)
-
-    def _score(self, job: Job[Arch]) -> tuple[str, str]:
-        """Return the best score that memory allows, and a sentence if it is not the best of all."""
-        if job.args.calibration.stats:
-            return "energy", "Statistics hold no pairs of neurons: they are scored by energy."
-        views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
-        pairs = max(neuron_pairs(view.count, view.width) for view in views)
-        if pairs > PAIRS_BYTES:
-            return "energy", (
-                f"Neurons are scored by energy: {BEST}, which has less KL, would hold "
-                f"{pairs / 2**30:.1f} GiB of inner products for each layer."
-            )
-        return BEST, ""
 
     @property
     def needs(self) -> set[str]:
@@ -234,7 +230,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         full = -(-config.keep * count // 1)  # the budget in whole experts
         least = max(least, int(full) + -int(full) % groups)
         if config.count is None:
-            return list(candidates(least, count, groups))
+            step = groups * max(1, -(-(count - least) // (7 * groups)))  # at most eight numbers
+            return list(range(count, least - 1, -step))
         if not least <= config.count <= count or config.count % groups:
             raise MoesaicError(
                 f"experts {config.count} is out of reach: layer {layer} has {count} experts of "

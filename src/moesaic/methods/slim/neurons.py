@@ -15,7 +15,7 @@ layer's own squared error. M^3 operations an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -170,16 +170,6 @@ def _routed_output(view: FFN, x_TD: Tensor, layer: CutLayer | None = None) -> Te
             h_NM, down_DM = h_NM[:, order[i]], down_DM[:, order[i]]
         y_TD[rows] += h_NM @ down_DM.T.float()
     return y_TD + view.weighed_beside(x_TD, allowed_E)
-
-
-def candidates(least: int, most: int, step: int) -> Iterator[int]:
-    """Yield numbers of experts to try, the most first: multiples of ``step``, at most eight.
-
-    >>> list(candidates(2, 8, 1)), list(candidates(4, 32, 2))
-    ([8, 7, 6, 5, 4, 3, 2], [32, 28, 24, 20, 16, 12, 8, 4])
-    """
-    stride = step * max(1, -(-(most - least) // (7 * step)))
-    yield from range(most, least - 1, -stride)
 
 
 # --- optimal brain surgeon -----------------------------------------------------------------------
