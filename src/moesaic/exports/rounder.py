@@ -397,14 +397,13 @@ class Rounder:
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
-        self.known: Mapping[str, Tensor] | None = None
-        """Mean squares of inputs (:attr:`weights`) from an earlier run; None to compute them."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name."""
-        if self.known is not None:
-            return self.known
+        """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name.
+
+        Computed unless they were set, from an earlier run.
+        """
         return importance(self.source, self.tokens, self.named, self.track)
 
     # --- matrices --------------------------------------------------------------------------------
@@ -536,7 +535,7 @@ class Rounder:
         Args:
             types: of tensors.
         """
-        self.known = self.weights  # found before a head or a layer is in memory beside it
+        _ = self.weights  # found before a head or a layer is in memory beside it
         every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
         changes = []
         for group, type in product(self.groups, types):

@@ -81,7 +81,7 @@ class Files:
             whole.unlink(missing_ok=True)
             rounding = self._converted(result, whole)
         if weights is not None:
-            rounding.rounder.known = weights
+            rounding.rounder.weights = weights
         return rounding
 
     def rounder(self, result: Path | None, built: Skeleton) -> Rounder:

@@ -299,8 +299,8 @@ class Trials:
         """Return the rounder of a candidate's result; importance weights are computed once."""
         assert self.files is not None
         rounder = self.files.rounder(result, self.sizes.skeleton(candidate.conversions))
-        rounder.known = self._weights.get(candidate.conversions)  # of a result in another folder
-        self._weights[candidate.conversions] = rounder.weights
+        known = self._weights.get(candidate.conversions)  # of a result in another folder
+        rounder.weights = self._weights[candidate.conversions] = known or rounder.weights
         return rounder
 
     def _rounded(self, rounder: Rounder, types: Types) -> Runner:
