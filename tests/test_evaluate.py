@@ -423,7 +423,7 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
     quick = {"length": 32, "max_tokens": 64}
     unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
     with monkeypatch.context() as patched:  # before anything is computed
-        patched.setattr("moesaic.metrics.evaluate.open_and_score", None)
+        patched.setattr("moesaic.metrics.evaluate.ScoredModels", None)
         with pytest.raises(MoesaicError, match=unknown):
             moesaic.evaluate(str(llama_folder), tasks="arc_eazy", **quick)
         patched.setattr("moesaic.pipeline.convert", None)
