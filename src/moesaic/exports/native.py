@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic import per_layer_config
+from moesaic import per_layer_config, surgery
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
@@ -38,17 +38,6 @@ from moesaic.plan import Plan
 from moesaic.plans import neurons
 from moesaic.plans.base import KINDS, Header
 from moesaic.plans.cut import CutLayer
-from moesaic.surgery import (
-    ChangedWriter,
-    base_shape,
-    converted_shape,
-    headers_of,
-    kept_names,
-    language_alone,
-    rewrite,
-    sizes,
-    spread,
-)
 from moesaic.types import JSON, Config, Values
 
 # --- a decided export ----------------------------------------------------------------------------
@@ -163,7 +152,7 @@ def decide(source: Source, target: str = "") -> Export:
             "Quantised checkpoints are not exported; results of prune and slim are native as "
             "they are. Make the result with a dtype to export it."
         )
-    arch, stacks = base_arch(config), headers_of(config)
+    arch, stacks = base_arch(config), surgery.headers_of(config)
     for header in (header for stack in stacks.values() for header in stack):
         obstacle = KINDS[header["kind"]].obstacle(header)
         if obstacle is not None:
@@ -263,14 +252,15 @@ def narrow_export(
     """
     if target not in ("", arch.model_type):
         raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
-    shape, config = base_shape(shape_of(source.config), arch), base_config(source.config, arch)
+    shape = surgery.base_shape(shape_of(source.config), arch)
+    config = base_config(source.config, arch)
     config.intermediate_size = width = max(shape.widths)
     layers = {i: _widened(n, width) for i, n in enumerate(shape.widths) if n < width}
     costs = [sum(shape.widths), len(shape.widths) * width]
 
     def write(writer: Writer) -> None:
         plan = Plan("export", shape, layers)
-        rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
+        surgery.rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
 
     return Export(config, write, {"active_neurons": costs, "stored_neurons": costs})
 
@@ -296,7 +286,7 @@ class _Reduced:
         self.config = base_config(source.config, arch)
         model = shape_of(source.config)
         self.layers = arch.layers(model)
-        self.shape = base_shape(model, arch)
+        self.shape = surgery.base_shape(model, arch)
         drop = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
         kept = [i for i in range(len(self.shape.widths)) if i not in drop]
         self.numbers = {old: new for new, old in enumerate(kept)}
@@ -357,8 +347,8 @@ class _Reduced:
         if set(counts.values()) != {count}:
             if self.arch.never is None:
                 raise MoesaicError(
-                    f"Its layers have {spread(counts.values())} experts and would need {count}: "
-                    f"{self.arch.model_type} has no router that never chooses an expert. "
+                    f"Its layers have {surgery.spread(counts.values())} experts and would need "
+                    f"{count}: {self.arch.model_type} has no router that never chooses an expert. "
                     "Prune to one legal count."
                 )
             for i, n in counts.items():
@@ -381,7 +371,7 @@ class _Reduced:
             if mix is None:
                 raise MoesaicError(
                     f"{self.arch.model_type} cannot have just these dense layers: "
-                    f"{spread(self.dense)}; condense other candidates."
+                    f"{surgery.spread(self.dense)}; condense other candidates."
                 )
             self._configure(mix)
 
@@ -401,14 +391,16 @@ class _Reduced:
             for trial, name in zip(configs, self.arch.dense_sizes(self.config), strict=True):
                 setattr(trial, name, self.width)
         layers = {i: self.layers[i] for i in self.numbers}
-        layers |= {i: converted_shape(layers[i], self.arch, p) for i, p in self.plans.items()}
-        shapes = [*map(sizes, layers.values())]
+        for i, plan in self.plans.items():
+            layers[i] = surgery.converted_shape(layers[i], self.arch, plan)
+        shapes = [*map(surgery.sizes, layers.values())]
         for config in configs:
-            if [*map(sizes, self.arch.layers(shape_of(config)))] == shapes:
+            if [*map(surgery.sizes, self.arch.layers(shape_of(config)))] == shapes:
                 return config
         raise MoesaicError(
             f"The class of {self.arch.model_type} has no layers of these sizes: "
-            f"{spread(self.dense.values())} neurons where they are dense, and experts as they are."
+            f"{surgery.spread(self.dense.values())} neurons where they are dense, and experts as "
+            "they are."
         )
 
     def write(self, writer: Writer) -> None:
@@ -429,10 +421,11 @@ class _Reduced:
                 return None
             return f"{start}{self.numbers[old]}.{rest}", value
 
-        to = ChangedWriter(language_alone(writer) if self.source.beside else writer, renumbered)
-        keep = kept_names(model, mtp=False, beside=not self.source.beside)
+        writer = surgery.language_alone(writer) if self.source.beside else writer
+        to = surgery.ChangedWriter(writer, renumbered)
+        keep = surgery.kept_names(model, mtp=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
-        rewrite(naming, self.arch, plan, to, keep)
+        surgery.rewrite(naming, self.arch, plan, to, keep)
 
 
 def shorten(config: Config, kept: Sequence[int]) -> None:

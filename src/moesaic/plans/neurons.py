@@ -157,7 +157,7 @@ def of_stacked(
     return torch.stack([ordered_values(part, axis - 1, order_W) for part, order_W in parts])
 
 
-def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
+def axis_of(arch: MoEArch, leaf: str) -> int | None:
     """Return the axis of a fused tensor of experts that counts neurons; None if it has none."""
     if leaf == "down_proj":
         return 1 if arch.transposed else 2
@@ -197,7 +197,7 @@ def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> 
     """Give routed experts another number of neurons, in place; new parameters are on meta."""
     experts = getattr(block, arch.experts)
     for leaf, tensor in list(experts.named_parameters()):
-        axis = neuron_axis(arch, leaf)
+        axis = axis_of(arch, leaf)
         if axis is not None:
             resize(experts, leaf, axis, tensor.shape[axis] // before * width)
     _update_width([block, experts], before, width)
