@@ -31,6 +31,7 @@ from moesaic.arch.dense import (
     linear_size,
 )
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
+from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Config
 
 PLAIN = FFNNames()
@@ -120,8 +121,15 @@ class MoEArch(Arch):
         return next(block.parameters(recurse=False), None) is None
 
     def moe_layers(self, model: nn.Module) -> list[int]:
-        """Return the indices of the decoder layers that route."""
-        return [i for i, layer in enumerate(self.layers(model)) if self.is_moe(layer)]
+        """Return the indices of the decoder layers that route.
+
+        Raises:
+            MoesaicError: there is none.
+        """
+        routed = [i for i, layer in enumerate(self.layers(model)) if self.is_moe(layer)]
+        if not routed:
+            raise MoesaicError("No layer of this model routes.")
+        return routed
 
     def mixture(self, layer: nn.Module) -> MoEFFN:
         """Return the view of a decoder layer's routed block."""

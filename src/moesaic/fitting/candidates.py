@@ -17,7 +17,6 @@ import torch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs, MethodConfig
-from moesaic.errors import MoesaicError
 from moesaic.exports.quantiser import WHOLE
 from moesaic.exports.rounder import Numbers
 from moesaic.families import Family, Shape
@@ -127,8 +126,6 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         widths = [arch.width_of(layer) for layer in layers]
         return Shape(len(layers), min(widths), multiple, native=config.native_only)
     routed = arch.moe_layers(model)
-    if not routed:
-        raise MoesaicError("No layer of this model routes.")
     view = arch.mixture(layers[routed[0]])
     return Shape(
         layers=len(routed),

@@ -39,18 +39,6 @@ def unskipped(config: Config) -> MoEArch:
     return moe_arch(config)
 
 
-def routed_layers(job: Job[MoEArch]) -> list[int]:
-    """Return the indices of the decoder layers that route.
-
-    Raises:
-        MoesaicError: there is none.
-    """
-    layers = job.arch.moe_layers(job.shape)
-    if not layers:
-        raise MoesaicError("No layer of this model routes.")
-    return layers
-
-
 def routing_of(job: Job[MoEArch], layer: int, stats: Mapping[str, Tensor]) -> RoutingFunction:
     """Return a layer's routing function, ready to decide on recorded logits.
 

@@ -30,7 +30,7 @@ from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.search import ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.figures import credit_clause
 from moesaic.methods.layered import recover
-from moesaic.methods.mixtures import listed, original, routed_layers, span
+from moesaic.methods.mixtures import listed, original, span
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
@@ -381,7 +381,7 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         MoesaicError: the request cannot be met.
     """
     arch = job.arch
-    routed = routed_layers(job)
+    routed = arch.moe_layers(job.shape)
     unknown = set(config.candidates) - set(routed)
     if unknown:
         raise MoesaicError(

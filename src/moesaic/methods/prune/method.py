@@ -33,7 +33,7 @@ from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.figures import credit_clause
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import least_experts, original, routed_layers, routing_of, span
+from moesaic.methods.mixtures import least_experts, original, routing_of, span
 from moesaic.methods.prune import subsets
 from moesaic.methods.prune.config import PruneConfig, ScoredLayer
 from moesaic.observation.job import Job
@@ -78,7 +78,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
                 f"{arch.model_type}."
             )
         sizes: dict[int, list[int]] = {}
-        for i in routed_layers(job):
+        for i in arch.moe_layers(job.shape):
             view = arch.mixture(job.layers[i])
             least = least_experts(arch, view.top_k, model_config)
             keep = config.experts_of(view.count, groups)

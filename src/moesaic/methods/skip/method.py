@@ -32,7 +32,7 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import routed_layers, routing_of, span, unskipped
+from moesaic.methods.mixtures import routing_of, span, unskipped
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.modules.blocks import survivors
 from moesaic.observation.job import Job
@@ -106,7 +106,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return unskipped(config)
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[float | None]]:
-        layers = routed_layers(job)
+        layers = job.arch.moe_layers(job.shape)
         betas = self.config.betas
         if len(betas) == 1:
             betas = betas * len(layers)
@@ -213,7 +213,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
         arch, target = job.arch, self.config.top_k
-        tops = {i: arch.mixture(job.layers[i]).top_k for i in routed_layers(job)}
+        tops = {i: arch.mixture(job.layers[i]).top_k for i in arch.moe_layers(job.shape)}
         if arch.chosen is None:
             raise MoesaicError(
                 f"A router of {arch.model_type} runs {span(tops.values())} experts a token, "
