@@ -321,6 +321,16 @@ class MoEArch(Arch):
             return 1
         return getattr(config, self.groups, None) or 1
 
+    def least_experts(self, top_k: int, config: Config) -> int:
+        """Return the fewest experts that a router can work with: the top-k, spread over its
+        groups."""
+        groups = self.group_count(config)
+        if groups == 1:
+            return top_k
+        open_groups = min(getattr(config, "topk_group", None) or groups, groups)
+        least = max(top_k, groups * self.per_group, -(-top_k // open_groups) * groups)
+        return least + -least % groups
+
     def expert_axis(self, name: str, tensor: Tensor, count: int) -> int | None:
         """Return the axis of a block's tensor that counts experts; None if it has none.
 

@@ -23,7 +23,6 @@ from moesaic.families import Family, Shape
 from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
 from moesaic.methods import METHODS
-from moesaic.methods.mixtures import least_experts
 from moesaic.metrics.score import Score
 from moesaic.plans.condensed import cache_leaders
 from moesaic.plans.recovery import significantly_worse
@@ -132,7 +131,7 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         width=view.width,
         multiple=multiple,
         experts=view.count,
-        fewest=least_experts(arch, view.top_k, source.config),
+        fewest=arch.least_experts(view.top_k, source.config),
         groups=arch.group_count(source.config),
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),

@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.mixture import FFN
+from moesaic.arch.mixture import FFN, MoEFFN
+from moesaic.arch.routing import RoutingFunction
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
 from moesaic.observation.branches import divergences, layer_replacement
@@ -124,6 +125,20 @@ class LayerCase(Generic[A]):
     def view(self) -> FFN:
         """View of the layer's FFN; without values if the model is on disk."""
         return self.job.arch.view(self.job.layers[self.index])
+
+    @property
+    def routing(self) -> RoutingFunction:
+        """Routing function of a layer that routes, ready to decide on recorded logits.
+
+        Its layer may be closed.
+        """
+        view, job = self.view, self.job
+        assert isinstance(view, MoEFFN)
+        start, routing = f"{job.arch.layer_prefix(self.index)}{job.arch.inside}", view.routing
+        routing.fill(lambda name, _: job.naming.read(start + name))
+        if routing.bias_E is not None and self.stats is not None and "bias_E" in self.stats:
+            routing.bias_E = self.stats["bias_E"]
+        return routing
 
 
 class LayerMethod(Method[C, A], Generic[C, A, S]):

@@ -25,12 +25,11 @@ from moesaic.hub import convert_config
 from moesaic.io.models import shape_of, sizes_in
 from moesaic.io.naming import read_as
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Method, Outline, Summary
+from moesaic.methods.base import Decision, Method, Outline, Summary, original
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.search import ExpertSearch, LayerSearch, Replaced, legs
-from moesaic.methods.figures import credit_clause
+from moesaic.methods.figures import credit_clause, listed, span
 from moesaic.methods.layered import recover
-from moesaic.methods.mixtures import listed, original, span
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream

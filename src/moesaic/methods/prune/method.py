@@ -30,10 +30,9 @@ from torch import Tensor
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Summary
-from moesaic.methods.figures import credit_clause
+from moesaic.methods.base import Decision, Summary, original
+from moesaic.methods.figures import credit_clause, span
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import least_experts, original, routing_of, span
 from moesaic.methods.prune import subsets
 from moesaic.methods.prune.config import PruneConfig, ScoredLayer
 from moesaic.observation.job import Job
@@ -80,7 +79,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         sizes: dict[int, list[int]] = {}
         for i in arch.moe_layers(job.shape):
             view = arch.mixture(job.layers[i])
-            least = least_experts(arch, view.top_k, model_config)
+            least = arch.least_experts(view.top_k, model_config)
             keep = config.experts_of(view.count, groups)
             if not least <= keep <= view.count:
                 raise MoesaicError(
@@ -112,7 +111,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             }
         layer = ScoredLayer(
             stats or {},
-            routing_of(case.job, case.index, stats or {}),
+            case.routing,
             case.index,
             seed=self.config.seed,
             sum_batch_norms=self.config.sum_batch_norms,

@@ -30,9 +30,9 @@ from torch import Tensor
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Summary
+from moesaic.methods.base import Decision, Summary, unskipped
+from moesaic.methods.figures import span
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import routing_of, span, unskipped
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.modules.blocks import survivors
 from moesaic.observation.job import Job
@@ -130,8 +130,8 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         top_k = case.view.top_k
         if case.stats is None:
             return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
-        routing = routing_of(case.job, case.index, case.stats)
-        weights_TK = routing.weights(case.stats["logits_TX"]).topk(top_k, dim=-1).values.double()
+        w_TE = case.routing.weights(case.stats["logits_TX"])
+        weights_TK = w_TE.topk(top_k, dim=-1).values.double()
         return {beta: self.calibrate(weights_TK, beta) for beta in sizes}
 
     def calibrate(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:

@@ -32,8 +32,8 @@ from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
+from moesaic.methods.figures import span
 from moesaic.methods.layered import RESULT, Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
 from moesaic.methods.slim.neurons import (
@@ -225,7 +225,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if config.experts == "all" or not isinstance(arch, MoEArch):
             return [count]
         top_k = arch.mixture(job.layers[layer]).top_k
-        least = least_experts(arch, top_k, job.shape.config)
+        least = arch.least_experts(top_k, job.shape.config)
         groups = arch.group_count(job.shape.config)
         full = -(-config.keep * count // 1)  # the budget in whole experts
         least = max(least, int(full) + -int(full) % groups)
