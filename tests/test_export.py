@@ -71,7 +71,7 @@ def test_carved_models_are_exact_in_a_native_architecture(case, tmp_path, tokens
         changes = {"mlp_bias": False, **changes}
     source = carved(tmp_path / "carved", shapes, tiny_model(model_type, **changes))
     decided, _ = same_model(source, tmp_path / "native", tokens)
-    assert decided.config.model_type == target
+    assert decided.model_type == target
     if case != "last half":  # dense layers run as many petals of zeros there
         before, after = decided.costs["active_neurons"]
         assert before == after
@@ -91,7 +91,7 @@ def test_several_petals_are_nearly_exact(model_type, shape, target, routing, tmp
     options = {"mlp_bias": False} if model_type == "llama" else {}
     source = saved(tmp_path / "carved", tiny_model(model_type, **options), layers)
     decided, model = same_model(source, tmp_path / "native", tokens)
-    assert decided.config.model_type == target
+    assert decided.model_type == target
     assert not decided.exact
     assert model.config.num_experts_per_tok == 3
     before, after = decided.costs["active_neurons"]
@@ -208,7 +208,7 @@ def test_layers_without_petals_stay_in_their_architecture(model_type, tmp_path, 
     decided, model = same_model(source, tmp_path / "native", tokens)
     with pytest.raises(MoesaicError, match=f"exported as {model_type}, not mixtral"):
         decide(source, "mixtral")
-    assert decided.config.model_type == model_type
+    assert decided.model_type == model_type
     assert model.config.intermediate_size == 48
     assert decided.costs["active_neurons"] == [160, 192]
 
@@ -228,7 +228,7 @@ def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, 
     source = saved(tmp_path / "pruned", model, layers)
     assert source.config.model_type.startswith("moesaic_")
     decided, found = same_model(source, tmp_path / "native", tokens)
-    assert decided.config.model_type == model_type
+    assert decided.model_type == model_type
     assert found.config.num_local_experts == 6
     assert decided.costs["experts"] == [
         sum(8 - n for n in range(2, 2 + len(routed))),

@@ -54,6 +54,10 @@ class Export:
     exact: bool = True
     """False if weights that should be one are only nearly one."""
 
+    @property
+    def model_type(self) -> str:
+        return str(self.config.model_type)
+
 
 def base_config(config: Config, arch: Arch) -> Config:
     """Return a converted config as its base's own."""
@@ -118,7 +122,7 @@ def export_native(model: str, out: str | Path, target: str = "", overwrite: bool
         differences = verify(source, folder, export.exact)
     return {
         "out": str(out),
-        "model_type": str(export.config.model_type),
+        "model_type": export.model_type,
         "exact": export.exact,
         **differences,
         "costs": dict(export.costs),
