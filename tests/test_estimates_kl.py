@@ -22,9 +22,8 @@ from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import qualities
-from moesaic.observation.branches import branches, divergences, window_sums
-from moesaic.observation.branches import layer_replacement as changed_by
-from moesaic.observation.estimates import estimates, priced_layers
+from moesaic.observation.changes import branches, divergences, estimates, priced_layers, window_sums
+from moesaic.observation.changes import layer_replacement as changed_by
 from moesaic.observation.stats import Tally
 from moesaic.observation.stream import BEFORE, LayerStream
 from moesaic.plans.condensed import DroppedLayer

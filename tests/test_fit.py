@@ -45,7 +45,7 @@ from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.method import Slimmer
-from moesaic.observation.estimates import PricedPart
+from moesaic.observation.changes import PricedPart
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import contents
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, steps_as_json

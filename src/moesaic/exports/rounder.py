@@ -43,8 +43,7 @@ from moesaic.exports import quantiser
 from moesaic.exports.quantiser import WHOLE
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
-from moesaic.observation.branches import Change, StandIn
-from moesaic.observation.estimates import draws_for, estimates, priced_on
+from moesaic.observation.changes import Change, StandIn, draws_for, estimates, priced_on
 from moesaic.observation.stats import Stats, Tally, square_sums
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
 from moesaic.types import Config, Model, Track, silent

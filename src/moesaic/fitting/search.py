@@ -39,7 +39,7 @@ from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.outputs import check_file, remove
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import measured_text
-from moesaic.observation.estimates import priced_on
+from moesaic.observation.changes import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, Steps

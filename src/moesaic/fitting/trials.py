@@ -37,7 +37,7 @@ from moesaic.io.trust import mapping_of, reading
 from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.forward import Layerwise, Runner
 from moesaic.metrics.score import scores
-from moesaic.observation.branches import Change
+from moesaic.observation.changes import Change
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert
 from moesaic.plan import REQUEST

@@ -25,7 +25,7 @@ from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.arch.routing import RoutingFunction
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
-from moesaic.observation.branches import divergences, layer_replacement
+from moesaic.observation.changes import divergences, layer_replacement
 from moesaic.observation.files import Observation, Observed
 from moesaic.observation.job import Job
 from moesaic.observation.stats import Stats, Tally, bytes_of

@@ -66,7 +66,7 @@ from moesaic.losses import next_token_loss, predicting
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import random_scores
 from moesaic.modules.running import SpilledList
-from moesaic.observation.branches import Metric, branches, layer_replacement, window_sums
+from moesaic.observation.changes import Metric, branches, layer_replacement, window_sums
 from moesaic.observation.stream import Block, LayerStream, valid
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer
 from moesaic.plans.recovery import significantly_worse
