@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
-from moesaic.distributed import gathered, own_device, process
+from moesaic.distributed import gathered, own_device
 from moesaic.errors import MoesaicError
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
@@ -290,25 +290,15 @@ class Layerwise:
 # --- several processes ---------------------------------------------------------------------------
 
 
-def own_share(items: Sequence[T], shared: bool) -> list[T]:
-    """Return this process's share of the items; all if they are not shared."""
-    number, count = process() if shared else (0, 1)
-    return list(items[number::count])
-
-
 def all_shares(share: list[T], shared: bool) -> list[T]:
-    """Gather all processes' results of :func:`own_share`, in the order of the items."""
-    if not shared:
-        return share
-    every = gathered(share)
+    """Gather the results of processes of which each takes an item in turn, in the items' order."""
+    every = gathered(share) if shared else [share]
     return [every[i % len(every)][i // len(every)] for i in range(sum(map(len, every)))]
 
 
 def all_routing(routing: dict[int, Routing], shared: bool) -> dict[int, Routing]:
     """Return the routing of all processes' tokens, added up by layer."""
-    if not shared:
-        return routing
-    every = [part for part in gathered(routing) if part]
+    every = [part for part in (gathered(routing) if shared else [routing]) if part]
     total = every[0] if every else {}
     for part in every[1:]:
         for i, layer in total.items():

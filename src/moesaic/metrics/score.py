@@ -17,6 +17,7 @@ from torch import Tensor
 from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import IGNORED, Tokens
+from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.io.models import sizes_in
 from moesaic.losses import divergence, in_chunks
@@ -209,7 +210,8 @@ def qualities(
     Raises:
         MoesaicError: logits are not finite, no token can be scored, or vocabularies differ.
     """
-    batches = forward.own_share(list(tokens.batches(forward.BATCH)), shared)
+    number, world = process() if shared else (0, 1)
+    batches = list(tokens.batches(forward.BATCH))[number::world]
     ours, *others = runs
     # the original's layers first: then nothing of it but its states is kept
     # (a whole model runs in step with the other, whose bar is drawn)
