@@ -3,7 +3,7 @@
     python benchmarks/prices.py tiny-moe tiny-dense FOLDER     writes prices.json
 
 Alternatives are those of `fit`, before any refit; of types only where llama.cpp is there and knows
-the model. KL is measured by :func:`moesaic.observation.branches.divergences`, on 16 of the windows
+the model. KL is measured by :func:`moesaic.observation.changes.divergences`, on 16 of the windows
 that choose. r is the correlation of logarithms; ratios are estimated over measured: the median and
 the tenths. A model that is in the file is not measured again.
 """
@@ -28,7 +28,7 @@ from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import key_of, priced_configs
 from moesaic.fitting.search import Search
 from moesaic.metrics.speed import environment
-from moesaic.observation.branches import divergences
+from moesaic.observation.changes import divergences
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 

@@ -132,7 +132,7 @@ def stream(model: Any, arch: Any) -> None:
     states, kwargs = live.record()
     for block in live.blocks(kwargs):
         block.run(states)
-    for output, _ in live.heads(states, logits=True):
+    for output, _ in live.heads(states):
         close(output, logits(model))
 
 

@@ -26,7 +26,8 @@ from moesaic.exports.native import decide
 from moesaic.io.source import resolve
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
-from moesaic.metrics.score import model_size, score
+from moesaic.metrics.forward import InMemory
+from moesaic.metrics.score import model_size, scores
 from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
@@ -247,7 +248,7 @@ def test_what_is_measured_is_routed(tokens):
         model = moesaic.carve(
             tiny_model("llama"), replace(FINE, prompts=prompts), calibration=tokens
         ).model
-        found = score(model, tokens)
+        found = scores([InMemory(model)], tokens)[0]
         kinds[prompts] = found.perplexity, found.active_ratio
     assert kinds["petals"] == kinds["dense"]
 

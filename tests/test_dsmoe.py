@@ -34,7 +34,8 @@ from moesaic.carving.routers import (
 from moesaic.data.sources import MIXES, Mix
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.metrics.score import score
+from moesaic.metrics.forward import InMemory
+from moesaic.metrics.score import scores
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe
 from moesaic.train.text import PackedText
@@ -255,7 +256,7 @@ def test_the_controller_reaches_its_target() -> None:
         assert target is not None
         last = [step["active_blocks"] for step in losses_of(result)[-10:]]
         assert sum(last) / 10 == pytest.approx(target, abs=0.08)
-        measured = score(result.model, Tokens(tokens))
+        measured = scores([InMemory(result.model)], Tokens(tokens))[0]
         assert measured.active_ratio == pytest.approx(active, abs=0.08)
         least = min(step["lambda"] for step in losses_of(result))
         assert (least < 0) == above, "what is too sparse is rewarded for activity"
@@ -294,7 +295,7 @@ def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(
 def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
     model = carved(tiny_model("llama", mlp_bias=False), 20)
     with gates_of(model) as outs:
-        measured = score(model, tokens)
+        measured = scores([InMemory(model)], tokens)[0]
     for i, routing in measured.routing.items():
         on = torch.cat(outs[i::4]) > 0
         assert routing.counts == on.sum(0).tolist()

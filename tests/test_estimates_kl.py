@@ -22,9 +22,8 @@ from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities, predicting
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import qualities
-from moesaic.observation.branches import branches, divergences, window_sums
-from moesaic.observation.branches import layer_replacement as changed_by
-from moesaic.observation.estimates import PricedLayer, estimates, priced_layers
+from moesaic.observation.changes import branches, divergences, estimates, priced_layers, window_sums
+from moesaic.observation.changes import layer_replacement as changed_by
 from moesaic.observation.stats import Tally
 from moesaic.observation.stream import BEFORE, LayerStream
 from moesaic.plans.condensed import DroppedLayer
@@ -180,8 +179,7 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
         yield
 
     stream = LayerStream(model, arch, tokens, view=arch.view, opening=opening)
-    places = [getattr(part, "block", None) for part in priced_layers(stream)]
-    assert [block and block.index for block in places] == [2, 1, 0, None]
+    assert [part.place for part in priced_layers(stream)] == [2, 1, 0, BEFORE]
     assert opened == [0, 1, 2, 2, 1, 0]
 
 
@@ -220,8 +218,8 @@ def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_pa
     seen: list[Any] = []
     for part in priced_layers(stream, draws=2):
         assert not any(weight() is not None for weight in seen)
-        if isinstance(part, PricedLayer):
-            seen += map(weakref.ref, part.block.layer.parameters())
+        if part.place != BEFORE:
+            seen += map(weakref.ref, arch.layers(stream.model)[part.place].parameters())
         del part
 
 
@@ -255,7 +253,7 @@ def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded
     stream = LayerStream(model, arch, padded, view=arch.view)
     parts = priced_layers(stream, draws=2, seed=3)
     part = next(parts)
-    assert isinstance(part, PricedLayer)
+    assert part.place == 1
     for spill, wanted in zip(part._gradients, zip(*wanted_KBLD, strict=True), strict=True):
         torch.testing.assert_close(torch.cat([*spill]), torch.cat(wanted), rtol=1e-4, atol=1e-6)
 

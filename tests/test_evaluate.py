@@ -27,7 +27,7 @@ from moesaic.metrics import measurement as measuring
 from moesaic.metrics import tasks as tasking
 from moesaic.metrics.forward import BATCH, InMemory, Layerwise
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
-from moesaic.metrics.score import _part, score, scores
+from moesaic.metrics.score import _part, scores
 from moesaic.metrics.tasks import task_manager
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
@@ -145,7 +145,7 @@ def test_a_token_counts_to_the_part_that_it_is_of_itself():
     model = tiny_model("llama")
     ids = torch.randint(1, VOCAB, (3, 9), generator=torch.Generator().manual_seed(5))
     part_NL = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0, 0], [1] * 9, [0, 1] * 4 + [0]])
-    found = score(model, Tokens(ids, parts=("a", "b"), part_NL=part_NL)).sources
+    found = scores([InMemory(model)], Tokens(ids, parts=("a", "b"), part_NL=part_NL))[0].sources
     with torch.no_grad():
         log_p = model(ids).logits[:, :-1].log_softmax(-1)
     losses = -log_p.gather(2, ids[:, 1:, None])[..., 0]
@@ -172,8 +172,8 @@ def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded)
     of_windows = [kl * len(divergences) / count for kl in divergences]
     assert found.kl_N == pytest.approx(of_windows, rel=1e-5)
     assert found.top1_agreement == pytest.approx(agreed / count)
-    assert found.perplexity == score(runs[0], padded).perplexity
-    assert original.perplexity == score(runs[1], padded).perplexity
+    assert found.perplexity == scores([runs[0]], padded)[0].perplexity
+    assert original.perplexity == scores([runs[1]], padded)[0].perplexity
     same, _ = scores([runs[0], runs[0]], padded)
     assert (same.kl, same.top1_agreement) == (0, 1)
 
@@ -254,7 +254,7 @@ def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, pad
     source = resolve(str(request.getfixturevalue(kind)))
     whole, layerwise = InMemory(source.load()), Layerwise(source)
     for tokens in (padded, evaluation_tokens("code=1,prose=1", tokenizer, 48, 2048 + 512)):
-        assert score(layerwise, tokens) == score(whole, tokens)
+        assert scores([layerwise], tokens)[0] == scores([whole], tokens)[0]
     assert all(p.is_meta for p in layerwise.shape.parameters()), "weights were kept"
 
 
@@ -423,7 +423,7 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
     quick = {"length": 32, "max_tokens": 64}
     unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
     with monkeypatch.context() as patched:  # before anything is computed
-        patched.setattr("moesaic.metrics.evaluate.open_and_score", None)
+        patched.setattr("moesaic.metrics.evaluate.ScoredModels", None)
         with pytest.raises(MoesaicError, match=unknown):
             moesaic.evaluate(str(llama_folder), tasks="arc_eazy", **quick)
         patched.setattr("moesaic.pipeline.convert", None)

@@ -45,7 +45,7 @@ from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.method import Slimmer
-from moesaic.observation.estimates import PricedLayer
+from moesaic.observation.changes import PricedPart
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import contents
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, steps_as_json
@@ -769,13 +769,13 @@ def test_a_killed_pricing_resumes_to_the_same_table(
     """The alternatives of finished layers are not run again, and what is left can be discarded."""
     monkeypatch.setattr(search, "forms", lambda *_: few()[:1])
     config = smaller_than(small)
-    real, left, seen = PricedLayer.directional, [99], list[int]()
+    real, left, seen = PricedPart.directional, [99], list[int]()
 
-    def directional(self: PricedLayer, stand_in: Any) -> Any:
+    def directional(self: PricedPart, stand_in: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        seen.append(self.block.index)
+        seen.append(self.place)
         return real(self, stand_in)
 
     def table(out: Path, resume: bool = False) -> dict[str, float]:
@@ -783,7 +783,7 @@ def test_a_killed_pricing_resumes_to_the_same_table(
         prices = run.open_search(recipe_of(out, str(small)), config, resume=resume).prices
         return {key: price.kl for key, price in prices.steps.items()}
 
-    monkeypatch.setattr(PricedLayer, "directional", directional)
+    monkeypatch.setattr(PricedPart, "directional", directional)
     whole = table(tmp_path / "whole")
     alternatives, layers = seen.count(0), max(seen) + 1
     left[0] = 2 * alternatives + 1
@@ -804,15 +804,20 @@ def test_half_of_a_folder_is_never_taken_for_it(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path)
-    monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(save=Path.mkdir))
-    monkeypatch.setattr(Trials, "_runner", lambda *_: None)
-    monkeypatch.setattr(shutil, "rmtree", killed)
+    making = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path).trials
+    checkpoint = SimpleNamespace(tensor_bytes=lambda: 1)
+    monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(write=lambda _: None))
+    monkeypatch.setattr(trials, "Source", lambda *_: SimpleNamespace(checkpoint=checkpoint))
+    monkeypatch.setattr(trials, "Layerwise", lambda *_: None)
     candidate = Candidate(
         "", (PruneConfig(keep=4, score="random"),), ResultSize(1, 1, 1, True, True)
     )
-    with pytest.raises(KeyboardInterrupt), looking.trials._opened(candidate):
-        assert [*tmp_path.glob("made-*")]
+    opened = making.open(candidate)
+    opened.__enter__()
+    assert [*tmp_path.glob("made-*")]
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        opened.__exit__(None, None, None)
     assert not [*tmp_path.glob("made-*")]
 
 

@@ -205,9 +205,9 @@ def test_a_router_is_given_all_that_its_block_gives_it(gone: int | None) -> None
     torch.testing.assert_close(weights_NK, 2.5 * score_NE.gather(1, wanted_NK))
     if allowed_NE is not None:
         torch.testing.assert_close(
-            routing.restricted(logits_NE, allowed_NE)[0], score_NE.gather(1, wanted_NK)
+            routing.routed(logits_NE, allowed_NE)[1], score_NE.gather(1, wanted_NK)
         )
-    assert torch.equal(routing.reported(logits_NE), logits_NE)
+    assert torch.equal(routing.routed(logits_NE)[0], logits_NE)
 
 
 def test_each_token_skips_by_its_own_weights() -> None:

@@ -33,10 +33,10 @@ from moesaic.methods.layered import recover
 from moesaic.methods.prune.subsets import every_set, exhaustive
 from moesaic.methods.slim.config import SCORES, Neurons
 from moesaic.metrics.score import model_size
-from moesaic.observation.job import FinishedLayers, Job
+from moesaic.observation.job import Job
 from moesaic.observation.stats import tally_of
 from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
+from moesaic.plan import Plan, Progress
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 from moesaic.train.tune.method import factors
@@ -253,7 +253,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
     base = base_shape(model, moe_arch(model.config))
     kept = CutLayer(torch.arange(6))
     plans = {"result": Plan("naee", base, {1: kept}), "other": Plan("naee", base, {2: kept})}
-    finished = FinishedLayers(None, {})
+    finished = Progress(None, {})
     refitted, found = recover(job, plans, finished)
     assert {name: list(plan.layers) for name, plan in refitted.items()} == {
         "result": [1],
@@ -275,7 +275,7 @@ def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens: To
     plan = Plan("naee", base, {i: CutLayer(torch.arange(4)) for i in range(2)})
     job = Job(RunArgs(model, text=tokens), moe_arch)
     results = [
-        recover(job, {"result": plan}, FinishedLayers(None, {}), propagate=follow)[1]["result"]
+        recover(job, {"result": plan}, Progress(None, {}), propagate=follow)[1]["result"]
         for follow in (False, True)
     ]
     assert results[0][0] == results[1][0]

@@ -56,7 +56,7 @@ from moesaic.metrics import gguf_engine
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
-from moesaic.observation.estimates import estimates
+from moesaic.observation.changes import estimates
 from moesaic.observation.stream import LayerStream
 from moesaic.recipe import Recipe
 from moesaic.sizes import Skeleton

@@ -416,13 +416,16 @@ def test_scores_compare_in_one_type(tokens: Tokens, tmp_path: Path) -> None:
     config = MoREConfig(active=0.9, layers=(1,))
     result = moesaic.carve(str(tmp_path / "base"), config, calibration=tokens, dtype=torch.float32)
     result.evaluation = tokens
-    from moesaic.metrics.score import score
+    from moesaic.metrics.forward import InMemory
+    from moesaic.metrics.score import scores
 
     original = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
     assert result.model.dtype == torch.float32
-    assert result.scores["original"].perplexity == score(original, tokens).perplexity
+    (found,) = scores([InMemory(original)], tokens)
+    assert result.scores["original"].perplexity == found.perplexity
     narrow = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    assert result.scores["original"].perplexity != score(narrow, tokens).perplexity
+    (found,) = scores([InMemory(narrow)], tokens)
+    assert result.scores["original"].perplexity != found.perplexity
 
 
 # --- keys of config.json --------------------------------------------------------------------------

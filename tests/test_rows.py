@@ -30,8 +30,9 @@ from moesaic.data.text import (
     windows,
 )
 from moesaic.errors import MoesaicError
+from moesaic.metrics.forward import InMemory
 from moesaic.metrics.measurement import _prompt
-from moesaic.metrics.score import score
+from moesaic.metrics.score import scores
 from moesaic.report.frontier import points
 from moesaic.train.text import PackedText, answered, training_text
 
@@ -326,15 +327,16 @@ def test_bos_is_not_scored_and_the_token_after_it_is(begun: Any) -> None:
     with torch.no_grad():
         log_p = model(tokens.input_ids).logits[:, :-1].log_softmax(-1)
     losses = -log_p.gather(2, tokens.input_ids[:, 1:, None])
-    found = score(model, tokens)
+    found = scores([InMemory(model)], tokens)[0]
     assert found.tokens == losses.numel() == 150
     assert found.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-5)
     assert found.as_json()["bos"] is True
-    given = score(model, Tokens(tokens.input_ids))  # of ids nobody knows what they begin with
+    ids = Tokens(tokens.input_ids)  # of ids nobody knows what they begin with
+    (given,) = scores([InMemory(model)], ids)
     assert (given.perplexity, given.bos) == (found.perplexity, False)
     assert "bos" not in given.as_json()
     two = Tokens(tokens.input_ids, begun=2)
-    assert score(model, two).tokens == 140
+    assert scores([InMemory(model)], two)[0].tokens == 140
 
 
 def test_what_ships_has_no_bos(tokenizer: Any) -> None:

@@ -169,8 +169,7 @@ def test_loss_is_that_of_the_layer_as_it_will_be(model_type, options, tokens):
     result = slimmed(model, tokens, keep=0.25, **options)
     i, layer = next(iter(result.plan.layers.items()))
     site = site_of(model, tokens, i)
-    shape = shape_of(layer)
-    (found,) = losses(site, [shape])
+    (found,) = losses(site, [layer])
     arch = base_arch(model.config)
     converted_view = arch.view(arch.layers(result.model)[i])
     wrong = 0.0
@@ -210,16 +209,11 @@ def test_auto_takes_the_number_of_experts_of_least_error(tokens):
         one = slimmed(model, tokens, keep=0.5, experts=count)
         found = 0.0
         for i, layer in one.plan.layers.items():
-            found += losses(site_of(model, tokens, i), [shape_of(layer)])[0] ** 2
+            found += losses(site_of(model, tokens, i), [layer])[0] ** 2
         if one.plan.layers[0].width == round(8 * 16 * 0.5 / int(count)):
             assert total == pytest.approx(found, rel=0.2)
     best = min(tried, key=tried.__getitem__)
     assert {len(x.kept_E) for x in result.plan.layers.values()} == {int(best)}
-
-
-def shape_of(layer):
-    dense = torch.zeros(1, dtype=torch.int64)
-    return dense if layer.kept_E is None else layer.kept_E, layer.neurons_EW
 
 
 @pytest.mark.parametrize(
@@ -236,7 +230,7 @@ def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
                     weight *= factor
     by_layer, evenly = ("layers+experts", "experts") if experts else ("layers", "uniform")
     spread = slimmed(model, tokens, keep=0.5, allocate=by_layer)
-    neurons = [(shape_of(x)[1] >= 0).sum().item() for x in spread.plan.layers.values()]
+    neurons = [(x.neurons_EW >= 0).sum().item() for x in spread.plan.layers.values()]
     whole = 8 * 16 if model_type == "mixtral" else 64
     assert sum(neurons) <= 0.5 * whole * len(neurons)
     assert neurons[0] < neurons[1]
@@ -244,7 +238,7 @@ def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
 
     def lost(result):
         pairs = result.plan.layers.items()
-        return sum(losses(site_of(model, tokens, i), [shape_of(x)])[0] ** 2 for i, x in pairs)
+        return sum(losses(site_of(model, tokens, i), [x])[0] ** 2 for i, x in pairs)
 
     assert lost(spread) < lost(slimmed(model, tokens, keep=0.5, allocate=evenly))
 
@@ -284,7 +278,7 @@ def test_widths_by_layer_are_kept_only_if_equal_ones_are_worse(experts, outcome,
     assert all(same(kept[i], layer) for i, layer in result.plan.layers.items())
     assert all(layer.down_E is not None for layer in kept.values())
     assert result.plan.config["allocate"] == (evenly if better else by_layer)
-    assert len({int((shape_of(x)[1] >= 0).sum()) for x in changes[1].values()}) == 1
+    assert len({int((x.neurons_EW >= 0).sum()) for x in changes[1].values()}) == 1
     kls = {"result": fmean(own), "equal widths": fmean(equal)}
     assert result.summary["compared"] == pytest.approx(kls)
     words = result.current_record.steps[0].text
@@ -299,7 +293,7 @@ def test_where_equal_widths_are_kept_the_result_is_theirs(moe_folder, monkeypatc
     seen = []
 
     def found(stream, changes, track=None):
-        seen.extend(batch.input_ids for batch in stream._batches)
+        seen.extend(batch.input_ids for batch in stream.batches)
         return torch.tensor([[1.0], [0.0]])
 
     monkeypatch.setattr("moesaic.methods.layered.divergences", found)

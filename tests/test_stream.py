@@ -138,7 +138,7 @@ def check_logits_from_disk(model, tokens, tmp_path):
     states, kwargs = stream.record()
     for block in stream.blocks(kwargs):
         block.run(states)
-    found = torch.cat([logits for logits, _ in stream.heads(states, logits=True)])
+    found = torch.cat([logits for logits, _ in stream.heads(states)])
     with torch.no_grad():
         torch.testing.assert_close(found, model(tokens.input_ids).logits)
 
@@ -214,7 +214,7 @@ def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
     states, kwargs = stream.record()
     for block in stream.blocks(kwargs):
         block.run(states)
-    for made in (stream.heads(states, logits=True), InMemory(moe).run([padded]).logits):
+    for made in (stream.heads(states), InMemory(moe).run([padded]).logits):
         assert torch.equal(next(made)[0], whole)
     assert {name: getattr(moe.config, name) for name in ASKING} == ASKING
 

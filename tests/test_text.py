@@ -46,7 +46,7 @@ from moesaic.data.text import (
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.forward import InMemory
-from moesaic.metrics.score import score, scores
+from moesaic.metrics.score import scores
 from moesaic.recipe import check_run, load_recipe, parse_recipe
 from moesaic.train.text import PackedText, training_text
 
@@ -535,10 +535,10 @@ def test_a_mix_is_measured_source_by_source(tokenizer: Any, tmp_path: Path) -> N
         "code": evaluation_tokens("code", tokenizer, 16, 160),
     }
     assert torch.equal(mix.input_ids, torch.cat([t.input_ids for t in alone.values()]))
-    together = score(model, mix)
+    together = scores([InMemory(model)], mix)[0]
     logs = 0.0
     for name, tokens in alone.items():
-        found = score(model, tokens)
+        found = scores([InMemory(model)], tokens)[0]
         part = together.sources[name]
         assert (part.perplexity, part.tokens) == pytest.approx((found.perplexity, found.tokens))
         logs += math.log(found.perplexity) * found.tokens
@@ -648,20 +648,20 @@ def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:
     assert padded.attention_mask is not None
     logs, scored, counts = 0.0, 0, torch.zeros(2, 3, dtype=torch.int64)
     for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
-        one = score(model, Tokens(ids[mask][None]))
+        one = scores([InMemory(model)], Tokens(ids[mask][None]))[0]
         logs += math.log(one.perplexity) * one.tokens
         scored += one.tokens
         counts = counts + torch.tensor([r.counts for r in one.routing.values()])
-    found = score(model, padded)
+    found = scores([InMemory(model)], padded)[0]
     assert found.tokens == scored == padded.count - 6
     assert found.perplexity == pytest.approx(math.exp(logs / scored), rel=1e-5)
     assert torch.equal(torch.tensor([r.counts for r in found.routing.values()]), counts)
     assert all(r.tokens == padded.count for r in found.routing.values())
     left = Tokens(padded.input_ids.flip(1), padded.attention_mask.flip(1))
-    assert score(model, left).tokens == scored
+    assert scores([InMemory(model)], left)[0].tokens == scored
     nothing = Tokens(padded.input_ids[:, :1])
     with pytest.raises(MoesaicError, match="no token after another"):
-        score(model, nothing)
+        scores([InMemory(model)], nothing)[0]
 
 
 def test_options_hold_for_token_files(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.exports.rounder import tap
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.score import score
+from moesaic.metrics.forward import InMemory
+from moesaic.metrics.score import scores
 from moesaic.observation.stats import Tally, square_sums
 from moesaic.observation.stream import LayerStream
 
@@ -203,7 +204,7 @@ def sleb(model: str, out: str, text: str, active: str, device: str = "cpu") -> d
     def without(i: int) -> float:
         handle = arch.layers(live)[i].register_forward_hook(passed, with_kwargs=True)
         try:
-            return score(live, tokens).perplexity
+            return scores([InMemory(live)], tokens)[0].perplexity
         finally:
             handle.remove()
 

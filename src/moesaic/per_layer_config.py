@@ -110,7 +110,7 @@ def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
     if routing.always:
         return False
     logits_NX = torch.zeros(1, view.count + routing.always + routing.top_k)
-    weights_NK = routing.restricted(logits_NX, torch.ones(1, view.count) > 0)[0]
+    weights_NK = routing.routed(logits_NX)[1]
     return bool(weights_NK.sum() > 1 - 1e-3)
 
 

@@ -35,7 +35,7 @@ from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.measurement import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.observation.job import Job
-from moesaic.plan import Plan, Progress, differences
+from moesaic.plan import Plan, differences
 from moesaic.progress import Log
 from moesaic.recipe import Recipe, check_anew, check_run, check_step, step_config
 from moesaic.record import Record
@@ -233,7 +233,7 @@ def run_recipe(
             )
         check_anew(recipe, overwrite=overwrite, resume=resume)
         if not resume and first:
-            Progress(work, {}).discard()
+            discard(work)
         wait_for_all()
         result, earlier = _converted(recipe, work, log)
         if not first:
@@ -253,7 +253,7 @@ def run_recipe(
             record = result.record(recipe.model, recipe.out, earlier=earlier, measured=measured)
             record.log = log.as_json()
             describe(record, recipe.to_yaml(), folder)
-        Progress(work, {}).discard()
+        discard(work)
         return record
 
 

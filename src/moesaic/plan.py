@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.config import types_of
+from moesaic.distributed import process
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import tensors_fingerprint
 from moesaic.io.names import PLAN, PLAN_TENSORS, our_path
-from moesaic.io.outputs import discard, let_read, whole_file
+from moesaic.io.outputs import let_read, whole_file
 from moesaic.io.trust import (
     check_fields,
     check_links,
@@ -37,6 +38,8 @@ from moesaic.plans.base import LayerPlan, load_plan
 from moesaic.types import JSON, Values
 
 FORMAT = 4
+REQUEST = "request.json"
+"""Name of the file that identifies an unfinished run."""
 
 
 @dataclass(frozen=True)
@@ -198,50 +201,28 @@ def _under(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
     return {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
 
 
-class Progress:
-    """Finished layers of a run, on disk as soon as they are decided, so that it can be resumed.
+class Progress(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
+    """Decided layers of a run by name and number, with their measurements.
+
+    They are on disk as soon as they are decided, so that the run can be resumed.
 
     Args:
-        folder: where they are kept; created with the first layer.
+        folder: where they are kept, created with the first layer; None to keep them in memory.
         request: identifies the run; a resumed run's must be equal, except ``base.name``, which is
             for messages.
+
+    Raises:
+        MoesaicError: the folder holds another run (names the differences), or a damaged layer.
     """
 
-    def __init__(self, folder: Path, request: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path | None, request: Values) -> None:
+        super().__init__()
         self.folder = folder
         self.request: JSON = json.loads(json.dumps(request))
-        self._checked = False
-
-    def check(self) -> None:
-        """Refuse to continue another run.
-
-        Raises:
-            MoesaicError: the folder holds another run; names the differences.
-        """
-        note = self.folder / "request.json"
-        if self._checked or not note.is_file():
+        if folder is None:
             return
-        try:
-            request = mapping_of(note)
-            changed = differences(request, self.request)
-        except MoesaicError as error:
-            raise MoesaicError(f"{error} Start anew by overwriting it.") from None
-        if changed:
-            raise MoesaicError(
-                f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
-                "that one's options, or start anew with --overwrite (in Python overwrite=True)."
-            )
-        self._checked = True
-
-    def finished(self) -> dict[tuple[str, int], tuple[LayerPlan, JSON]]:
-        """Return the plans of finished layers, and their measurements, by name and number.
-
-        Raises:
-            MoesaicError: the folder holds another run, or a layer that is damaged.
-        """
-        self.check()
-        done = {}
-        for file in sorted(self.folder.glob("layer-*.safetensors")):
+        self._check(folder / REQUEST)
+        for file in sorted(folder.glob("layer-*.safetensors")):
             with reading(file, "Remove it, and its layer is decided anew."):
                 header_of(file)
                 with safe_open(file, framework="pt") as opened:
@@ -252,31 +233,49 @@ class Progress:
                 record = parse_json(notes["moesaic"], str(file))
                 check_fields(record, {"name": str, "layer": int, "analysis": dict})
                 layer = load_plan(record["header"], tensors)
-                done[record["name"], record["layer"]] = (layer, record["analysis"])
-        return done
+                self[record["name"], record["layer"]] = (layer, record["analysis"])
 
-    def begin(self) -> None:
-        """Write the request into the folder."""
-        self.check()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        note = self.folder / "request.json"
-        if not note.exists():
-            with whole_file(note) as partial:  # other processes may be looking
-                partial.write_text(json.dumps(self.request))
+    def _check(self, note: Path) -> None:
+        """Refuse to continue another run."""
+        if not note.is_file():
+            return
+        try:
+            changed = differences(mapping_of(note), self.request)
+        except MoesaicError as error:
+            raise MoesaicError(f"{error} Start anew by overwriting it.") from None
+        if changed:
+            raise MoesaicError(
+                f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
+                "that one's options, or start anew with --overwrite (in Python overwrite=True)."
+            )
+
+    def begin(self) -> Path | None:
+        """Write the request into the folder, and return the folder."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            note = self.folder / REQUEST
+            if not note.exists():
+                with whole_file(note) as partial:  # other processes may be looking
+                    partial.write_text(json.dumps(self.request))
+        return self.folder
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
-        """Save a finished layer, whole or not at all."""
-        self.begin()
-        record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
-        file = self.folder / f"layer-{index:04d}-{name}.safetensors"
-        tensors = {key: tensor.contiguous() for key, tensor in layer.tensors().items()}
-        notes = {"moesaic": (text := json.dumps(record)), "digest": _digest(text)}
-        with whole_file(file) as partial:
-            save_file(tensors, partial, metadata=notes)
+        """Store a decided layer, whole or not at all.
 
-    def discard(self) -> None:
-        """Delete everything that was saved."""
-        discard(self.folder)
+        Args:
+            name: the result or comparison that it belongs to.
+            index: index of the layer.
+            layer: the plan.
+            analysis: measurements for the decision, as plain JSON.
+        """
+        self[name, index] = (layer, analysis)
+        folder = self.begin() if process()[0] == 0 else None
+        if folder is not None:
+            record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
+            tensors = {key: tensor.contiguous() for key, tensor in layer.tensors().items()}
+            notes = {"moesaic": (text := json.dumps(record)), "digest": _digest(text)}
+            with whole_file(folder / f"layer-{index:04d}-{name}.safetensors") as partial:
+                save_file(tensors, partial, metadata=notes)
 
 
 def _digest(text: str) -> str:

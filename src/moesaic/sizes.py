@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -257,6 +257,25 @@ class Step:
     """False if sizes after this step depend on text."""
 
 
+def _once(make: Callable[[RecipeSizes, Any], T]) -> Callable[[RecipeSizes, Any], T]:
+    """Decorate a method to carry steps out once: later calls return what it made, or its error."""
+
+    @wraps(make)
+    def made(self: RecipeSizes, steps: Steps) -> T:
+        key = f"{make.__name__} {json.dumps(steps_as_json(steps))}"
+        if key not in self._known:
+            try:
+                self._known[key] = make(self, steps)
+            except MoesaicError as error:
+                self._known[key] = str(error)
+        result: T | str = self._known[key]
+        if isinstance(result, str):
+            raise MoesaicError(result)
+        return result
+
+    return made
+
+
 class RecipeSizes:
     """Sizes of the results of one model's recipes, which share the steps that they begin with.
 
@@ -274,8 +293,8 @@ class RecipeSizes:
     ) -> None:
         self.recipe, self.folder, self.file_size = recipe, folder, file_size
         (folder / "original").mkdir()
-        self._steps: dict[str, Step | str] = {}
-        self._skeletons: dict[str, Skeleton | str] = {}
+        self._known: dict[str, Any] = {}
+        """Results of methods that are called once, or messages of errors."""
         self._shapes: dict[Path, Model] = {}
         self._source = headers_of_model(recipe.model, folder / "original")
 
@@ -301,10 +320,10 @@ class RecipeSizes:
         Raises:
             MoesaicError: the steps cannot be carried out.
         """
-        converted = conversions(steps)
-        return _once(self._skeletons, converted, lambda: self._convert(converted))
+        return self._skeleton(conversions(steps))
 
-    def _convert(self, steps: tuple[MethodConfig, ...]) -> Skeleton:
+    @_once
+    def _skeleton(self, steps: tuple[MethodConfig, ...]) -> Skeleton:
         if not steps:
             return Skeleton.of(self._source, parse_dtype(self.recipe.dtype))
         source, job, outline, exact = self._outlined(steps)
@@ -319,6 +338,7 @@ class RecipeSizes:
                 stored = Checkpoint(folder).tensor_bytes()
         return Skeleton(config, job.dtype, exact, stored)
 
+    @_once
     def step(self, steps: tuple[MethodConfig, ...]) -> Step:
         """Carry out steps on headers, and return the last of them.
 
@@ -327,11 +347,8 @@ class RecipeSizes:
         Raises:
             MoesaicError: the steps cannot be carried out.
         """
-        return _once(self._steps, steps, lambda: self._carry_out(steps))
-
-    def _carry_out(self, steps: tuple[MethodConfig, ...]) -> Step:
         source, job, outline, exact = self._outlined(steps)
-        folder = self.folder / f"step-{len(self._steps)}"
+        folder = self.folder / f"step-{len(self._known)}"
         folder.mkdir()
         writer = ShardWriter(folder, outline=True)
         save_applied(source, outline.plan, folder, job.dtype, writer)
@@ -354,20 +371,6 @@ class RecipeSizes:
         outline = method.outline(job)
         self._shapes[source.folder] = job.shape
         return source, job, outline, exact and outline.exact
-
-
-def _once(table: dict[str, T | str], steps: Steps, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned for these steps, or raise its error; it is called once."""
-    key = json.dumps(steps_as_json(steps))
-    if key not in table:
-        try:
-            table[key] = make()
-        except MoesaicError as error:
-            table[key] = str(error)
-    result = table[key]
-    if isinstance(result, str):
-        raise MoesaicError(result)
-    return result
 
 
 def conversions(steps: Steps) -> tuple[MethodConfig, ...]:

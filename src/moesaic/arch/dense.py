@@ -483,9 +483,6 @@ class DenseFFN:
     def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> None:
         """Return None: a dense block has no shared path."""
 
-    shared_count: ClassVar[int] = 1
-    """Number of experts in the shared path, all of one width."""
-
     def output(self, h_TM: Tensor) -> Tensor:
         """Return the block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)

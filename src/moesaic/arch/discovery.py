@@ -51,6 +51,10 @@ DENSE_LAYERS = (
 GROUPS = ("n_group", "num_expert_group")
 WIDTHS = (("intermediate_size",), ("ffn",), ("ff", "dim"), ("inner",))
 """Words in the names of config attributes that hold the width of FFNs, the likeliest first."""
+EXPERT_WIDTHS = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
+NO_COUNT = ("per_tok", "shared", "group", "top", "size", "width")
+"""Words in the names of attributes that hold the width of experts, and in those that do not hold
+their number."""
 UNSET_WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner")
 """Width attributes that may be None, which means a multiple of the hidden size."""
 CHOSEN = ("per_tok", "topk", "top_k", "moe_k")
@@ -238,19 +242,14 @@ def _sizing(config: Config, layer: nn.Module, place: str, down: str) -> tuple[st
         the config attribute, its value over the width, and the one by which the width is computed.
     """
 
-    def width_in(layer: nn.Module) -> int:
-        return int(getattr(layer.get_submodule(place), down).in_features)
-
-    def counts(key: str) -> bool:
-        return width_in(_with_more(config, key, layer, 0)) > width
-
-    settings, width = config.to_dict(), width_in(layer)
+    settings, width = config.to_dict(), _width_in(layer, place, down)
     adjusted = next((k for k in settings if "auto_adjust" in k and settings[k] is True), None)
     never = ("shared", "moe", "expert", "multiple")
     keys = [key for words in WIDTHS for key in _keys(settings, words, never)]
     exact = [key for key in keys if settings[key] == width]
     if shared := [key for key in _keys(settings, ("shared", "size")) if settings[key] == width]:
-        exact = [key for key in (*exact, *shared) if counts(key)]  # Granite 4 without experts
+        exact += shared  # Granite 4 without experts
+        exact = [key for key in exact if _width_with(config, key, layer, 0, place, down) > width]
     whole = (key for key in keys if settings[key] > width and settings[key] % width == 0)
     key = next(iter(exact), None) or (None if adjusted else next(whole, None))
     if key is not None:
@@ -326,7 +325,8 @@ def _mixture(
             )
         linears = {n: m for n, m in block.named_children() if type(m) is nn.Linear}
         gate = next((n for n, m in linears.items() if m.out_features == 1), None)
-        norms = {"after": _norm(block)}
+        kinds = ((n, type(m).__name__) for n, m in block.named_children())
+        norms = {"after": next((n for n, kind in kinds if kind.endswith("Norm")), None)}
         inside = {stacked: FFNNames(), **inside} if parts.always else inside
         expected = {leaf, parts.router, *inside, *filter(None, [gate, norms["after"]])}
         _nothing_else(name, block, expected, parts)
@@ -338,14 +338,17 @@ def _mixture(
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)
     listed = (key for key in DENSE_LAYERS if settings.get(key) is not None)
-    odd = names is None and any(_has_down(layer, block_path) for layer in layers)
+    # a layer that does not route may have another MLP at the place of others' experts
+    others = (getattr(layer, block_path, None) if block_path else None for layer in layers)
+    downs = (getattr(block, FFNNames().down, None) for block in others)
+    odd = names is None and any(isinstance(down, nn.Linear) for down in downs)
     arch = MoEArch(
         name,
         ffn=names or FFNNames(),
         ffn_path=block_path,
         layers_path=path,
-        count=_counting(name, config, count),
-        width=_widening(name, config, width),
+        count=_attribute(name, config, count, "experts", [("expert",)], NO_COUNT),
+        width=_attribute(name, config, width, "neurons of experts", EXPERT_WIDTHS, ("shared",)),
         chosen=_choosing(config, block.get_submodule(parts.router), parts),
         transposed=transposed,
         alternating=not getattr(experts, "is_concatenated", True),
@@ -367,28 +370,19 @@ def _mixture(
     return _with_router_findings(arch, block, settings, count)
 
 
-def _has_down(layer: nn.Module, path: str) -> bool:
-    """Return True if a layer that does not route has an MLP at the path of others' experts."""
-    block = getattr(layer, path, None) if path else None
-    return isinstance(getattr(block, FFNNames().down, None), nn.Linear)
-
-
 def _sizing_shared(
     arch: MoEArch, layers: Sequence[nn.Module], layer: nn.Module, config: Config, width: int
 ) -> MoEArch:
     """Return the architecture with the shared path's width: a size, or a count of experts."""
-
-    def width_in(layer: nn.Module) -> int:
-        mlp = layer.get_submodule(arch.shared_at or "")
-        return int(getattr(mlp, arch.shared_names.down).in_features)
+    place = arch.shared_at or "", arch.shared_names.down
+    settings, path_width = config.to_dict(), _width_in(layer, *place)
 
     def counts(key: str) -> bool:
         """Return True if the path's width grows with this attribute, a count of experts."""
         if settings[key] * width != path_width:
             return False
-        return width_in(_with_more(config, key, layer, [*layers].index(layer))) > path_width
+        return _width_with(config, key, layer, [*layers].index(layer), *place) > path_width
 
-    settings, path_width = config.to_dict(), width_in(layer)
     sizes = (key for key in _keys(settings, ("shared", "size")) if settings[key] == path_width)
     size = _likeliest(sizes, config)
     times = (key for key in _keys(settings, ("shared",), ("size",)) if counts(key))
@@ -397,12 +391,19 @@ def _sizing_shared(
     return replace(arch, shared_size=size, shared_count=many, shared_times=tied)
 
 
-def _with_more(config: Config, key: str, layer: nn.Module, index: int) -> nn.Module:
-    """Return a decoder layer, on the meta device, of a config with one more of an attribute."""
+def _width_in(layer: nn.Module, place: str, down: str) -> int:
+    """Return the width of the MLP at a place of a decoder layer."""
+    return int(getattr(layer.get_submodule(place), down).in_features)
+
+
+def _width_with(
+    config: Config, key: str, layer: nn.Module, index: int, place: str, down: str
+) -> int:
+    """Return that width where a config has one more of an attribute."""
     more = copy.deepcopy(config)
     setattr(more, key, getattr(config, key) + 1)
     with torch.device("meta"):
-        return type(layer)(more, index)
+        return _width_in(type(layer)(more, index), place, down)
 
 
 def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
@@ -496,11 +497,6 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
     return None
 
 
-def _norm(block: nn.Module) -> str | None:
-    """Return the name of a norm through which a block's output passes."""
-    return next((n for n, m in block.named_children() if type(m).__name__.endswith("Norm")), None)
-
-
 def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: RouterParts) -> None:
     """Refuse a block with weights that no rule knows."""
     odd = [n for n, m in block.named_children() if n not in expected and [*m.parameters()]]
@@ -529,25 +525,20 @@ def _likeliest(keys: Iterable[str], config: Config) -> str | None:
     return min(keys, key=lambda key: key not in known, default=None)
 
 
-def _counting(name: str, config: Config, count: int) -> str:
+def _attribute(
+    name: str,
+    config: Config,
+    value: int,
+    what: str,
+    patterns: Iterable[Sequence[str]],
+    never: Sequence[str],
+) -> str:
+    """Return the config attribute that holds a number of ``what``, by words in its name."""
     settings = config.to_dict()
-    never = ("per_tok", "shared", "group", "top", "size", "width")
-    keys = (key for key in _keys(settings, ("expert",), never) if settings[key] == count)
-    key = _likeliest(keys, config)
+    keys = (key for words in patterns for key in _keys(settings, words, never))
+    key = _likeliest((key for key in keys if settings[key] == value), config)
     if key is None:
-        raise MoesaicError(f"{name}: its config has no attribute for the {count} experts.")
-    return key
-
-
-def _widening(name: str, config: Config, width: int) -> str:
-    settings = config.to_dict()
-    patterns = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
-    keys = (key for words in patterns for key in _keys(settings, words, ("shared",)))
-    key = _likeliest((key for key in keys if settings[key] == width), config)
-    if key is None:
-        raise MoesaicError(
-            f"{name}: its config has no attribute for the {width} neurons of experts."
-        )
+        raise MoesaicError(f"{name}: its config has no attribute for the {value} {what}.")
     return key
 
 
@@ -578,7 +569,7 @@ def _with_router_findings(arch: MoEArch, block: nn.Module, settings: JSON, count
     for lifted, apart in ((False, False), (True, False), (False, True)):
         parts = replace(parts, lifted=lifted, apart=apart)
         try:
-            echo_NE = _routing_twin(block, parts, count).reported(logits_NX)
+            echo_NE = _routing_twin(block, parts, count).routed(logits_NX)[0].flatten(0, -2)
             break
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error

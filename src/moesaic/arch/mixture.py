@@ -31,6 +31,7 @@ from moesaic.arch.dense import (
     linear_size,
 )
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
+from moesaic.errors import MoesaicError
 from moesaic.types import JSON, Config
 
 PLAIN = FFNNames()
@@ -120,8 +121,15 @@ class MoEArch(Arch):
         return next(block.parameters(recurse=False), None) is None
 
     def moe_layers(self, model: nn.Module) -> list[int]:
-        """Return the indices of the decoder layers that route."""
-        return [i for i, layer in enumerate(self.layers(model)) if self.is_moe(layer)]
+        """Return the indices of the decoder layers that route.
+
+        Raises:
+            MoesaicError: there is none.
+        """
+        routed = [i for i, layer in enumerate(self.layers(model)) if self.is_moe(layer)]
+        if not routed:
+            raise MoesaicError("No layer of this model routes.")
+        return routed
 
     def mixture(self, layer: nn.Module) -> MoEFFN:
         """Return the view of a decoder layer's routed block."""
@@ -312,6 +320,16 @@ class MoEArch(Arch):
         if self.groups is None or getattr(config, "topk_method", "") == "greedy":
             return 1
         return getattr(config, self.groups, None) or 1
+
+    def least_experts(self, top_k: int, config: Config) -> int:
+        """Return the fewest experts that a router can work with: the top-k, spread over its
+        groups."""
+        groups = self.group_count(config)
+        if groups == 1:
+            return top_k
+        open_groups = min(getattr(config, "topk_group", None) or groups, groups)
+        least = max(top_k, groups * self.per_group, -(-top_k // open_groups) * groups)
+        return least + -least % groups
 
     def expert_axis(self, name: str, tensor: Tensor, count: int) -> int | None:
         """Return the axis of a block's tensor that counts experts; None if it has none.
@@ -681,7 +699,7 @@ class MoEFFN:
             def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits_TX = logits(out)
                 allowed_TE = allowed_E.to(logits_TX.device).expand(len(logits_TX), -1)
-                return self.parts.written(out, *self.routing.restricted(logits_TX, allowed_TE))
+                return self.parts.written(out, *self.routing.routed(logits_TX, allowed_TE)[1:])
 
             with self.router.register_forward_hook(route):
                 yield

@@ -158,11 +158,6 @@ def arguments(block: nn.Module, router: nn.Module) -> JSON:
     return {name: getattr(block, name) for name in names if getattr(block, name, None) is not None}
 
 
-def _floor(dtype: torch.dtype) -> float:
-    """Return a logit whose softmax and sigmoid are exactly zero, and whose products are finite."""
-    return torch.finfo(dtype).min / 4
-
-
 class RoutingFunction:
     """Function of a router without its projection: from logits to the true combine weights.
 
@@ -226,7 +221,6 @@ class RoutingFunction:
         """Experts that a token runs."""
         return attrgetter(self._parts.top_k)(self._router)
 
-    @torch.no_grad()
     def choose(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of each token's experts (N, K).
 
@@ -234,15 +228,14 @@ class RoutingFunction:
             logits_NX: inputs of the router's decision, one row per token.
             allowed_NE: bool; the available experts. None: all.
         """
-        weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)[1:3]
+        weights_NK, chosen_NK = self.routed(logits_NX, allowed_NE)[1:3]
         return weights_NK if self.factor == 1.0 else weights_NK * self.factor, chosen_NK
 
-    @torch.no_grad()
     def weigh(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights and indices, with weighed shared experts from index E on (N, K + S)."""
         if not self.always:
             return self.choose(logits_NX, allowed_NE)
-        _, weights_NK, chosen_NK, shared_NS = self._routed(logits_NX, allowed_NE)
+        _, weights_NK, chosen_NK, shared_NS = self.routed(logits_NX, allowed_NE)
         number_S = self.count + torch.arange(self.always, device=chosen_NK.device)
         skipped_NK = chosen_NK == self.count
         chosen_NK = chosen_NK.masked_fill(skipped_NK, self.count + self.always)
@@ -250,16 +243,11 @@ class RoutingFunction:
         return torch.cat([weights_NK, shared_NS], 1) * self.factor, chosen_NA
 
     @torch.no_grad()
-    def restricted(self, logits_NX: Tensor, allowed_NE: Tensor) -> tuple[Tensor, ...]:
-        """Return the router's output for allowed experts only, without logits (N, K)."""
-        return self._routed(logits_NX, allowed_NE)[1:]
+    def routed(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the router's output, as :meth:`RouterParts.read` does, for allowed experts only.
 
-    @torch.no_grad()
-    def reported(self, logits_NX: Tensor) -> Tensor:
-        """Return the logits that the router returns: the given ones, unless it changes them."""
-        return self._routed(logits_NX, None)[0].flatten(0, -2)
-
-    def _routed(self, logits_NX: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
+        Its logits are the given ones, unless it changes them.
+        """
         bias_E, handed, weighed = self.bias_E, self._handed, self.count + self.always
         logits_NA, table_NK = logits_NX[:, :weighed], logits_NX[:, weighed:].long()
         if self._parts.table is not None and self._parts.key is not None:
@@ -271,7 +259,9 @@ class RoutingFunction:
             handed = {**handed, self._parts.key: rows_N}
         if allowed_NE is not None:
             there_NA = F.pad(allowed_NE, (0, self.always), value=True)
-            logits_NA = logits_NA.masked_fill(~there_NA, _floor(logits_NA.dtype))
+            # softmax and sigmoid of it are exactly zero, and its products are finite
+            lowest = torch.finfo(logits_NA.dtype).min / 4
+            logits_NA = logits_NA.masked_fill(~there_NA, lowest)
             if bias_E is not None and self._parts.scale is None:
                 bias_E = bias_E.to(logits_NA.device).masked_fill(~allowed_NE, float("-inf"))
         x_NA = logits_NA

@@ -10,11 +10,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -332,27 +332,38 @@ ALIKE = {"swish": "silu", **dict.fromkeys(("gelu", "gelu_new", "gelu_fast"), TAN
 
 def lacking(config: Config) -> list[str]:
     """Return the features that llama.cpp lacks for a checkpoint of this config."""
-    return list(_lacking(config))
+    kind, lacks = config.model_type, list[str]()
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    count, act = _first_of(config, names, 0), _activation(config)
+    if count and act not in ("silu", known := ACTIVATIONS.get(kind, "silu")):
+        lacks.append(f"the activation {act}: its experts know {known}")
+    elif not count and act != (known := _activation(type(config)())):
+        lacks.append(f"the activation {act}: its FFN knows {known}")
+    if count > 1024:
+        lacks.append(f"{count} experts: LLAMA_MAX_EXPERTS is 1024")
+    top_k = _first_of(config, ("num_experts_per_tok", "moe_k", "moe_topk"), 0)
+    chosen = top_k if isinstance(top_k, list) else [top_k]
+    if max(chosen) > 20:  # two nodes each; graphs have room for eight a tensor
+        lacks.append(
+            f"{max(chosen)} experts per token: its graphs have no room for more than about 20"
+        )
+    if min(chosen) < max(chosen):  # build_moe_ffn in src/llama-graph.cpp
+        lacks.append(
+            "experts per token by layer: it chooses the first's number, and adds up each's own"
+        )
+    kinds = getattr(config, "layers_block_type", None) or ()
+    if count and (getattr(config, "mlp_only_layers", None) or "mlp" in kinds):
+        lacks.append("dense layers between routed ones: its loader wants experts in every layer")
+    return lacks + (list(_BY_TYPE[kind](config)) if kind in _BY_TYPE else [])
 
 
-def _chosen(config: Config) -> list[int]:
-    """Return the experts per token, in all layers or by layer."""
-    names = ("num_experts_per_tok", "moe_k", "moe_topk")
-    value = next((n for name in names if (n := getattr(config, name, None))), 0)
-    return value if isinstance(value, list) else [value]
+def _first_of(config: Config, names: Sequence[str], default: Any) -> Any:
+    """Return the first of some values of a config that is given and not 0."""
+    return next((value for name in names if (value := getattr(config, name, None))), default)
 
 
-def _activation(config: Config, experts: bool) -> Iterator[str]:
-    act = _activation_of(config)
-    if experts and act not in ("silu", known := ACTIVATIONS.get(config.model_type, "silu")):
-        yield f"the activation {act}: its experts know {known}"
-    elif not experts and act != (known := _activation_of(type(config)())):
-        yield f"the activation {act}: its FFN knows {known}"
-
-
-def _activation_of(config: Config) -> str:
-    names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
-    act = next((str(act) for name in names if (act := getattr(config, name, None))), "silu")
+def _activation(config: Config) -> str:
+    act = str(_first_of(config, ("hidden_act", "mlp_hidden_act", "hidden_activation"), "silu"))
     return ALIKE.get(act, act)
 
 
@@ -360,24 +371,6 @@ def _granite_attention(config: Config) -> Iterator[str]:
     head_dim = config.hidden_size // config.num_attention_heads
     if head_dim_of(config) != head_dim:
         yield f"heads of {head_dim_of(config)}: its Granite takes hidden size / heads, {head_dim}"
-
-
-def _lacking(config: Config) -> Iterator[str]:
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    count = next((n for name in names if (n := getattr(config, name, None))), 0)
-    yield from _activation(config, count > 0)
-    if count > 1024:
-        yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
-    chosen = _chosen(config)
-    if max(chosen) > 20:  # two nodes each; graphs have room for eight a tensor
-        yield f"{max(chosen)} experts per token: its graphs have no room for more than about 20"
-    if min(chosen) < max(chosen):  # build_moe_ffn in src/llama-graph.cpp
-        yield "experts per token by layer: it chooses the first's number, and adds up each's own"
-    kinds = getattr(config, "layers_block_type", None) or ()
-    if count and (getattr(config, "mlp_only_layers", None) or "mlp" in kinds):
-        yield "dense layers between routed ones: its loader wants experts in every layer"
-    if config.model_type in _BY_TYPE:
-        yield from _BY_TYPE[config.model_type](config)
 
 
 def _phi(config: Config) -> Iterator[str]:

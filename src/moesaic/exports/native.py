@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic import per_layer_config
+from moesaic import per_layer_config, surgery
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
@@ -28,7 +27,7 @@ from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter, Value, Writer, mapped_values
+from moesaic.io.checkpoint import ShardWriter, Value, Writer
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.naming import leave_out
 from moesaic.io.outputs import check_out, whole_folder
@@ -39,17 +38,6 @@ from moesaic.plan import Plan
 from moesaic.plans import neurons
 from moesaic.plans.base import KINDS, Header
 from moesaic.plans.cut import CutLayer
-from moesaic.surgery import (
-    ChangedWriter,
-    base_shape,
-    converted_shape,
-    headers_of,
-    kept_names,
-    language_alone,
-    rewrite,
-    sizes,
-    spread,
-)
 from moesaic.types import JSON, Config, Values
 
 # --- a decided export ----------------------------------------------------------------------------
@@ -168,7 +156,7 @@ def decide(source: Source, target: str = "") -> Export:
             "Quantised checkpoints are not exported; results of prune and slim are native as "
             "they are. Make the result with a dtype to export it."
         )
-    arch, stacks = base_arch(config), headers_of(config)
+    arch, stacks = base_arch(config), surgery.headers_of(config)
     for header in (header for stack in stacks.values() for header in stack):
         obstacle = KINDS[header["kind"]].obstacle(header)
         if obstacle is not None:
@@ -176,7 +164,7 @@ def decide(source: Source, target: str = "") -> Export:
     if isinstance(arch, MoEArch):
         if target not in ("", arch.model_type):
             raise MoesaicError(f"target {target!r}: a mixture is kept one, {arch.model_type}.")
-        return _reduce_export(source, arch, stacks)
+        return _Reduced(source, arch, stacks).export()
     if source.beside:
         raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
@@ -252,29 +240,6 @@ def _text(source: Source, tokens: int) -> Tensor:
 # --- layers that are cut, condensed or dropped ---------------------------------------------------
 
 
-ALIGNED = multiple_of_8(1)
-
-
-def _reduce_export(source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]) -> Export:
-    """Return the export with one number of experts and one dense width, padded if that is exact.
-
-    Args:
-        source: the reduced model.
-        arch: its architecture.
-        stacks: headers by converted layer.
-
-    Raises:
-        MoesaicError: the architecture cannot hold the model.
-    """
-    mixture = _Reduced(source, arch, stacks)
-    if mixture.counts:
-        mixture.widen()
-        mixture.fill_up()
-    mixture.drop()
-    config = mixture.holding()
-    return Export(config, mixture.write, mixture.costs)
-
-
 def narrow_export(
     source: Source, arch: Arch, headers: Sequence[Header | None], target: str
 ) -> Export:
@@ -291,20 +256,22 @@ def narrow_export(
     """
     if target not in ("", arch.model_type):
         raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
-    shape, config = base_shape(shape_of(source.config), arch), base_config(source.config, arch)
+    shape = surgery.base_shape(shape_of(source.config), arch)
+    config = base_config(source.config, arch)
     config.intermediate_size = width = max(shape.widths)
-    layers = {
-        i: CutLayer(None, neurons.filled_up(torch.arange(before), width)[None], before)
-        for i, before in enumerate(shape.widths)
-        if before < width
-    }
+    layers = {i: _widened(n, width) for i, n in enumerate(shape.widths) if n < width}
     costs = [sum(shape.widths), len(shape.widths) * width]
 
     def write(writer: Writer) -> None:
         plan = Plan("export", shape, layers)
-        rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
+        surgery.rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
 
     return Export(config, write, {"active_neurons": costs, "stored_neurons": costs})
+
+
+def _widened(before: int, width: int) -> CutLayer:
+    """Return the plan of a dense layer that is padded with zero neurons."""
+    return CutLayer(None, neurons.filled_up(torch.arange(before), width)[None], before)
 
 
 class _Reduced:
@@ -323,7 +290,7 @@ class _Reduced:
         self.config = base_config(source.config, arch)
         model = shape_of(source.config)
         self.layers = arch.layers(model)
-        self.shape = base_shape(model, arch)
+        self.shape = surgery.base_shape(model, arch)
         drop = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
         kept = [i for i in range(len(self.shape.widths)) if i not in drop]
         self.numbers = {old: new for new, old in enumerate(kept)}
@@ -332,11 +299,21 @@ class _Reduced:
         """Number of experts of the layers that route."""
         self.dense = {i: self.shape.widths[i] for i in kept if i not in self.counts}
         self.condensed = stacks.keys() - drop - self.counts.keys()
-        self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
-        self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
-        """Dense layers that are padded to the width of the widest."""
+        self.width = max(self.dense.values(), default=0) or 8  # Layer Drop leaves no neuron
         self.plans: dict[int, CutLayer] = {}
         self.costs: JSON = {}
+
+    def export(self) -> Export:
+        """Return the export with one number of experts and one dense width, padded if exact.
+
+        Raises:
+            MoesaicError: the architecture cannot hold the model.
+        """
+        if self.counts:
+            self.widen()
+            self.fill_up()
+        self.drop()
+        return Export(self.holding(), self.write, self.costs)
 
     def _configure(self, changes: Values) -> None:
         for name, value in changes.items():
@@ -374,8 +351,8 @@ class _Reduced:
         if set(counts.values()) != {count}:
             if self.arch.never is None:
                 raise MoesaicError(
-                    f"Its layers have {spread(counts.values())} experts and would need {count}: "
-                    f"{self.arch.model_type} has no router that never chooses an expert. "
+                    f"Its layers have {surgery.spread(counts.values())} experts and would need "
+                    f"{count}: {self.arch.model_type} has no router that never chooses an expert. "
                     "Prune to one legal count."
                 )
             for i, n in counts.items():
@@ -398,47 +375,40 @@ class _Reduced:
             if mix is None:
                 raise MoesaicError(
                     f"{self.arch.model_type} cannot have just these dense layers: "
-                    f"{spread(self.dense)}; condense other candidates."
+                    f"{surgery.spread(self.dense)}; condense other candidates."
                 )
             self._configure(mix)
 
     def holding(self) -> Config:
-        """Return a config whose layers have these sizes, of several candidates for the dense width.
+        """Pad dense layers to the width of the widest, and return a config whose layers have these
+        sizes, of several candidates for that width.
 
         Raises:
             MoesaicError: no candidate does.
         """
         configs = [self.config]
         if self.condensed:
+            narrow = {i: n for i, n in self.dense.items() if n < self.width}
+            self.plans |= {i: _widened(n, self.width) for i, n in narrow.items()}
             self.costs["dense_neurons"] = [sum(self.dense.values()), self.width * len(self.dense)]
             configs = [copy.deepcopy(self.config) for _ in self.arch.dense_sizes(self.config)]
             for trial, name in zip(configs, self.arch.dense_sizes(self.config), strict=True):
                 setattr(trial, name, self.width)
-        shapes = [self._sizes(i) for i in self.numbers]
+        layers = {i: self.layers[i] for i in self.numbers}
+        for i, plan in self.plans.items():
+            layers[i] = surgery.converted_shape(layers[i], self.arch, plan)
+        shapes = [*map(surgery.sizes, layers.values())]
         for config in configs:
-            if [*map(sizes, self.arch.layers(shape_of(config)))] == shapes:
+            if [*map(surgery.sizes, self.arch.layers(shape_of(config)))] == shapes:
                 return config
         raise MoesaicError(
             f"The class of {self.arch.model_type} has no layers of these sizes: "
-            f"{spread(self.dense.values())} neurons where they are dense, and experts as they are."
+            f"{surgery.spread(self.dense.values())} neurons where they are dense, and experts as "
+            "they are."
         )
 
-    def _sizes(self, index: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a layer's tensors by name, as written."""
-        layer = self.layers[index]
-        if index in self.plans:
-            layer = converted_shape(layer, self.arch, self.plans[index])
-        return {name: self.widened(index, name, shape) for name, shape in sizes(layer).items()}
-
-    def widened(self, index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a layer's tensor as written: dense layers are padded to one width."""
-        if index not in self.narrow or not name.startswith(f"{self.arch.ffn_path}."):
-            return shape
-        down = name.endswith(f".{self.arch.ffn.down}.weight")
-        return (shape[0], self.width) if down else (self.width, *shape[1:])
-
     def write(self, writer: Writer) -> None:
-        """Write the model, with new layer numbers and padding."""
+        """Write the model, padded and with new layer numbers."""
         model, naming = shape_of(self.source.config), self.source.naming
         starts = {
             disk.partition(f".{number[1]}.")[0] + "."
@@ -447,24 +417,19 @@ class _Reduced:
         }
         numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
-        def fitted(name: str, value: Value) -> tuple[str, Value] | None:
+        def renumbered(name: str, value: Value) -> tuple[str, Value] | None:
             if (layer := numbered.match(name)) is None:
                 return name, value
             start, old, rest = layer[1], int(layer[2]), layer[3]
             if old not in self.numbers:
                 return None
-            name = f"{start}{self.numbers[old]}.{rest}"
-            new = self.widened(old, rest, tuple(value.shape))
-            if new != tuple(value.shape):
-                missing = [n - was for was, n in zip(value.shape, new, strict=True)]
-                assert min(missing) >= 0, f"{name} would be cut"
-                value = F.pad(mapped_values(value), (0, missing[1], 0, missing[0]))
-            return name, value
+            return f"{start}{self.numbers[old]}.{rest}", value
 
-        to = ChangedWriter(language_alone(writer) if self.source.beside else writer, fitted)
-        keep = kept_names(model, mtp=False, beside=not self.source.beside)
+        writer = surgery.language_alone(writer) if self.source.beside else writer
+        to = surgery.ChangedWriter(writer, renumbered)
+        keep = surgery.kept_names(model, mtp=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
-        rewrite(naming, self.arch, plan, to, keep)
+        surgery.rewrite(naming, self.arch, plan, to, keep)
 
 
 def shorten(config: Config, kept: Sequence[int]) -> None:

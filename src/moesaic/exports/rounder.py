@@ -39,20 +39,11 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import in_unit
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.quantiser import (
-    AT_ONCE,
-    FILES,
-    WHOLE,
-    FileTensor,
-    bits,
-    held_rows,
-    order,
-    values_of,
-)
+from moesaic.exports import quantiser
+from moesaic.exports.quantiser import WHOLE
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
-from moesaic.observation.branches import Change, StandIn
-from moesaic.observation.estimates import draws_for, estimates, priced_on
+from moesaic.observation.changes import Change, StandIn, draws_for, estimates, priced_on
 from moesaic.observation.stats import Stats, Tally, square_sums
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
 from moesaic.types import Config, Model, Track, silent
@@ -241,7 +232,7 @@ def group_of(name: str, layers: int) -> str:
 class Layout:
     """Tensors of a GGUF file, from which its size in other types is computed."""
 
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, quantiser.FileTensor]
     """Tensors by name, from a file in any types."""
     header: int
     """Bytes of the file without the tensors."""
@@ -320,8 +311,8 @@ def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
     >>> tensor_types(["q2_k", "q4_k_m", "f32", "q8_0", "q4_k_s"])
     ('q8_0', 'q4_k', 'q2_k')
     """
-    names = dict.fromkeys(FILES.get(type, type) for type in types if type != WHOLE)
-    return tuple(sorted(names, key=bits, reverse=True)) or (WHOLE,)
+    names = dict.fromkeys(quantiser.FILES.get(type, type) for type in types if type != WHOLE)
+    return tuple(sorted(names, key=quantiser.bits, reverse=True)) or (WHOLE,)
 
 
 def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
@@ -397,14 +388,13 @@ class Rounder:
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
-        self.known: Mapping[str, Tensor] | None = None
-        """Mean squares of inputs (:attr:`weights`) from an earlier run; None to compute them."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name."""
-        if self.known is not None:
-            return self.known
+        """Mean squares of a matrix's inputs (I,), of all experts (E I,), by llama.cpp's name.
+
+        Computed unless they were set, from an earlier run.
+        """
         return importance(self.source, self.tokens, self.named, self.track)
 
     # --- matrices --------------------------------------------------------------------------------
@@ -423,7 +413,8 @@ class Rounder:
         parts_in = (_names_in(layer, n, self.arch, self.named) for n, layer in enumerate(layers))
         # transformers has these in one with the first of their names
         fused = {name for part in parts_in for _, names in part for name in names[1:]}
-        known = {name for name in self.layout.rounded if order(name)[0] < self.layout.layers}
+        places = {name: quantiser.order(name)[0] for name in self.layout.rounded}
+        known = {name for name, place in places.items() if place < self.layout.layers}
         if unknown := known - {*found, *fused}:
             raise MoesaicError(
                 f"What quantising {', '.join(sorted(unknown)[:3])} costs cannot be estimated: "
@@ -507,11 +498,11 @@ class Rounder:
     def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
         """Replace a matrix's values by those quantised to a type, part by part."""
         weights = self.weights.get(name)
-        stacked, some = matrix.dim() > 2, max(1, AT_ONCE // matrix[0].numel())
+        stacked, some = matrix.dim() > 2, max(1, quantiser.AT_ONCE // matrix[0].numel())
         each = None if weights is None else weights.view(-1, matrix.shape[-1])[::step]
         for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
             mean_EI = each[start : start + some] if stacked and each is not None else each
-            values = values_of(held_rows(part.cpu(), type, mean_EI), type)
+            values = quantiser.values_of(quantiser.held_rows(part.cpu(), type, mean_EI), type)
             part.copy_(values.view(part.shape))
 
     def _step(self, name: str) -> int:
@@ -536,7 +527,7 @@ class Rounder:
         Args:
             types: of tensors.
         """
-        self.known = self.weights  # found before a head or a layer is in memory beside it
+        _ = self.weights  # found before a head or a layer is in memory beside it
         every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
         changes = []
         for group, type in product(self.groups, types):

@@ -6,6 +6,7 @@ Forms are recipes whose results differ only in size: the families of all methods
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -16,14 +17,12 @@ import torch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs, MethodConfig
-from moesaic.errors import MoesaicError
 from moesaic.exports.quantiser import WHOLE
 from moesaic.exports.rounder import Numbers
 from moesaic.families import Family, Shape
 from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source
 from moesaic.methods import METHODS
-from moesaic.methods.mixtures import least_experts
 from moesaic.metrics.score import Score
 from moesaic.plans.condensed import cache_leaders
 from moesaic.plans.recovery import significantly_worse
@@ -126,15 +125,13 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         widths = [arch.width_of(layer) for layer in layers]
         return Shape(len(layers), min(widths), multiple, native=config.native_only)
     routed = arch.moe_layers(model)
-    if not routed:
-        raise MoesaicError("No layer of this model routes.")
     view = arch.mixture(layers[routed[0]])
     return Shape(
         layers=len(routed),
         width=view.width,
         multiple=multiple,
         experts=view.count,
-        fewest=least_experts(arch, view.top_k, source.config),
+        fewest=arch.least_experts(view.top_k, source.config),
         groups=arch.group_count(source.config),
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),
@@ -151,11 +148,8 @@ def largest(numbers: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     >>> largest(range(5), lambda n: n < 4), largest([0], lambda _: False)
     (3, None)
     """
-    low, high = 0, len(numbers)  # all before low fit, none from high on
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(numbers[middle]) else (low, middle)
-    return numbers[low - 1] if low else None
+    count = bisect_right(numbers, False, key=lambda number: not fits(number))
+    return numbers[count - 1] if count else None
 
 
 # --- candidates -----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Files:
             whole.unlink(missing_ok=True)
             rounding = self._converted(result, whole)
         if weights is not None:
-            rounding.rounder.known = weights
+            rounding.rounder.weights = weights
         return rounding
 
     def rounder(self, result: Path | None, built: Skeleton) -> Rounder:
@@ -98,8 +98,22 @@ class Files:
         return Rounder(source, self.layout(built), self.original.named, tokens, self.track)
 
     def layout(self, built: Skeleton) -> Layout:
-        """Return the tensors of the file of a result of the original's architecture."""
-        return _resized_layout(self.original.layout, Skeleton(self.source.config, None), built)
+        """Return the tensors of the file of a result of the original's architecture.
+
+        By the original's tensors, with the most bytes that it takes: both files have one name and
+        card; the number of weights stands there in words, which may be longer.
+        """
+        layout, arch = self.original.layout, base_arch(self.source.config)
+        models = Skeleton(self.source.config, None).model, built.model
+        old, new = ([_sizes(arch, layer) for layer in arch.layers(model)] for model in models)
+        tensors = dict(layout.tensors)
+        for name, tensor in tensors.items():
+            if match := re.match(r"blk\.(\d+)\.((?:ffn_|exp_probs_b).+)", name):
+                i = min(int(match[1]), len(old) - 1)  # MTP layers are cut as the last layer is
+                shape = _shape(match[2], tensor.shape, old[i], new[i])
+                tensors[name] = replace(tensor, shape=shape)
+        longer = ALIGNED if tensors != layout.tensors else 0
+        return replace(layout, tensors=tensors, header=layout.header + longer)
 
     def size(self, built: Skeleton, file: ExportArgs) -> int:
         """Return the bytes of a result's file, which is not made."""
@@ -154,28 +168,6 @@ class Files:
         rounding = self._rounding(result, weights)
         tensors = rounding.mixed(out, types) if types else rounding.uniform(out, file.type)
         return {"bytes": out.stat().st_size, "types": types_of(tensors)}
-
-
-def _resized_layout(layout: Layout, original: Skeleton, result: Skeleton) -> Layout:
-    """Return the tensors of a result's file, by the original's, and the most bytes it takes.
-
-    Both files have one name and card; the number of weights stands there in words, which may be
-    longer.
-
-    Args:
-        layout: of the original's file.
-        original: its skeleton.
-        result: skeleton of a result of the same architecture.
-    """
-    arch, tensors = base_arch(original.config), dict(layout.tensors)
-    old, new = ([_sizes(arch, layer) for layer in arch.layers(b.model)] for b in (original, result))
-    for name, tensor in tensors.items():
-        if match := re.match(r"blk\.(\d+)\.((?:ffn_|exp_probs_b).+)", name):
-            i = min(int(match[1]), len(old) - 1)  # MTP layers are cut as the last layer is
-            shape = _shape(match[2], tensor.shape, old[i], new[i])
-            tensors[name] = replace(tensor, shape=shape)
-    longer = ALIGNED if tensors != layout.tensors else 0
-    return replace(layout, tensors=tensors, header=layout.header + longer)
 
 
 def _sizes(arch: Arch, layer: nn.Module) -> Sizes:

@@ -2,7 +2,7 @@
 
 Alternatives are configs of methods, each with the layers that it would make, and types of groups
 of tensors. All are estimated in one pass forward and one backward
-(:mod:`moesaic.observation.estimates`), with one layer in memory, and answer any budget.
+(:mod:`moesaic.observation.changes`), with one layer in memory, and answer any budget.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from moesaic.exports.rounder import Numbers, Rounder
 from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading
-from moesaic.observation.branches import Change
-from moesaic.observation.estimates import draws_for, estimates
+from moesaic.observation.changes import Change, draws_for, estimates
 from moesaic.observation.job import Job
 from moesaic.sizes import steps_as_json
 from moesaic.types import JSON, Track
@@ -44,7 +43,7 @@ class Price:
     """
 
     v_KN: Numbers
-    """Change of the log-likelihood of drawn labels (:mod:`moesaic.observation.estimates`), over
+    """Change of the log-likelihood of drawn labels (:mod:`moesaic.observation.changes`), over
     the square root of twice the tokens of a window."""
     head: float = 0.0
     """KL of a changed head."""

@@ -39,7 +39,7 @@ from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.outputs import check_out_file, remove
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import measured_text
-from moesaic.observation.estimates import priced_on
+from moesaic.observation.changes import priced_on
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, Steps
@@ -169,8 +169,7 @@ class Search:
 
     def _best(self, config: FitConfig) -> Candidate | None:
         """Return the best candidate within a budget of size; None where nothing fits."""
-        candidates = self._measure_best(config)
-        return self._simplest(candidates) if candidates else None
+        return self._simplest(self._measure_best(config))
 
     def _measure_best(self, config: FitConfig) -> list[Candidate]:
         """Measure the options of least estimated KL within a budget, then the next best."""
@@ -416,22 +415,19 @@ class Search:
 
     def least(self) -> int:
         """Return the bytes of about the smallest result of one step; 0 where there is none."""
-        sizes = self._smallest_sizes([form for form in self.forms if form.single])
+        sizes = self._smallest_results([form for form in self.forms if form.single]).values()
         return min((size.memory for size in sizes), default=0)
 
-    def _smallest_sizes(self, forms: Sequence[Form]) -> list[ResultSize]:
-        """Return the sizes of about the smallest result of each form."""
-        sizes = map(self.sizes.of, self._smallest_steps(forms))
-        return [size for size in sizes if size is not None]
-
-    def _smallest_steps(self, forms: Sequence[Form]) -> list[Steps]:
-        """Return the steps to about the smallest result of each form that has one."""
-        return [form.steps(n) for form in forms if (n := self._first(form)) is not None]
+    def _smallest_results(self, forms: Sequence[Form]) -> dict[Steps, ResultSize]:
+        """Return the sizes of about the smallest result of each form, by its steps."""
+        every = (form.steps(n) for form in forms if (n := self._first(form)) is not None)
+        sizes = ((steps, self.sizes.of(steps)) for steps in every)
+        return {steps: size for steps, size in sizes if size is not None}
 
     def _least(self) -> int:
         """Return the bytes of the smallest file that any form gives."""
         assert self.files is not None
-        every: list[Steps] = [(), *self._smallest_steps(self._considered)]
+        every: list[Steps] = [(), *self._smallest_results(self._considered)]
         results = [self.sizes.skeleton(steps) for steps in every]
         if self._tensor_types:
             return min(self.files.layout(built).least(self.config.types) for built in results)
@@ -447,7 +443,7 @@ class Search:
         if self.files:
             budget, smallest = in_unit(self.config.memory or 0), in_unit(self._least())
             return f"memory {budget} is out of reach: the least that works is {smallest}."
-        possible = self._smallest_sizes(self._considered)
+        possible = self._smallest_results(self._considered).values()
         if not possible:
             reasons = dict.fromkeys(self.trials.refused.values())
             return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"

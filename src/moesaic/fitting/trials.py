@@ -37,9 +37,10 @@ from moesaic.io.trust import mapping_of, reading
 from moesaic.metrics.evaluate import measured_text
 from moesaic.metrics.forward import Layerwise, Runner
 from moesaic.metrics.score import scores
-from moesaic.observation.branches import Change
+from moesaic.observation.changes import Change
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert
+from moesaic.plan import REQUEST
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, steps_as_json
 from moesaic.types import JSON, Track, give_back
@@ -270,7 +271,7 @@ class Trials:
         work, last = run_folder(out), len(steps) - 1
         for number in range(len(steps)):
             layers = self.work / f"{LAYERS}-{_key(steps_as_json(tuple(steps[: number + 1])))}"
-            text = mapping_of(layers / "request.json")["text"] if layers.is_dir() else {}
+            text = mapping_of(layers / REQUEST)["text"] if layers.is_dir() else {}
             # decided on all windows, and not on fewer, with others held back to compare
             if text.get("fingerprint") == self.texts.both[0].fingerprint:
                 to = work if number == last else work / f"step-{number}.layers"
@@ -284,7 +285,7 @@ class Trials:
         if file is None or files is None:
             assert result is not None
             made = Source("candidate", result)
-            yield self._runner(made), made.checkpoint.tensor_bytes()
+            yield Layerwise(made, *self._place), made.checkpoint.tensor_bytes()
             remove(result)
             return
         rounder = self._rounder(candidate, result)
@@ -298,17 +299,14 @@ class Trials:
         """Return the rounder of a candidate's result; importance weights are computed once."""
         assert self.files is not None
         rounder = self.files.rounder(result, self.sizes.skeleton(candidate.conversions))
-        rounder.known = self._weights.get(candidate.conversions)  # of a result in another folder
-        self._weights[candidate.conversions] = rounder.weights
+        known = self._weights.get(candidate.conversions)  # of a result in another folder
+        rounder.weights = self._weights[candidate.conversions] = known or rounder.weights
         return rounder
 
     def _rounded(self, rounder: Rounder, types: Types) -> Runner:
         """Return the runner of a model with the values of a file, rounded layer by layer."""
         change = rounder.change(types)
         return Layerwise(rounder.source, self.recipe.device, torch.float32, change=change)
-
-    def _runner(self, source: Source) -> Runner:
-        return Layerwise(source, *self._place)
 
     @property
     def _place(self) -> tuple[str, torch.dtype | None]:

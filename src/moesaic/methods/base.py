@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-from moesaic.arch.dense import Arch
-from moesaic.arch.lookup import dense_arch
+from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.lookup import dense_arch, moe_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig
 from moesaic.data.text import check_length, needs_tokenizer, positions
 from moesaic.errors import MoesaicError
@@ -16,6 +17,7 @@ from moesaic.methods import figures
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
+from moesaic.surgery import headers_of
 from moesaic.types import Config, Model, Values
 
 C = TypeVar("C", bound=MethodConfig)
@@ -184,3 +186,26 @@ class DenseMethod(Method[C, Arch]):
             MoesaicError: the model is a mixture, was converted before, or is unknown.
         """
         return dense_arch(config)
+
+
+def original(config: Config, instead: str) -> MoEArch:
+    """Return the architecture of a mixture of experts that was not converted before.
+
+    Raises:
+        MoesaicError: the model was converted (the message ends with ``instead``), or is no known
+            mixture of experts.
+    """
+    if config.model_type.startswith(PREFIX):
+        raise MoesaicError(f"{config.model_type} was reduced already; {instead}.")
+    return moe_arch(config)
+
+
+def unskipped(config: Config) -> MoEArch:
+    """Return the architecture of a mixture of experts whose routers skip no experts.
+
+    Raises:
+        MoesaicError: the model skips already, or is no known mixture of experts.
+    """
+    if any("beta" in header for stack in headers_of(config).values() for header in stack):
+        raise MoesaicError("This model skips already; start from the one it was made from.")
+    return moe_arch(config)

@@ -6,7 +6,7 @@ Figures are plain data, drawn by :mod:`moesaic.report`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from moesaic.config import MethodConfig
@@ -41,6 +41,28 @@ def layers_text(count: int, total: int) -> str:
     ('all layers', '2 of 8 layers')
     """
     return "all layers" if count == total else f"{count} of {total} layers"
+
+
+def span(counts: Collection[int]) -> str:
+    """Return the least and the greatest of some numbers as a range; "0" without numbers.
+
+    >>> span([6, 4]), span([8, 8]), span([])
+    ('4–6', '8', '0')
+    """
+    least, most = min(counts, default=0), max(counts, default=0)
+    return f"{least}" if least == most else f"{least}–{most}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return layer indices in words.
+
+    >>> listed([1]), listed([0, 2, 5]), listed([])
+    ('layer 1', 'layers 0, 2 and 5', 'no layer')
+    """
+    if not numbers:
+        return "no layer"
+    *first, last = map(str, numbers)
+    return f"layers {', '.join(first)} and {last}" if first else f"layer {last}"
 
 
 def carved_clause(config: MethodConfig, active: float | None) -> str:

@@ -15,22 +15,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import nn
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.mixture import FFN
+from moesaic.arch.mixture import FFN, MoEFFN
+from moesaic.arch.routing import RoutingFunction
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.modules.running import LayerTokens
-from moesaic.observation.branches import divergences
+from moesaic.observation.changes import divergences, layer_replacement
 from moesaic.observation.files import Observation, Observed
-from moesaic.observation.job import FinishedLayers, Job
+from moesaic.observation.job import Job
 from moesaic.observation.stats import Stats, Tally, bytes_of
-from moesaic.plan import Plan
+from moesaic.plan import Plan, Progress
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.recovery import significantly_worse
 from moesaic.surgery import converted_copy
@@ -39,7 +38,7 @@ from moesaic.types import JSON
 
 @torch.no_grad()
 def recover(
-    job: Job[Arch], plans: Mapping[str, Plan], finished: FinishedLayers, *, propagate: bool = False
+    job: Job[Arch], plans: Mapping[str, Plan], finished: Progress, *, propagate: bool = False
 ) -> tuple[dict[str, Plan], dict[str, dict[int, JSON]]]:
     """Refit every layer of several plans of one model; see :meth:`LayerPlan.refit`.
 
@@ -127,6 +126,20 @@ class LayerCase(Generic[A]):
         """View of the layer's FFN; without values if the model is on disk."""
         return self.job.arch.view(self.job.layers[self.index])
 
+    @property
+    def routing(self) -> RoutingFunction:
+        """Routing function of a layer that routes, ready to decide on recorded logits.
+
+        Its layer may be closed.
+        """
+        view, job = self.view, self.job
+        assert isinstance(view, MoEFFN)
+        start, routing = f"{job.arch.layer_prefix(self.index)}{job.arch.inside}", view.routing
+        routing.fill(lambda name, _: job.naming.read(start + name))
+        if routing.bias_E is not None and self.stats is not None and "bias_E" in self.stats:
+            routing.bias_E = self.stats["bias_E"]
+        return routing
+
 
 class LayerMethod(Method[C, A], Generic[C, A, S]):
     """Base class of methods that decide one layer after the other."""
@@ -200,12 +213,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Return observations about the whole model, as plain JSON."""
         return {}
 
-    def passing_on(
-        self, site: LayerTokens[FFN], layer: LayerPlan
-    ) -> AbstractContextManager[nn.Module | None]:
-        """Return a context in which the layer's plan replaces it, for ``progressive``."""
-        raise NotImplementedError
-
     @property
     def final(self) -> bool:
         """True if the plan holds each decision as it was made: ``finish`` does not change it."""
@@ -236,7 +243,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             "stats": observation.file,
             "text": job.text if refit or observation.reads_text else {"fingerprint": calibration},
         }
-        finished = FinishedLayers(job.args.resume_from, job.request(request))
+        finished = Progress(job.args.resume_from, job.request(request))
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():
@@ -276,7 +283,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         methods: Mapping[str, LayerMethod[C, A, S]],
         sizes: Mapping[str, Mapping[int, Sequence[S]]],
         observation: Observation,
-        finished: FinishedLayers,
+        finished: Progress,
     ) -> None:
         """Decide every unfinished layer, for all comparisons and sizes."""
         missing: dict[int, list[str]] = {}
@@ -286,7 +293,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                     missing.setdefault(i, []).append(name)
         if not missing:
             return
-        follow = self._option("progressive")
+        refit, follow = self._option("refit"), self._option("progressive")
 
         def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
             i, stats, site = observed
@@ -296,13 +303,15 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                 method, options = methods[name], sizes[name][i]
                 for size, decision in method.decide(case, options).items():
                     results[method._key(name, size)] = decision
-                    if method._at_once(observation, options):
+                    # nothing changes it later, and its tokens are in memory
+                    once = len(options) == 1 and method.final and not follow
+                    if refit and once and observation.shows_tokens:
                         assert site is not None
                         results[_refit_name(name)] = decision[0].refit(site)
             if follow and site is not None:
                 key = self._key(RESULT, sizes[RESULT][i][0])
                 layer, _ = results[key] if key in results else finished[key, i]
-                site.change = self.passing_on(site, layer)
+                site.change = layer_replacement(site.layer, job.arch, layer)
             return i, results
 
         def source(layers: Sequence[int]) -> Iterator[Observed]:
@@ -313,11 +322,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         for i, results in job.each_layer(indices, source, decided, self.words, shared=shared):
             for name, (layer, analysis) in results.items():
                 finished.add(name, i, layer, analysis)
-
-    def _at_once(self, observation: Observation, options: Sequence[S]) -> bool:
-        """Return True if a layer is refitted as it is decided, on the tokens then in memory."""
-        single = len(options) == 1 and self.final and not self._option("progressive")
-        return self._option("refit") and single and observation.shows_tokens
 
     def _key(self, name: str, size: S) -> str:
         """Return the name under which a layer's decision at a size is stored."""

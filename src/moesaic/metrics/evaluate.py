@@ -8,7 +8,7 @@ in blocks of 32 along a row; everything else, routers too, is float32 as in llam
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -126,31 +126,86 @@ def evaluate(
         if isinstance(each, Source):
             _check_unseen(each, tokens, data)
     options: JSON = {"device": device, "dtype": dtype, "track": track}
-    result = open_and_score(models, tokens, tokenizer, settings, **options)
+    result = ScoredModels(models, tokens, tokenizer, settings, **options)
     if generations:
         assert tokenizer is not None
         for name in models:
             repetition = repeated(result.model(name), tokenizer, track=track)
             result.scores[name] = replace(result.scores[name], generations=repetition)
-    quantised = result.quantised(baselines, track)
     against_score = result.scores.get("original")
-    return replace(result.scores["model"], against=against_score, baselines=quantised)
+    return replace(result.scores["model"], against=against_score, baselines=result.quantised())
 
 
-@dataclass
 class ScoredModels:
-    """Models that were opened and measured on the same text and the same questions."""
+    """One model, or two of which the first is compared with the second, opened and scored.
 
-    tokens: Tokens
-    scores: dict[str, Score]
-    runs: dict[str, Runner]
-    """Models, loaded or to be read layer by layer."""
-    together: bool
-    """True if there was memory for all of them at once."""
-    device: str
-    dtype: torch.dtype | None
-    original: Source | None
-    """Original, if it is on disk."""
+    Several processes share the batches; all of them make this object.
+
+    Args:
+        models: by name; loaded, or on disk. The first is compared with ``original``.
+        tokens: the windows of text.
+        tokenizer: for tasks.
+        settings: tasks, baselines, and whether models are read layer by layer in any case.
+        device: where those on disk compute.
+        dtype: their floating-point type; None for their own.
+        track: shows progress.
+
+    Raises:
+        MoesaicError: a loaded model cannot be read layer by layer, or there is no room to generate.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Source | Model],
+        tokens: Tokens,
+        tokenizer: Tokenizer | None,
+        settings: Evaluation,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        track: Track = silent,
+    ) -> None:
+        give_back()  # of deciding, before models are loaded
+        self.tokens, self.tokenizer, self.settings, self.track = tokens, tokenizer, settings, track
+        self.device, self.dtype = own_device(device), dtype
+        original = models.get("original")
+        self.original = original if isinstance(original, Source) else None
+        """Original, if it is on disk."""
+        sources = [model for model in models.values() if isinstance(model, Source)]
+        if settings.stream and len(sources) < len(models):
+            raise MoesaicError("stream reads models from disk: pass their names or folders.")
+        self.together = all(gathered(have_room(sources, self.device, dtype)))
+        """True if there was memory for all of them at once."""
+        needed = [name for name in ("tasks", "generations") if getattr(settings, name)]
+        for source in sources if needed and not self.together else ():
+            if not have_room([source], self.device, dtype):
+                raise MoesaicError(
+                    f"{needed[0]} needs {source.name} in memory, and it does not fit; leave it "
+                    "out, or give a narrower dtype."
+                )
+        items = track(models.items(), "Loading models", len(models)) if sources else models.items()
+        self.runs = {name: self._opened(model) for name, model in items}
+        """Models, loaded or to be read layer by layer."""
+        measured = scores([*self.runs.values()], tokens, track, process()[1] > 1)
+        self.scores = dict(zip(self.runs, measured, strict=True))
+        if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
+            assert tokenizer is not None
+            asked = [] if process()[0] else [*self.runs]  # lm-eval answers only the first process
+            (figures, *_) = gathered(
+                {
+                    name: measure_tasks(self.model(name), tokenizer, tasks, settings.limit)
+                    for name in track(asked, "Tasks", len(asked))
+                }
+            )
+            for name, score in self.scores.items():
+                self.scores[name] = with_tasks(score, figures[name], figures.get("original"))
+
+    def _opened(self, model: Source | Model) -> Runner:
+        if not isinstance(model, Source):
+            return InMemory(model)
+        if self.together and not self.settings.stream:
+            return InMemory.of(model, self.device, self.dtype)
+        return Layerwise(model, self.device, self.dtype)
 
     @cached_property
     def reference(self) -> Layerwise:
@@ -158,17 +213,18 @@ class ScoredModels:
         assert self.original is not None
         return Layerwise(self.original, self.device, self.dtype, keep=True)
 
-    def quantised(self, types: Sequence[str], track: Track) -> dict[str, Score]:
+    def quantised(self) -> dict[str, Score]:
         """Return the scores of the original quantised to some types, with the bytes of such files.
 
         Raises:
             MoesaicError: there is no room for the original in float32.
         """
+        types = self.settings.baselines
         if not types or self.original is None:
             return {}
         if not have_room([self.original], self.device, torch.float32):
             raise MoesaicError(f"baselines needs {self.original.name} in float32: no room for it.")
-        place = (self.device, track)
+        place = (self.device, self.track)
         rounded = rounded_scores(self.original, self.reference, self.tokens, types, *place)
         return {type: score for type, score, _ in rounded}
 
@@ -178,72 +234,6 @@ class ScoredModels:
         if isinstance(run, Layerwise):
             run = InMemory.of(run.source, self.device, self.dtype)
         return run.shape
-
-
-def open_and_score(
-    models: Mapping[str, Source | Model],
-    tokens: Tokens,
-    tokenizer: Tokenizer | None,
-    settings: Evaluation,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    track: Track = silent,
-) -> ScoredModels:
-    """Open one model, or two of which the first is compared with the second, and score them.
-
-    Several processes share the batches; all of them call this.
-
-    Args:
-        models: by name; loaded, or on disk. The first is compared with ``original``.
-        tokens: the windows of text.
-        tokenizer: for tasks.
-        settings: tasks, and whether models are read layer by layer in any case.
-        device: where those on disk compute.
-        dtype: their floating-point type; None for their own.
-        track: shows progress.
-
-    Raises:
-        MoesaicError: a loaded model cannot be read layer by layer, or there is no room to generate.
-    """
-    give_back()  # of deciding, before models are loaded
-    device, shared = own_device(device), process()[1] > 1
-    sources = [model for model in models.values() if isinstance(model, Source)]
-    if settings.stream and len(sources) < len(models):
-        raise MoesaicError("stream reads models from disk: pass their names or folders.")
-    together = all(gathered(have_room(sources, device, dtype)))
-    needed = [name for name in ("tasks", "generations") if getattr(settings, name)]
-    for source in sources if needed and not together else ():
-        if not have_room([source], device, dtype):
-            raise MoesaicError(
-                f"{needed[0]} needs {source.name} in memory, and it does not fit; leave it out, or "
-                "give a narrower dtype."
-            )
-    whole = together and not settings.stream
-
-    def opened(model: Source | Model) -> Runner:
-        if not isinstance(model, Source):
-            return InMemory(model)
-        return InMemory.of(model, device, dtype) if whole else Layerwise(model, device, dtype)
-
-    items = track(models.items(), "Loading models", len(models)) if sources else models.items()
-    runs = {name: opened(model) for name, model in items}
-    measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
-    original = models.get("original")
-    on_disk = original if isinstance(original, Source) else None
-    result = ScoredModels(tokens, measured, runs, together, device, dtype, on_disk)
-    if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
-        assert tokenizer is not None
-        asked = [] if process()[0] else [*runs]  # lm-eval answers only the first process
-        (figures, *_) = gathered(
-            {
-                name: measure_tasks(result.model(name), tokenizer, tasks, settings.limit)
-                for name in track(asked, "Tasks", len(asked))
-            }
-        )
-        for name, score in measured.items():
-            measured[name] = with_tasks(score, figures[name], figures.get("original"))
-    return result
 
 
 def with_tasks(

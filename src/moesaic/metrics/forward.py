@@ -12,21 +12,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
-from moesaic.distributed import gathered, own_device, process
+from moesaic.distributed import gathered, own_device
 from moesaic.errors import MoesaicError
 from moesaic.io.models import skeleton, working_type
 from moesaic.io.source import Source
 from moesaic.modules.running import SpilledList, always_skipping
-from moesaic.observation.stream import LayerStream, PartChange
+from moesaic.observation.stream import LayerStream, PartChange, outputs
 from moesaic.surgery import routed_modules
-from moesaic.types import JSON, Model, Track, logits_alone, silent
+from moesaic.types import JSON, Model, Track, silent
 
 # --- routing -------------------------------------------------------------------------------------
 
@@ -90,18 +90,6 @@ def jsd(p: Sequence[float], q: Sequence[float]) -> float:
     return (kl(p, m) + kl(q, m)) / 2
 
 
-def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
-    """Return, by decoder layer that routes, its router and an empty count; empty if dense."""
-    try:
-        arch = base_arch(model.config)
-    except MoesaicError:
-        return {}
-    return {
-        i: (routed.router, Routing(routed.shared, routed.experts))
-        for i, routed in routed_modules(model, arch).items()
-    }
-
-
 def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the experts that a router chose (T, K); ours returns only them, others a tuple.
 
@@ -130,8 +118,13 @@ class Counts(dict[int, Routing]):
 @contextmanager
 def count_routing(model: Model) -> Iterator[Counts]:
     """Context in which the routing of everything that runs is counted."""
-    by_layer = routers(model)
-    counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
+    try:
+        arch = base_arch(model.config)
+    except MoesaicError:
+        modules = {}
+    else:
+        modules = routed_modules(model, arch)
+    counts = Counts({i: Routing(m.shared, m.experts) for i, m in modules.items()})
 
     def count(layer: Routing, _: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         chosen_TK = _choice(out)
@@ -145,8 +138,8 @@ def count_routing(model: Model) -> Iterator[Counts]:
 
     with ExitStack() as hooks:
         hooks.callback(counts.look_at, None)
-        for router, routing in by_layer.values():
-            hooks.enter_context(router.register_forward_hook(partial(count, routing)))
+        for i, module in modules.items():
+            hooks.enter_context(module.router.register_forward_hook(partial(count, counts[i])))
         yield counts
 
 
@@ -204,40 +197,21 @@ class InMemory:
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
         """Run the model batch by batch, as the logits are iterated."""
-        routing: dict[int, Routing] = {}
-        return Pass(self._logits(batches, track, label, routing), routing)
+        model, counts = self.shape, dict[int, Routing]()
+        run, device = torch.no_grad()(outputs), model.get_input_embeddings().weight.device
 
-    def _logits(
-        self, batches: Sequence[Tokens], track: Track, label: str, counts: dict[int, Routing]
-    ) -> Iterator[tuple[Tensor, Tokens]]:
-        with count_routing(self.shape) as routing, always_skipping(self.shape):
-            for batch in track(batches, label, len(batches)):
-                routing.look_at(batch.attention_mask)
-                yield self._logits_of(batch), batch  # which nothing here holds on to
-            counts.update(routing)
+        def logits() -> Iterator[tuple[Tensor, Tokens]]:
+            with count_routing(model) as routing, always_skipping(model):
+                for batch in track(batches, label, len(batches)):
+                    routing.look_at(batch.attention_mask)
+                    yield run(model, batch, device)[0], batch  # which nothing here holds on to
+                counts.update(routing)
 
-    @torch.no_grad()
-    def _logits_of(self, batch: Tokens) -> Tensor:
-        model, mask = self.shape, batch.attention_mask
-        device = model.get_input_embeddings().weight.device
-        output = model(
-            input_ids=batch.input_ids.to(device),
-            attention_mask=None if mask is None else mask.to(device),
-            use_cache=False,
-            **logits_alone(model.config),
-        )
-        logits: Tensor = output.logits
-        return logits
+        return Pass(logits(), counts)
 
 
-@dataclass
-class _Kept:
-    """Last hidden states of some batches, before the model's head."""
-
-    batches: Sequence[Tokens]
-    stream: LayerStream[nn.Module]
-    states: SpilledList
-    routing: dict[int, Routing]
+_Passed: TypeAlias = "tuple[LayerStream[nn.Module], SpilledList, dict[int, Routing]]"
+"""Stream of a model, its last hidden states, before the head, and its routing."""
 
 
 class Layerwise:
@@ -265,7 +239,8 @@ class Layerwise:
         change: PartChange | None = None,
     ) -> None:
         self.source, self.keep, self.change = source, keep, change
-        self._kept: _Kept | None = None
+        self._kept: dict[tuple[str, ...], _Passed] = {}
+        """What came of the last batches, by their fingerprints, if it is kept."""
         self.device = own_device(device)
         self.dtype = working_type(source.config, dtype, self.device)
         self.arch = base_arch(source.config)
@@ -281,13 +256,13 @@ class Layerwise:
         """
         if not batches:
             return Pass(iter(()), {})
-        kept, texts = self._kept, [batch.fingerprint for batch in batches]
-        if kept is None or [batch.fingerprint for batch in kept.batches] != texts:
-            kept = self._passed(batches, track, label)
-        self._kept = kept if self.keep else None
-        return Pass(kept.stream.heads(kept.states, logits=True), kept.routing)
+        texts = tuple(batch.fingerprint for batch in batches)
+        passed = self._kept.get(texts) or self._passed(batches, track, label)
+        self._kept = {texts: passed} if self.keep else {}
+        stream, states, routing = passed
+        return Pass(stream.heads(states), routing)
 
-    def _passed(self, batches: Sequence[Tokens], track: Track, label: str) -> _Kept:
+    def _passed(self, batches: Sequence[Tokens], track: Track, label: str) -> _Passed:
         """Run batches through all layers; return the last hidden states."""
         stream: LayerStream[nn.Module] = LayerStream.from_disk(
             self.source.checkpoint,
@@ -309,31 +284,21 @@ class Layerwise:
                 for b, batch in enumerate(batches):
                     routing.look_at(batch.attention_mask)
                     states.replace(b, next(outputs))
-        return _Kept(batches, stream, states, dict(routing))
+        return stream, states, dict(routing)
 
 
 # --- several processes ---------------------------------------------------------------------------
 
 
-def own_share(items: Sequence[T], shared: bool) -> list[T]:
-    """Return this process's share of the items; all if they are not shared."""
-    number, count = process() if shared else (0, 1)
-    return list(items[number::count])
-
-
 def all_shares(share: list[T], shared: bool) -> list[T]:
-    """Gather all processes' results of :func:`own_share`, in the order of the items."""
-    if not shared:
-        return share
-    every = gathered(share)
+    """Gather the results of processes of which each takes an item in turn, in the items' order."""
+    every = gathered(share) if shared else [share]
     return [every[i % len(every)][i // len(every)] for i in range(sum(map(len, every)))]
 
 
 def all_routing(routing: dict[int, Routing], shared: bool) -> dict[int, Routing]:
     """Return the routing of all processes' tokens, added up by layer."""
-    if not shared:
-        return routing
-    every = [part for part in gathered(routing) if part]
+    every = [part for part in (gathered(routing) if shared else [routing]) if part]
     total = every[0] if every else {}
     for part in every[1:]:
         for i, layer in total.items():

@@ -98,21 +98,15 @@ def generations(
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            figures[f"{temperature:g}"] = _continuation_figures(
-                _continued(model, tokenizer, new_tokens, temperature)
-            )
+            texts = _continued(model, tokenizer, new_tokens, temperature)
+        figures[f"{temperature:g}"] = {
+            "repetition": fmean(1 - distinct(text, 4) for text in texts),
+            "looping": fmean(float(loops(text)) for text in texts),
+            **{f"distinct_{n}": fmean(distinct(text, n) for text in texts) for n in (1, 2, 3)},
+            "tokens": fmean(map(len, texts)),
+            "n": len(texts),
+        }
     return figures
-
-
-def _continuation_figures(continuations: Sequence[Sequence[int]]) -> JSON:
-    """Return the figures of some continuations; see :func:`generations`."""
-    return {
-        "repetition": fmean(1 - distinct(c, 4) for c in continuations),
-        "looping": fmean(float(loops(c)) for c in continuations),
-        **{f"distinct_{n}": fmean(distinct(c, n) for c in continuations) for n in (1, 2, 3)},
-        "tokens": fmean(len(c) for c in continuations),
-        "n": len(continuations),
-    }
 
 
 def _continued(

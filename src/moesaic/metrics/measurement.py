@@ -21,7 +21,7 @@ from moesaic.errors import MoesaicError
 from moesaic.hub import on_disk
 from moesaic.io.models import shape_of, working_type
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.evaluate import ScoredModels, have_room, label_with, open_and_score, with_tasks
+from moesaic.metrics.evaluate import ScoredModels, have_room, label_with, with_tasks
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
@@ -38,7 +38,7 @@ NEW_TOKENS = 32
 """Number of new tokens after a prompt in measurements of speed."""
 
 
-class Measurement:
+class Measurement(ScoredModels):
     """Measurements of a saved result beside its original and comparisons, on the same text.
 
     Original and result are held together if there is room for both, and timed in turn, round by
@@ -69,14 +69,10 @@ class Measurement:
         track: Track = silent,
     ) -> None:
         self.sources = {"result": Source("result", folder), "original": original}
-        self.settings, (self.tokens, self.tokenizer) = settings, text
-        self.track = track
         device = own_device(device)
         dtype = working_type(original.config, dtype, device)
-        self._scored: ScoredModels = open_and_score(
-            self.sources, *text, settings, device=device, dtype=dtype, track=track
-        )
-        self._scores = {name: self._scored.scores[name] for name in ("original", "result")}
+        super().__init__(self.sources, *text, settings, device=device, dtype=dtype, track=track)
+        self.scores = {name: self.scores[name] for name in ("original", "result")}
         self._generation: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
 
@@ -90,7 +86,7 @@ class Measurement:
         Returns:
             the fields of :attr:`moesaic.record.Record.measured`.
         """
-        together, place = self._scored.together, (self._scored.device, self._scored.dtype)
+        together, place = self.together, (self.device, self.dtype)
         fits = together or all(have_room((source,), *place) for source in self.sources.values())
         speeds: dict[str, Speed] = {}
         if fits:
@@ -104,11 +100,11 @@ class Measurement:
                 "and quantised baselines are left out."
             )
         files = {n: self.sources[n].nbytes for n in ("original", "result")}
-        routing = self._scores["result"].routing
+        routing = self.scores["result"].routing
         measured: JSON = {
             "evaluation": self._circumstances(),
             "files": {**files, **self._sizes},
-            "scores": {name: score.as_json() for name, score in self._scores.items()},
+            "scores": {name: score.as_json() for name, score in self.scores.items()},
             "routing": {str(i): layer.as_json() for i, layer in routing.items()},
         }
         if self._generation:
@@ -117,11 +113,11 @@ class Measurement:
 
     def _of_loaded(self, names: list[str]) -> dict[str, Speed]:
         """Measure generations and speed, each model loaded once; return speeds, if requested."""
-        runs = self._scored.runs
+        runs = self.runs
         waiting = self.track(names, "Loading models", len(names))
         if all(isinstance(runs[name], InMemory) for name in names):
             waiting = names
-        models = {name: self._scored.model(name) for name in waiting}
+        models = {name: self.model(name) for name in waiting}
         for name, model in models.items():
             self._continue(name, model)
         if not self.settings.rounds:
@@ -135,7 +131,7 @@ class Measurement:
             return
         if self.settings.generations:
             repetition = repeated(model, self.tokenizer, track=label_with(self.track, name))
-            self._scores[name] = replace(self._scores[name], generations=repetition)
+            self.scores[name] = replace(self.scores[name], generations=repetition)
         for _ in self.track((name,), f"Continuation, {name}", 1):
             self._generation[name] = generate(
                 model,
@@ -146,28 +142,28 @@ class Measurement:
 
     def _compared(self, comparisons: Mapping[str, Callable[[], Model]]) -> None:
         """Score and continue other models, of which one is held at a time."""
-        self._scored.runs.clear()
-        settings, original = self.settings, self._scores["original"]
+        self.runs.clear()
+        settings, original = self.settings, self.scores["original"]
         wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
         for name, build in comparisons.items():
             shown, run = label_with(self.track, name), InMemory(build())
-            self._scores[name] = scores([run, self._scored.reference], self.tokens, shown)[0]
+            self.scores[name] = scores([run, self.reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None
                 tasks = measure_tasks(run.shape, self.tokenizer, wanted, settings.limit)
-                self._scores[name] = with_tasks(self._scores[name], tasks, original.tasks)
+                self.scores[name] = with_tasks(self.scores[name], tasks, original.tasks)
             self._continue(name, run.shape)
             del run  # before the next one comes
 
     def _quantised(self) -> None:
         """Score the original quantised to GGUF's types, where there is room for it in float32."""
         try:
-            scores = self._scored.quantised(self.settings.baselines, self.track)
+            quantised = self.quantised()
         except MoesaicError as error:
             logger.warning("%s It is left out.", error)
             return
-        self._scores |= scores
-        self._sizes = {type: score.total_bytes for type, score in scores.items()}
+        self.scores |= quantised
+        self._sizes = {type: score.total_bytes for type, score in quantised.items()}
 
     @property
     def _prompt(self) -> torch.Tensor:
@@ -176,11 +172,11 @@ class Measurement:
 
     def _speed(self, speeds: Mapping[str, Speed]) -> JSON:
         """Return speeds, the peak memory of each model in its own process, and their ratios."""
-        length, place = self._prompt.shape[1], (self._scored.device, self._scored.dtype)
+        length, place = self._prompt.shape[1], (self.device, self.dtype)
         names = ("original", "result")
 
         def peaks() -> Iterator[int]:
-            with ThreadPoolExecutor(2 if self._scored.together else 1) as pool:  # if there is room
+            with ThreadPoolExecutor(2 if self.together else 1) as pool:  # if there is room
                 folders = [self.sources[name].folder for name in names]
                 yield from pool.map(lambda folder: peak_memory(folder, length, 8, *place), folders)
 
@@ -192,7 +188,7 @@ class Measurement:
         medians = {what: ratio["ratio"] for what, ratio in found.items()}
         spreads = {f"{what}_spread": ratio["spread"] for what, ratio in found.items()}
         return {
-            "speed_interleaved": self._scored.together,
+            "speed_interleaved": self.together,
             "speed": timed,
             "speed_ratio": {**medians, **spreads, "rounds": self.settings.rounds},
         }
@@ -206,13 +202,13 @@ class Measurement:
         for name in ("limit", "shots"):
             if getattr(settings, name) is not None:
                 extra[name] = getattr(settings, name)
-        if settings.stream or not self._scored.together:
+        if settings.stream or not self.together:
             extra["layer_by_layer"] = True
         return {
             "data": settings.data or "shipped",
             "length": self.tokens.input_ids.shape[1],
             "max_tokens": settings.max_tokens,
-            "computed_in": str(self._scored.dtype or config.dtype).removeprefix("torch."),
+            "computed_in": str(self.dtype or config.dtype).removeprefix("torch."),
             "sources": [origin.as_json() for origin in self.tokens.origins],
             **extra,
         }

@@ -17,19 +17,11 @@ from torch import Tensor
 from moesaic.arch.dense import LayerUse
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import IGNORED, Tokens
+from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.io.models import sizes_in
 from moesaic.losses import divergence, in_chunks
-from moesaic.metrics.forward import (
-    BATCH,
-    InMemory,
-    Layerwise,
-    Routing,
-    Runner,
-    all_routing,
-    all_shares,
-    own_share,
-)
+from moesaic.metrics import forward
 from moesaic.surgery import layer_uses
 from moesaic.types import JSON, Model, Tokenizer, Track, Values, silent
 
@@ -62,7 +54,7 @@ class Size:
     layers: tuple[LayerUse, ...]
 
 
-def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Size:
+def model_size(model: Model, routing: Mapping[int, forward.Routing] | None = None) -> Size:
     """Count the parameters of a loaded model or a skeleton.
 
     Args:
@@ -113,7 +105,7 @@ class Part:
 class Quality(Part):
     """Quality of a model's predictions of a text, with its routing."""
 
-    routing: dict[int, Routing] = field(repr=False)
+    routing: dict[int, forward.Routing] = field(repr=False)
     """Routing by decoder layer; empty for a model whose layers do not route."""
     sources: dict[str, Part] = field(default_factory=dict)
     """Quality by source of a mix, or by domain of rows that have one; empty for a single text."""
@@ -179,19 +171,8 @@ class Score(Quality, Size):
         return figures
 
 
-def score(model: Model | Runner, tokens: Tokens) -> Score:
-    """Measure one model on a text; see :func:`scores`.
-
-    Args:
-        model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
-        tokens: the windows.
-    """
-    run = model if isinstance(model, InMemory | Layerwise) else InMemory(model)
-    return scores([run], tokens)[0]
-
-
 def scores(
-    runs: Sequence[Runner], tokens: Tokens, track: Track = silent, shared: bool = False
+    runs: Sequence[forward.Runner], tokens: Tokens, track: Track = silent, shared: bool = False
 ) -> list[Score]:
     """Measure one model on a text, or two of which the first is compared with the second.
 
@@ -211,7 +192,7 @@ def scores(
 
 @torch.no_grad()
 def qualities(
-    runs: Sequence[Runner], tokens: Tokens, track: Track = silent, shared: bool = False
+    runs: Sequence[forward.Runner], tokens: Tokens, track: Track = silent, shared: bool = False
 ) -> list[Quality]:
     """Measure how well one model predicts a text, or two, the first compared with the second.
 
@@ -229,12 +210,13 @@ def qualities(
     Raises:
         MoesaicError: logits are not finite, no token can be scored, or vocabularies differ.
     """
-    batches = own_share(list(tokens.batches(BATCH)), shared)
+    number, world = process() if shared else (0, 1)
+    batches = list(tokens.batches(forward.BATCH))[number::world]
     ours, *others = runs
     # the original's layers first: then nothing of it but its states is kept
     # (a whole model runs in step with the other, whose bar is drawn)
     passes = [
-        run.run(batches, track if isinstance(run, Layerwise) else silent, "Original")
+        run.run(batches, track if isinstance(run, forward.Layerwise) else silent, "Original")
         for run in others
     ]
     passes = [ours.run(batches, track), *passes]
@@ -246,8 +228,8 @@ def qualities(
         of_parts.append(_by_part(batch, figures_CNL))
     for passed in passes:
         next(passed.logits, None)  # its end, where routing is whole
-    sums_CN = torch.cat(all_shares(of_windows, shared), 1)
-    parts_PC = torch.stack(all_shares(of_parts, shared)).sum(0)
+    sums_CN = torch.cat(forward.all_shares(of_windows, shared), 1)
+    parts_PC = torch.stack(forward.all_shares(of_parts, shared)).sum(0)
     scored_N, losses_MN, compared_N = sums_CN[0], sums_CN[1 : len(runs) + 1], sums_CN[-2]
     if not scored_N.any():
         raise MoesaicError("The text has no token after another one to score.")
@@ -258,7 +240,7 @@ def qualities(
     return [
         Quality(
             **vars(_part(total_C, n)),
-            routing=all_routing(passed.routing, shared),
+            routing=forward.all_routing(passed.routing, shared),
             sources={
                 name: _part(sums_C, n)
                 for name, sums_C in zip(tokens.parts, parts_PC, strict=True)

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from moesaic.arch.mixture import Experts, each_with_its_tokens
 from moesaic.arch.routing import in_order
@@ -225,21 +226,15 @@ class _UnevenExperts(nn.Module):
     @property
     def gate_up_proj(self) -> Tensor:
         """Copy in the base's layout, padded with zeros (E, 2 W, D)."""
-        room = max(self.widths)
-        filled = []
-        for number, (start, stop) in enumerate(self.slices):
-            missing = (0, 0, 0, room - (stop - start))
-            filled += [F.pad(part, missing) for part in self.weights_of(number)[0].chunk(2)]
-        return torch.stack(
-            [torch.cat(pair) for pair in zip(filled[::2], filled[1::2], strict=True)]
-        )
+        every = (self.weights_of(number)[0] for number in range(len(self.slices)))
+        halves = [half_HD for both_HD in every for half_HD in both_HD.chunk(2)]
+        return pad_sequence(halves, batch_first=True).view(len(self.slices), -1, halves[0].shape[1])
 
     @property
     def down_proj(self) -> Tensor:
         """Copy in the base's layout, padded with zeros (E, D, W)."""
-        downs = [self.weights_of(number)[1].T for number in range(len(self.slices))]
-        room = max(down.shape[1] for down in downs)
-        return torch.stack([F.pad(down, (0, room - down.shape[1])) for down in downs])
+        downs = [self.weights_of(number)[1] for number in range(len(self.slices))]
+        return pad_sequence(downs, batch_first=True).mT.contiguous()
 
     # Group sizes differ by call: if traced, each of them would be compiled anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -225,17 +225,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
 
 
 def observed_layers(job: Job[Arch]) -> list[int]:
-    """Return the layers to observe: those that route, or all of a dense model.
-
-    Raises:
-        MoesaicError: there is none.
-    """
-    if not any(job.base.experts):
-        return list(range(len(job.base.widths)))
-    routed = sorted(job.base.routed)
-    if not routed:
-        raise MoesaicError("No layer of this model routes.")
-    return routed
+    """Return the layers to observe: those that route, or all of a dense model."""
+    return sorted(job.base.routed) or list(range(len(job.base.widths)))
 
 
 # --- the file ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,8 +36,7 @@ from moesaic.io.naming import Naming, mtp_layers
 from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.observation.stream import LayerStream
-from moesaic.plan import BaseShape, Progress
-from moesaic.plans.base import LayerPlan
+from moesaic.plan import BaseShape
 from moesaic.surgery import base_shape, mtp_blocks
 from moesaic.types import JSON, Config, Model, Tokenizer, Values
 
@@ -355,24 +353,3 @@ class Job(Generic[A_co]):
     def request_of(self, config: MethodConfig) -> JSON:
         """Return the request for a method, as a user wrote it: verb, method and options."""
         return {"verb": config.verb, "method": config.name, "config": asdict(config)}
-
-
-class FinishedLayers(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
-    """Decided layers by name and index, on disk too if there is a folder for them."""
-
-    def __init__(self, folder: Path | None, request: Values) -> None:
-        self._file = None if folder is None else Progress(folder, request)
-        super().__init__({} if self._file is None else self._file.finished())
-
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
-        """Store a decided layer.
-
-        Args:
-            name: the result or comparison that it belongs to.
-            index: index of the layer.
-            layer: the plan.
-            analysis: measurements for the decision, as plain JSON.
-        """
-        self[name, index] = (layer, analysis)
-        if self._file is not None and process()[0] == 0:
-            self._file.add(name, index, layer, analysis)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,9 @@ from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.models import dtype_by_name, forward_replaced, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
-from moesaic.modules.running import LayerTokens, RunningTokens, SpilledList, places
+from moesaic.modules.running import LayerTokens, RunningTokens, SpilledList, V_co, places
 from moesaic.types import JSON, Config, Model, give_back, logits_alone
 
-V_co = TypeVar("V_co", covariant=True)
-"""View of a layer that a method gets: a DenseFFN or a MoEFFN."""
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
 """``id`` of a :class:`SpilledList` of hidden states, index of a batch, and the layer passed."""
@@ -161,14 +159,12 @@ class LayerStream(Generic[V_co]):
         self.layers = range(self.count) if layers is None else sorted(layers)
         if isinstance(tokens, Tokens):
             tokens = list(tokens.batches(tokens_per_batch))
-        self.batches = self._batches = tokens
+        self.batches = tokens
         self._spill_bytes = spill_bytes
         self._cache_bytes = cache_bytes
         self._follow = follow
         self._opening = opening
-        self.change: Callable[[nn.Module, int], AbstractContextManager[object]] = lambda *_: (
-            nullcontext()
-        )
+        self.change: PartChange = lambda *_: nullcontext()
         """Function of each layer and its index, whose context is entered while weights are loaded.
 
         For the embeddings it gets the model and :data:`BEFORE`, for the head the model and
@@ -334,7 +330,7 @@ class LayerStream(Generic[V_co]):
         carried: dict[Key, object] = {}
         for i in range(self.count if stop is None else stop) if order is None else order:
             with self._opened(i):
-                yield Block(i, self.arch.layers(self.model)[i], kwargs, carried, self._batches)
+                yield Block(i, self.arch.layers(self.model)[i], kwargs, carried, self.batches)
 
     @contextmanager
     def headed(
@@ -364,22 +360,19 @@ class LayerStream(Generic[V_co]):
             unread = embedding.weight.is_meta
             stand_in = forward_replaced(embedding, embedded) if unread else nullcontext()
             with stand_in, self._replaced(replay), torch.set_grad_enabled(gradients):
-                return self._run(self.model if logits else self._body, batch)[0]
+                return outputs(self.model if logits else self._body, batch, self._device)[0]
 
         with self._opening(REST), self._opened(self.count) if logits else nullcontext():
             yield finish
 
-    def heads(
-        self, states: Iterable[Tensor], logits: bool = False
-    ) -> Iterator[tuple[Tensor, Tokens]]:
-        """Yield the result of :meth:`headed` for all batches, with their tokens.
+    def heads(self, states: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tokens]]:
+        """Yield logits (B, L, vocabulary) for all batches, with their tokens.
 
         Args:
             states: the last layer's hidden states (B, L, D), one entry per batch.
-            logits: as for :meth:`headed`.
         """
-        with self.headed(logits) as finish:
-            for batch, last in zip(self._batches, states, strict=True):
+        with self.headed(logits=True) as finish:
+            for batch, last in zip(self.batches, states, strict=True):
                 yield finish(batch, last), batch
 
     @contextmanager
@@ -431,13 +424,13 @@ class LayerStream(Generic[V_co]):
         for b, x_TD in enumerate(inputs):
             for running in (passage, vars(block.layer).get("passage")):
                 if running is not None:
-                    block._set_tokens(running, self._batches[b], real=True)
+                    block._set_tokens(running, self.batches[b], real=True)
             with self.handing(block, b):
                 yield x_TD
 
     def handing(self, block: Block, batch: int) -> AbstractContextManager[None]:
         """Return a context in which a layer's FFN is given a batch's arguments for its router."""
-        mask = self._batches[batch].attention_mask
+        mask = self.batches[batch].attention_mask
 
         def tokens(number_BL: Tensor) -> Tensor:
             return valid(number_BL.unsqueeze(-1), mask).flatten()
@@ -446,7 +439,7 @@ class LayerStream(Generic[V_co]):
 
     def masks(self) -> Iterator[Tensor | None]:
         """Yield the attention mask of every batch (B, L); None if there is no padding."""
-        return (batch.attention_mask for batch in self._batches)
+        return (batch.attention_mask for batch in self.batches)
 
     @torch.no_grad()
     def record(self) -> tuple[SpilledList, list[list[JSON]]]:
@@ -462,9 +455,9 @@ class LayerStream(Generic[V_co]):
             return states
 
         with self._opened(BEFORE), self._replaced(identity):
-            for batch in self._batches:
+            for batch in self.batches:
                 kwargs.append([])
-                self._run(self._body, batch)
+                outputs(self._body, batch, self._device)
                 hidden.append(first.pop())
         return hidden, kwargs
 
@@ -482,15 +475,6 @@ class LayerStream(Generic[V_co]):
         weight = self.model.get_input_embeddings().weight
         return next(p.device for p in (weight, *self.model.parameters()) if not p.is_meta)
 
-    def _run(self, model: Model, batch: Tokens) -> Sequence[Tensor]:
-        device, mask = self._device, batch.attention_mask
-        return model(
-            input_ids=batch.input_ids.to(device),
-            attention_mask=None if mask is None else mask.to(device),
-            use_cache=False,
-            **logits_alone(self.model.config),
-        )
-
     @contextmanager
     def _replaced(self, stand_in: StandIn) -> Iterator[None]:
         """Replace every block by ``stand_in(index, hidden states, keyword arguments)``."""
@@ -499,6 +483,17 @@ class LayerStream(Generic[V_co]):
                 forward = _replacement_forward(stand_in, index, layer)
                 replaced.enter_context(forward_replaced(layer, forward))
             yield
+
+
+def outputs(model: Model, batch: Tokens, device: torch.device) -> Sequence[Tensor]:
+    """Return what a model makes of a batch: first its logits, or without a head its last states."""
+    mask = batch.attention_mask
+    return model(
+        input_ids=batch.input_ids.to(device),
+        attention_mask=None if mask is None else mask.to(device),
+        use_cache=False,
+        **logits_alone(model.config),
+    )
 
 
 def _replacement_forward(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:

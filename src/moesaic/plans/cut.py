@@ -26,19 +26,8 @@ from moesaic.errors import MoesaicError, quote
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
 from moesaic.modules.running import LayerTokens, always_skipping
+from moesaic.plans import neurons
 from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
-from moesaic.plans.neurons import (
-    narrow_experts,
-    narrow_mlp,
-    narrow_stacked,
-    neuron_axis,
-    of_ffn,
-    of_mlp,
-    of_stacked,
-    ordered_values,
-    resize,
-    twice,
-)
 from moesaic.plans.recovery import refitted_down, refitted_downs
 from moesaic.types import JSON
 
@@ -222,7 +211,7 @@ class CutLayer(LayerPlan):
         """Yield the kept parts of each tensor; single experts' tensors are renumbered."""
         if self.neurons_EW is not None and self.kept_E is None:
             down_DW = None if self.down_E is None else self.down_E[0]
-            yield from of_ffn(arch, state, self.neurons_EW[0], down_DW)
+            yield from neurons.of_ffn(arch, state, self.neurons_EW[0], down_DW)
             return
         assert isinstance(arch, MoEArch)
         experts = f"{arch.inside}{arch.experts}."
@@ -237,10 +226,10 @@ class CutLayer(LayerPlan):
                 names, leaf = arch.shared_names, name.removeprefix(shared)
                 tensor = state.read(stored)
                 if arch.parts.always:
-                    part = of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
+                    part = neurons.of_stacked(names, leaf, tensor, self.shared_S, self.shared_DS)
                 else:
                     width = state[f"{arch.shared_at}.{names.down}.weight"].shape[1]
-                    part = of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
+                    part = neurons.of_mlp(names, leaf, tensor, self.shared_S, self.shared_DS, width)
                 yield stored, part
             elif number is None:
                 yield stored, self._of_all(arch, leaf, state.read(stored), count)
@@ -297,11 +286,11 @@ class CutLayer(LayerPlan):
         inside = leaf.removeprefix(f"{arch.experts}.")
         if self.down_E is not None and inside == DOWN:
             tensor = self.down_E[place].to(tensor)
-        elif self.neurons_EW is not None and (axis := neuron_axis(arch, inside)) is not None:
+        elif self.neurons_EW is not None and (axis := neurons.axis_of(arch, inside)) is not None:
             order_W = self.neurons_EW[place]
             if tensor.shape[axis - 1] == 2 * self.before:
-                order_W = twice(order_W, self.before, arch.alternating)
-            tensor = ordered_values(tensor, axis - 1, order_W)
+                order_W = neurons.twice(order_W, self.before, arch.alternating)
+            tensor = neurons.ordered_values(tensor, axis - 1, order_W)
         return torch.zeros_like(tensor) if self.kept[place] == PADDING else tensor
 
     def _of_all(self, arch: MoEArch, leaf: str, tensor: Tensor, count: int) -> Tensor:
@@ -319,8 +308,8 @@ class CutLayer(LayerPlan):
         inside = leaf.removeprefix(f"{arch.experts}.")
         if self.down_E is not None and inside != leaf and inside == DOWN:
             return self.down_E.to(tensor)
-        axis = None if self.kept_E is None else arch.expert_axis(leaf, tensor, count)
-        if axis is None:
+        axis = arch.expert_axis(leaf, tensor, count)
+        if axis is None or self.kept_E is None:
             return tensor
         if self.neurons_EW is not None and inside != leaf:  # one by one: all may fill the memory
             parts = (
@@ -332,26 +321,11 @@ class CutLayer(LayerPlan):
                 place.copy_(part)
             return made
         lowest = torch.finfo(tensor.dtype).min / 4 if leaf == arch.never else 0
+        # shared experts follow the routed ones, and are kept
         always = arch.parts.always if leaf == arch.parts.weight else 0
-        return self._taken(tensor, axis, always, lowest)
-
-    def _taken(self, tensor: Tensor, axis: int, always: int = 0, padding: float = 0) -> Tensor:
-        """Return the kept experts' part of a tensor.
-
-        Args:
-            tensor: its values.
-            axis: axis that counts experts.
-            always: number of shared experts that follow them, and are kept.
-            padding: value at empty places.
-        """
-        assert self.kept_E is not None
         size = tensor.shape[axis]
-        chosen = torch.cat([self.kept_E.clamp(min=0), torch.arange(size - always, size)])
-        selected = tensor.index_select(axis, chosen.to(tensor.device))
-        empty = (self.kept_E == PADDING).nonzero().flatten()
-        if len(empty):
-            selected.index_fill_(axis, empty.to(tensor.device), padding)
-        return selected
+        order = torch.cat([self.kept_E, torch.arange(size - always, size)])
+        return neurons.ordered_values(tensor, axis, order, lowest)
 
     def _tabled(self, table_VK: Tensor, count: int) -> Tensor:
         """Return a table of each token's experts, with removed experts replaced."""
@@ -376,7 +350,7 @@ class CutLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer, width = layers[index], header.get("width")
         if width is not None and "experts" not in header:
-            narrow_mlp(arch.ffn_of(layer), arch.ffn, width)
+            neurons.narrow_mlp(arch.ffn_of(layer), arch.ffn, width)
             return
         assert isinstance(arch, MoEArch)
         if "experts" in header:
@@ -385,15 +359,12 @@ class CutLayer(LayerPlan):
         if "widths" in header:
             make_uneven(view.experts, header["widths"])
         elif width is not None:
-            narrow_experts(view.block, arch, header["before"], width)
+            neurons.narrow_experts(view.block, arch, header["before"], width)
         if "shared" in header:
             if view.shared_module is None:
                 raise MoesaicError(f"{arch.model_type} has no shared path that could be cut.")
-            if arch.parts.always:
-                each = header["shared"] // view.shared_count
-                narrow_stacked(view.shared_module, arch.shared_names, each)
-            else:
-                narrow_mlp(view.shared_module, arch.shared_names, header["shared"])
+            each = header["shared"] // view.shared_count
+            neurons.narrow_mlp(view.shared_module, arch.shared_names, each)
         if "top_k" in header:
             set_top_k(view.router, arch.parts, header["top_k"])
             if hasattr(view.block, "top_k"):  # some blocks hold it, too
@@ -510,7 +481,8 @@ def _resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
         if axis is None:
             continue
         owner, _, leaf = name.rpartition(".")
-        resize(view.block.get_submodule(owner), leaf, axis, tensor.shape[axis] + count - before)
+        size = tensor.shape[axis] + count - before
+        neurons.resize(view.block.get_submodule(owner), leaf, axis, size)
     for module in (view.block, *view.router.modules(), view.experts):
         for name in ("num_experts", "out_features"):
             if getattr(module, name, None) == before:

@@ -15,17 +15,20 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.plans.base import PADDING, State
 
 
-def ordered_values(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
-    """Return a tensor's rows or columns in another order, zero where the order has PADDING.
+def ordered_values(tensor: Tensor, axis: int, order_W: Tensor, padding: float = 0) -> Tensor:
+    """Return a tensor's rows or columns in another order, ``padding`` where the order has PADDING.
 
     >>> ordered_values(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
     [[3.0, 0.0]]
     """
-    padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
+    if not tensor.shape[axis]:  # of an FFN without neurons
+        rest = tensor.shape[:axis], tensor.shape[axis + 1 :]
+        return tensor.new_zeros(*rest[0], len(order_W), *rest[1])
+    empty = (order_W == PADDING).nonzero().flatten().to(tensor.device)
     if not tensor.is_meta:  # blocks of quantised weights read the order
         order_W = order_W.to(tensor.device)
     chosen = tensor.index_select(axis, order_W.clamp(min=0))
-    return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
+    return chosen.index_fill_(axis, empty, padding) if len(empty) else chosen
 
 
 def filled_up(order_W: Tensor, room: int) -> Tensor:
@@ -154,7 +157,7 @@ def of_stacked(
     return torch.stack([ordered_values(part, axis - 1, order_W) for part, order_W in parts])
 
 
-def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
+def axis_of(arch: MoEArch, leaf: str) -> int | None:
     """Return the axis of a fused tensor of experts that counts neurons; None if it has none."""
     if leaf == "down_proj":
         return 1 if arch.transposed else 2
@@ -164,11 +167,21 @@ def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
 
 
 def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give an MLP another number of neurons, in place; new parameters are on the meta device."""
-    before = getattr(module, names.down).weight.shape[1]
+    """Give an MLP another number of neurons, in place; new parameters are on the meta device.
+
+    Args:
+        module: the MLP; or several of one width, in tensors (N, M, D) and (N, D, M).
+        names: its projections, or the projections of each.
+        width: neurons, or neurons of each.
+    """
+    down = getattr(module, names.down)
+    before = (down.weight if isinstance(down, nn.Linear) else down).shape[-1]
     for name in names.projections:
-        axis = 1 if name == names.down else 0
-        narrow_linear(getattr(module, name), axis, width * (2 if names.fused and not axis else 1))
+        part, axis = getattr(module, name), 1 if name == names.down else 0
+        if isinstance(part, nn.Linear):
+            narrow_linear(part, axis, width * (2 if names.fused and not axis else 1))
+        else:
+            resize(module, name, axis + 1, width)
     _update_width([module], before, width)
 
 
@@ -180,19 +193,11 @@ def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
         resize(linear, "bias", 0, size)
 
 
-def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
-    """Give several MLPs of one width another number of neurons, as :func:`narrow_mlp` does."""
-    before = getattr(module, names.down).shape[2]
-    for name in names.projections:
-        resize(module, name, 2 if name == names.down else 1, width)
-    _update_width([module], before, width)
-
-
 def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> None:
     """Give routed experts another number of neurons, in place; new parameters are on meta."""
     experts = getattr(block, arch.experts)
     for leaf, tensor in list(experts.named_parameters()):
-        axis = neuron_axis(arch, leaf)
+        axis = axis_of(arch, leaf)
         if axis is not None:
             resize(experts, leaf, axis, tensor.shape[axis] // before * width)
     _update_width([block, experts], before, width)

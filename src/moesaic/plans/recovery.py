@@ -56,11 +56,6 @@ class _Sums:
     square: float = 0.0
     """Sum of ||y||^2."""
 
-    @classmethod
-    def zero(cls, features: int, outputs: int, device: torch.device | str) -> _Sums:
-        gram_FF = torch.zeros(features, features, dtype=torch.float64, device=device)
-        return cls(gram_FF, gram_FF.new_zeros(features, outputs))
-
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
         self.gram_FF += x_TF.T @ x_TF  # products in the tokens' own dtype, sums in float64
         self.cross_FO += x_TF.T @ y_TO
@@ -92,8 +87,10 @@ class Ridge:
     """
 
     def __init__(self, features: int, outputs: int, device: torch.device | str = "cpu") -> None:
-        self.fit = _Sums.zero(features, outputs, device)
-        self.held = _Sums.zero(features, outputs, device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.fit, self.held = (
+            _Sums(zeros(features, features), zeros(features, outputs)) for _ in range(2)
+        )
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
         """Add a batch of tokens."""

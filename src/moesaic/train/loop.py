@@ -294,8 +294,7 @@ def train(
             "texts": examples_fingerprint(examples),
             "trained": sorted(trainable),
         }
-        run = Progress(folder, identity)
-        run.check()
+        run = Progress(folder, identity)  # refuses another run
         wait_for_all()  # no process writes before all have checked
         if process()[0] == 0:
             run.begin()

@@ -25,16 +25,15 @@ from moesaic.hub import convert_config
 from moesaic.io.models import shape_of, sizes_in
 from moesaic.io.naming import read_as
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Method, Outline, Summary
+from moesaic.methods.base import Decision, Method, Outline, Summary, original
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.search import ExpertSearch, LayerSearch, Replaced, legs
-from moesaic.methods.figures import credit_clause
+from moesaic.methods.figures import credit_clause, listed, span
 from moesaic.methods.layered import recover
-from moesaic.methods.mixtures import listed, original, routed_layers, span
 from moesaic.metrics.score import model_size
-from moesaic.observation.job import FinishedLayers, Job
+from moesaic.observation.job import Job
 from moesaic.observation.stream import LayerStream
-from moesaic.plan import BaseShape, Plan
+from moesaic.plan import BaseShape, Plan, Progress
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
@@ -128,7 +127,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config = self.config
         candidates = _candidates(job, config)
         request = job.request({**job.request_of(config), "text": job.text})
-        finished = FinishedLayers(job.args.resume_from, request)
+        finished = Progress(job.args.resume_from, request)
         stream = job.stream(candidates, job.arch.mixture, job.own_tokens[0])
         self._search_experts(job, stream, candidates, finished)
         plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
@@ -170,7 +169,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         job: Job[MoEArch],
         stream: LayerStream[MoEFFN],
         candidates: Sequence[int],
-        finished: FinishedLayers,
+        finished: Progress,
     ) -> None:
         """Choose the experts of every unfinished candidate, in one pass over the layers."""
         missing = [i for i in candidates if ("experts", i) not in finished]
@@ -187,7 +186,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         job: Job[MoEArch],
         stream: LayerStream[MoEFFN],
         plans: Mapping[int, Replaced],
-        finished: FinishedLayers,
+        finished: Progress,
     ) -> Generator[JSON, None, None]:
         """Yield layers in the order of choice, each with the losses it was chosen by, those of an
         unfinished run first."""
@@ -381,7 +380,7 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         MoesaicError: the request cannot be met.
     """
     arch = job.arch
-    routed = routed_layers(job)
+    routed = arch.moe_layers(job.shape)
     unknown = set(config.candidates) - set(routed)
     if unknown:
         raise MoesaicError(

@@ -66,7 +66,7 @@ from moesaic.losses import next_token_loss, predicting
 from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import random_scores
 from moesaic.modules.running import SpilledList
-from moesaic.observation.branches import Metric, branches, layer_replacement, window_sums
+from moesaic.observation.changes import Metric, branches, layer_replacement, window_sums
 from moesaic.observation.stream import Block, LayerStream, valid
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer
 from moesaic.plans.recovery import significantly_worse
@@ -135,43 +135,6 @@ BLOCK_BYTES = 64 << 20
 
 
 # --- Alg. 1 --------------------------------------------------------------------------------------
-
-
-def _candidate_losses(
-    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
-    chosen: list[int],
-    g_E: Tensor,
-    candidates: list[int],
-    divergence: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Return the mean divergence from O_ref with each candidate added to the chosen experts
-    (candidates,); without candidates, that of only the chosen experts (1,).
-
-    Args:
-        batches: O_ref (T, D), the layer's output before it is condensed; the residual plus the kept
-            part of the shared path (T, D); and the outputs E_i(x) of all routed experts, scaled as
-            they are added to the residual (T, E, D).
-        chosen: the experts chosen so far.
-        g_E: the fixed weights of Eq. 2.
-        candidates: experts to add, one at a time.
-        divergence: of two outputs, by token.
-    """
-    total = torch.zeros(max(1, len(candidates)), dtype=torch.float64)
-    tokens = 0
-    for reference_TD, start_TD, experts_TED in batches:
-        now_TD = start_TD.float()
-        g = g_E.to(now_TD)
-        for i in chosen:
-            now_TD = now_TD + g[i] * experts_TED[:, i].float()
-        rows = max(1, BLOCK_BYTES // (4 * total.numel() * now_TD.shape[1]))
-        for at in torch.arange(len(now_TD)).split(rows):
-            trial = now_TD[at, None]
-            if candidates:
-                f = experts_TED[at][:, candidates].float()
-                trial = trial + g[candidates, None] * f
-            total += divergence(reference_TD[at, None], trial).double().sum(0).cpu()
-        tokens += len(now_TD)
-    return mean_over_processes(total, tokens)
 
 
 def greedy_experts(
@@ -411,15 +374,45 @@ class ExpertSearch:
                     for x in x_TD.to(view.device).split(rows)
                 ]
                 experts.append(torch.cat(parts) * factor)
-
-            def losses(chosen: list[int], left: list[int]) -> Tensor:
-                batches = zip(self.reference, start, experts, strict=True)
-                return _candidate_losses(batches, chosen, g_E, left, self.divergence)
-
-            return greedy_experts(losses, g_E, k)
+            return greedy_experts(partial(self._added, start, experts, g_E), g_E, k)
         finally:
             start.clear()
             experts.clear()
+
+    def _added(
+        self,
+        starts: SpilledList,
+        experts: SpilledList,
+        g_E: Tensor,
+        chosen: list[int],
+        left: list[int],
+    ) -> Tensor:
+        """Return the mean divergence from the original output with each expert that is left added
+        to the chosen ones.
+
+        Args:
+            starts: per batch, the residual plus the kept part of the shared path (T, D).
+            experts: per batch, the outputs E_i(x) of all routed experts, scaled as they are added
+                to the residual (T, E, D).
+            g_E: the fixed weights of Eq. 2.
+            chosen: the experts chosen so far.
+            left: experts to add, one at a time.
+        """
+        total, tokens = torch.zeros(len(left), dtype=torch.float64), 0
+        for reference_TD, start_TD, experts_TED in zip(
+            self.reference, starts, experts, strict=True
+        ):
+            now_TD = start_TD.float()
+            g = g_E.to(now_TD)
+            for i in chosen:
+                now_TD = now_TD + g[i] * experts_TED[:, i].float()
+            rows = max(1, BLOCK_BYTES // (4 * total.numel() * now_TD.shape[1]))
+            for at in torch.arange(len(now_TD)).split(rows):
+                f = experts_TED[at][:, left].float()
+                trial = now_TD[at, None] + g[left, None] * f
+                total += self.divergence(reference_TD[at, None], trial).double().sum(0).cpu()
+            tokens += len(now_TD)
+        return mean_over_processes(total, tokens)
 
     def _factor(self) -> float | None:
         """Return the factor by which the layer adds its block's output to the residual stream.

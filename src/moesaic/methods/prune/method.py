@@ -22,31 +22,19 @@ Deviations from the paper or its code, and options that restore theirs:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
+from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Summary
-from moesaic.methods.figures import credit_clause
+from moesaic.methods.base import Decision, Summary, original
+from moesaic.methods.figures import credit_clause, span
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import least_experts, original, routed_layers, routing_of, span
+from moesaic.methods.prune import subsets
 from moesaic.methods.prune.config import PruneConfig, ScoredLayer
-from moesaic.methods.prune.subsets import (
-    Losses,
-    SearchResult,
-    allocate,
-    best_scores,
-    exhaustive,
-    greedy,
-    subsets,
-    swap,
-)
-from moesaic.modules.running import LayerTokens
 from moesaic.observation.job import Job
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.cut import CutLayer
@@ -89,9 +77,9 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
                 f"{arch.model_type}."
             )
         sizes: dict[int, list[int]] = {}
-        for i in routed_layers(job):
+        for i in arch.moe_layers(job.shape):
             view = arch.mixture(job.layers[i])
-            least = least_experts(arch, view.top_k, model_config)
+            least = arch.least_experts(view.top_k, model_config)
             keep = config.experts_of(view.count, groups)
             if not least <= keep <= view.count:
                 raise MoesaicError(
@@ -116,14 +104,14 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             alike_E = torch.zeros(case.view.count)
             return {
                 r: (
-                    _layer(best_scores(alike_E, r, groups)),
+                    _layer(subsets.best_scores(alike_E, r, groups)),
                     {"relative_loss": 1 - r / len(alike_E)},
                 )
                 for r in sizes
             }
         layer = ScoredLayer(
             stats or {},
-            routing_of(case.job, case.index, stats or {}),
+            case.routing,
             case.index,
             seed=self.config.seed,
             sum_batch_norms=self.config.sum_batch_norms,
@@ -159,7 +147,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         sampled_T = stats.get("sampled_T")
         tokens = len(stats["batch_T"]) if sampled_T is None else int(sampled_T.sum())
         for r in sorted(sizes, reverse=True):
-            path = greedy(losses, path_E, r, groups)
+            path = subsets.greedy(losses, path_E, r, groups)
             path_E = path.kept_E
             best, gap = self._search(losses, path, r, groups, tokens)
             loss = max(best.loss, 0) ** 0.5 if criterion.squared else best.loss
@@ -176,23 +164,23 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return decided
 
     def _search(
-        self, losses: Losses, path: SearchResult, r: int, groups: int, tokens: int
-    ) -> tuple[SearchResult, dict[str, float]]:
+        self, losses: subsets.Losses, path: subsets.SearchResult, r: int, groups: int, tokens: int
+    ) -> tuple[subsets.SearchResult, dict[str, float]]:
         n = len(path.kept_E)
         if r == n:
             return path, {}
-        if subsets(n, r, groups) * tokens > self.config.exhaustive_limit:
-            return swap(losses, path, groups), {}
-        best = exhaustive(losses, n, r, groups)
+        if subsets.subsets(n, r, groups) * tokens > self.config.exhaustive_limit:
+            return subsets.swap(losses, path, groups), {}
+        best = subsets.exhaustive(losses, n, r, groups)
         if n > 16:
             return best, {}
-        swapped = swap(losses, path, groups)
+        swapped = subsets.swap(losses, path, groups)
         return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
 
     def _scored(
         self, score_E: Tensor, stats: Mapping[str, Tensor], r: int, groups: int
     ) -> tuple[CutLayer, JSON]:
-        kept_E = best_scores(score_E, r, groups)
+        kept_E = subsets.best_scores(score_E, r, groups)
         if not self.config.criterion.observes:
             return _layer(kept_E), {"scores": score_E.tolist()}
         removed = score_E[~kept_E].sum().item()
@@ -209,7 +197,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         if self.config.uniform:
             return super().allocate(losses)
         counts = (max(of_layer) for of_layer in losses.values())  # all of them may be kept
-        return allocate(losses, sum(map(self.config.experts_of, counts)))
+        return subsets.allocate(losses, sum(map(self.config.experts_of, counts)))
 
     def finish(self, job: Job[MoEArch], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
         """Pad all layers to the same number of experts if ``padding`` is on."""
@@ -219,14 +207,6 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         most = max(len(layer.kept) for layer in pruned.values())
         groups = job.arch.group_count(job.shape.config)
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
-
-    def passing_on(
-        self, site: LayerTokens[FFN], layer: LayerPlan
-    ) -> AbstractContextManager[nn.Module | None]:
-        view = cast(MoEFFN, site.view)
-        allowed_E = torch.zeros(view.count, dtype=torch.bool)
-        allowed_E[cast(CutLayer, layer).experts] = True
-        return view.restricted(allowed_E)
 
     @property
     def final(self) -> bool:

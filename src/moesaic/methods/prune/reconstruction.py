@@ -126,32 +126,19 @@ class _Rerouting:
     """Squared errors of sets of experts that differ in one expert from a known set.
 
     Args:
-        stats: the layer's statistics, with Gram matrices.
-        routing: its routing function.
-        law: the law that it follows.
-        batch_S: the batch of each sampled token, counted from 0.
-        device: where to compute.
+        exact: the errors of any sets, for its layer.
+        law: the law that the layer's router follows.
     """
 
-    def __init__(
-        self,
-        stats: Mapping[str, Tensor],
-        routing: RoutingFunction,
-        law: Law,
-        batch_S: Tensor,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self.routing = routing
+    def __init__(self, exact: Reconstruction, law: Law) -> None:
+        stats, self.routing, self.device = exact.stats, exact.routing, exact.device
         self.grows = law is Law.GROW
-        self.device = torch.device(device)
-        self.count, self.weighed = routing.count, routing.count + routing.always
-        self.logits_SX = stats["logits_TX"][stats["sampled_T"]].to(device)
+        self.count, self.weighed = self.routing.count, self.routing.count + self.routing.always
+        self.logits_SX, self.batch_S, self.batches = exact.logits_SX, exact.batch_S, exact.batches
         self.every = torch.arange(len(self.logits_SX), device=self.device)
-        self.batch_S = batch_S.to(device)
-        self.batches = int(batch_S.max()) + 1
-        self.gram_N = stats["gram_SP"].to(device).flatten()
+        self.gram_N = stats["gram_SP"].to(self.device).flatten()
         self.pairs = stats["gram_SP"].shape[1]
-        self.place_AA = packed_places(self.weighed).to(device)
+        self.place_AA = packed_places(self.weighed).to(self.device)
         self._start(stats)
         self._remembered: list[tuple[Tensor, _Rows]] = []
 
@@ -428,9 +415,7 @@ class Reconstruction(Neighbours):
     def rerouting(self) -> _Rerouting | None:
         """Errors of neighbouring sets by rerouted tokens; None without a known law."""
         law = law_of(self.routing, self.logits_SX)
-        if law is None:
-            return None
-        return _Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
+        return None if law is None else _Rerouting(self, law)
 
     def __call__(self, kept_CE: Tensor) -> Tensor:
         stats, kept_CE, weighed = self.stats, kept_CE.to(self.device), self.w_SA.shape[1]
@@ -446,7 +431,10 @@ class Reconstruction(Neighbours):
                 x[block.to(self.device)] for x in (self.logits_SX, self.w_SA[:, None])
             )
             for at in torch.arange(len(kept_CE), device=self.device).split(sets):
-                diff_SCA = _weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
+                every_NX = logits_SX.repeat_interleave(len(at), 0)
+                kept_NE = kept_CE[at].repeat(len(block), 1)
+                now_NA = self.routing.every_weight(every_NX, kept_NE).double()  # w'
+                diff_SCA = now_NA.view(len(block), len(at), -1) - w_S1A
                 error_SC = squared_errors(diff_SCA, gram_SAA)
                 if "delta_S" in stats:
                     cross_SA, delta_S = (
@@ -473,14 +461,6 @@ class Reconstruction(Neighbours):
         loss_C = squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
         # some routers return NaN for experts without a score: such sets never win
         return loss_C.nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def _weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
-    """Return w', the combine weights with only a set of experts present (S, C, A), float64."""
-    tokens, sets = len(logits_SX), len(kept_CE)
-    every_NX = logits_SX.repeat_interleave(sets, 0)
-    w_NA = routing.every_weight(every_NX, kept_CE.repeat(tokens, 1))
-    return w_NA.double().view(tokens, sets, -1)
 
 
 def output_norm(stats: Mapping[str, Tensor], routing: RoutingFunction) -> float:

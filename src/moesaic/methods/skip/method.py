@@ -30,10 +30,9 @@ from torch import Tensor
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Summary
-from moesaic.methods.figures import percent
+from moesaic.methods.base import Decision, Summary, unskipped
+from moesaic.methods.figures import span
 from moesaic.methods.layered import Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import routed_layers, routing_of, span, unskipped
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.modules.blocks import survivors
 from moesaic.observation.job import Job
@@ -107,7 +106,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return unskipped(config)
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[float | None]]:
-        layers = routed_layers(job)
+        layers = job.arch.moe_layers(job.shape)
         betas = self.config.betas
         if len(betas) == 1:
             betas = betas * len(layers)
@@ -131,8 +130,8 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         top_k = case.view.top_k
         if case.stats is None:
             return {beta: (CutLayer(beta=0.5, rule=self.rule(top_k)), {}) for beta in sizes}
-        routing = routing_of(case.job, case.index, case.stats)
-        weights_TK = routing.weights(case.stats["logits_TX"]).topk(top_k, dim=-1).values.double()
+        w_TE = case.routing.weights(case.stats["logits_TX"])
+        weights_TK = w_TE.topk(top_k, dim=-1).values.double()
         return {beta: self.calibrate(weights_TK, beta) for beta in sizes}
 
     def calibrate(self, weights_TK: Tensor, fixed: float | None = None) -> tuple[CutLayer, JSON]:
@@ -176,8 +175,8 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     def title_and_text(
         self, layers: list[LayerRecord], decision: Decision, active: float | None
     ) -> Summary:
-        shares = [analysis["skipped"] for analysis in decision.analyses.values()]
-        skipped = _percents(min(shares), max(shares))
+        shares = [round(100 * analysis["skipped"]) for analysis in decision.analyses.values()]
+        skipped = f"{span(shares)}\u00a0%"
         title = f"{skipped} of expert calls skipped with {self.config.label}"
         text = (
             "The routers leave out experts that weigh little, token by token, by the rule of "
@@ -194,18 +193,6 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         }
         title, caption = "Skipping by layer.", "On the calibration text."
         return figures.bars("What is skipped", title, caption, skip, columns)
-
-
-def _percents(least: float, most: float) -> str:
-    """Return a range of shares in percent.
-
-    >>> _percents(0.2, 0.304)[:-2]
-    '20–30'
-    >>> _percents(0.2, 0.2)[:-2]
-    '20'
-    """
-    ends = [percent(share) for share in (least, most)]
-    return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]}–{ends[1]}"
 
 
 # --- one number of experts for all layers --------------------------------------------------------
@@ -226,7 +213,7 @@ class FewerExperts(LayerMethod[TopKConfig, MoEArch, int]):
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
         arch, target = job.arch, self.config.top_k
-        tops = {i: arch.mixture(job.layers[i]).top_k for i in routed_layers(job)}
+        tops = {i: arch.mixture(job.layers[i]).top_k for i in arch.moe_layers(job.shape)}
         if arch.chosen is None:
             raise MoesaicError(
                 f"A router of {arch.model_type} runs {span(tops.values())} experts a token, "

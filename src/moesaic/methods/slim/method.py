@@ -32,15 +32,13 @@ from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Summary
+from moesaic.methods.figures import span
 from moesaic.methods.layered import RESULT, Decided, LayerCase, LayerMethod
-from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.prune.subsets import allocate
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
 from moesaic.methods.slim.neurons import (
     NAMES,
     ROW,
-    Shape,
-    candidates,
     choose,
     highest,
     highest_in_layer,
@@ -81,10 +79,6 @@ class Size:
     """Kept neurons of the shared path."""
     room: int = 0
     """Width of the new shared path, filled up with zeros; 0 if the path is not changed."""
-    shared_count: int = 1
-    """Number of shared experts, all of one width."""
-    dense: bool = False
-    """True for a dense FFN, seen as one expert."""
 
 
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
@@ -110,23 +104,20 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def resolve_defaults(self, job: Job[Arch]) -> Iterator[str]:
         if self.config.score is None:
-            score, why_not = self._score(job)
+            views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
+            pairs = max(neuron_pairs(view.count, view.width) for view in views)
+            score = "energy"
+            if job.args.calibration.stats:
+                yield "Statistics hold no pairs of neurons: they are scored by energy."
+            elif pairs > PAIRS_BYTES:
+                yield (
+                    f"Neurons are scored by energy: {BEST}, which has less KL, would hold "
+                    f"{pairs / 2**30:.1f} GiB of inner products for each layer."
+                )
+            else:
+                score = BEST
             self.config = replace(self.config, score=score)
-            yield from filter(None, [why_not])
         yield from super().resolve_defaults(job)
-
-    def _score(self, job: Job[Arch]) -> tuple[str, str]:
-        """Return the best score that memory allows, and a sentence if it is not the best of all."""
-        if job.args.calibration.stats:
-            return "energy", "Statistics hold no pairs of neurons: they are scored by energy."
-        views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
-        pairs = max(neuron_pairs(view.count, view.width) for view in views)
-        if pairs > PAIRS_BYTES:
-            return "energy", (
-                f"Neurons are scored by energy: {BEST}, which has less KL, would hold "
-                f"{pairs / 2**30:.1f} GiB of inner products for each layer."
-            )
-        return BEST, ""
 
     @property
     def needs(self) -> set[str]:
@@ -234,12 +225,13 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if config.experts == "all" or not isinstance(arch, MoEArch):
             return [count]
         top_k = arch.mixture(job.layers[layer]).top_k
-        least = least_experts(arch, top_k, job.shape.config)
+        least = arch.least_experts(top_k, job.shape.config)
         groups = arch.group_count(job.shape.config)
         full = -(-config.keep * count // 1)  # the budget in whole experts
         least = max(least, int(full) + -int(full) % groups)
         if config.count is None:
-            return list(candidates(least, count, groups))
+            step = groups * max(1, -(-(count - least) // (7 * groups)))  # at most eight numbers
+            return list(range(count, least - 1, -step))
         if not least <= config.count <= count or config.count % groups:
             raise MoesaicError(
                 f"experts {config.count} is out of reach: layer {layer} has {count} experts of "
@@ -294,7 +286,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def _with_shared(self, view: FFN, size: Size) -> Size:
         """Return the size with the new width of the shared path."""
         if not isinstance(view, MoEFFN):
-            return replace(size, dense=True)
+            return size
         config, arch, whole = self.config, view.arch, view.shared_width
         if not whole:
             return size
@@ -308,7 +300,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         unchanged = shared == room == whole and (arch.shared_size or not native)
         if unchanged:
             return size
-        return replace(size, shared=shared, room=room, shared_count=view.shared_count)
+        return replace(size, shared=shared, room=room)
 
     # --- one layer -------------------------------------------------------------------------------
 
@@ -330,58 +322,30 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 beside = neurons_of(stats, seed + 1, shared=True)
                 shared = score.score(beside), beside.reach
         form = None if self.config.uneven else case.job.format  # no format has uneven experts
+        columns = form.columns if form else 0  # that share a scale, which most are to keep
+        uneven, reach_EM = self.config.uneven, stats["reach_EM"]
         decided: dict[Size, tuple[CutLayer, JSON]] = {}
         for size in sizes:
-            layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
-            decided[size] = _in_groups(layer, form.columns if form else 0), analysis
+            kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
+            if uneven:
+                step = self.config.multiple or 1
+                neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, step)
+            analysis: JSON = {}
+            if self.config.rule.observes or case.stats is None:
+                lost = share_lost(score_EM, kept, neurons_NW)
+                analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
+            orders_NW = torch.stack([in_groups(order_W, columns) for order_W in neurons_NW])
+            layer, order_S = CutLayer(None, orders_NW, size.before), None
+            if size.room and shared is not None and isinstance(view, MoEFFN):
+                order_S = in_groups(_shared_order(view, size, *shared), columns)
+            if isinstance(view, MoEFFN):
+                layer = CutLayer(kept, orders_NW, size.before, shared_S=order_S, uneven=uneven)
+            decided[size] = layer, analysis
         if self.config.measures and case.site is not None:
-            exact = losses(case.site, [_shape(layer) for layer, _ in decided.values()])
+            exact = losses(case.site, [layer for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
         return decided
-
-    def choose(
-        self,
-        case: LayerCase[Arch],
-        stats: Mapping[str, Tensor],
-        score_EM: Tensor,
-        shared: tuple[Tensor, Tensor] | None,
-        size: Size,
-        groups: int,
-    ) -> tuple[CutLayer, JSON]:
-        """Choose the neurons that a layer keeps, for one size.
-
-        Args:
-            case: the layer.
-            stats: its statistics, zeros in a dry run.
-            score_EM: scores of its neurons.
-            shared: scores and reach of the shared path's neurons (1, S), if it is narrowed.
-            size: the number of experts to keep, and their width.
-            groups: router groups; the same number of experts is removed from each.
-
-        Returns:
-            the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
-            if the score reads tokens.
-        """
-        config, reach_EM = self.config, stats["reach_EM"]
-        kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
-        if config.uneven:
-            neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, config.multiple or 1)
-        analysis: JSON = {}
-        if config.rule.observes or case.stats is None:
-            lost = share_lost(score_EM, kept, neurons_NW)
-            analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
-        if size.dense:
-            return CutLayer(None, neurons_NW, size.before), analysis
-        order_S: Tensor | None = None
-        if size.room and shared is not None:
-            score_NS, reach_NS = (x.view(size.shared_count, -1) for x in shared)
-            first_N1 = score_NS.shape[1] * torch.arange(size.shared_count)[:, None]
-            order_NS = first_N1 + highest(score_NS, size.shared // size.shared_count, reach_NS)
-            order_S = torch.cat([filled_up(o, size.room // size.shared_count) for o in order_NS])
-        return CutLayer(
-            kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
-        ), analysis
 
     # --- a model ---------------------------------------------------------------------------------
 
@@ -479,6 +443,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return Summary(title, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
 
 
+def _shared_order(view: MoEFFN, size: Size, score_1S: Tensor, reach_1S: Tensor) -> Tensor:
+    """Return the kept neurons of the shared path, PADDING where each of its experts has room."""
+    count = view.shared_count
+    score_NS, reach_NS = score_1S.view(count, -1), reach_1S.view(count, -1)
+    first_N1 = score_NS.shape[1] * torch.arange(count)[:, None]
+    order_NS = first_N1 + highest(score_NS, size.shared // count, reach_NS)
+    return torch.cat([filled_up(order_S, size.room // count) for order_S in order_NS])
+
+
 def _compared(summary: Values) -> str:
     """Return a sentence on how equal widths compared with widths by layer, on held-out windows."""
     by_name = summary.get("compared")
@@ -509,23 +482,3 @@ def _as_output(layer: LayerRecord, plan: Plan) -> JSON:
         kept = {"kept": decided.experts.tolist()}
     plain = asdict(layer)
     return {**plain, **plain.pop("shape"), **plain.pop("analysis"), **kept}
-
-
-def _in_groups(layer: CutLayer, size: int) -> CutLayer:
-    """Reorder a decided layer's neurons so that most of their columns keep their scale.
-
-    Args:
-        layer: a plan with neurons in rising order.
-        size: number of columns that share a scale.
-    """
-    assert layer.neurons_EW is not None
-    orders = [in_groups(order_W, size) for order_W in layer.neurons_EW]
-    shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, size)
-    return replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
-
-
-def _shape(layer: CutLayer) -> Shape:
-    """Return the experts and neurons that a decided layer keeps."""
-    assert layer.neurons_EW is not None
-    one = torch.zeros(1, dtype=torch.int64)
-    return one if layer.kept_E is None else layer.kept_E, layer.neurons_EW

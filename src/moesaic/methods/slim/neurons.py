@@ -15,7 +15,7 @@ layer's own squared error. M^3 operations an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.config import Neurons
 from moesaic.modules.running import LayerTokens
 from moesaic.plans.base import PADDING
+from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up
 
 NAMES = {
@@ -128,64 +129,47 @@ def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
     return 1 - kept_sum / max(square_EM.sum().item(), 1e-300)
 
 
-Shape = tuple[Tensor, Tensor]
-"""Kept experts (N,), and the kept neurons of each (N, W)."""
-
-
 @torch.no_grad()
-def losses(site: LayerTokens[FFN], shapes: Sequence[Shape]) -> list[float]:
-    """Return the exact error of the routed output for each of several shapes.
+def losses(site: LayerTokens[FFN], layers: Sequence[CutLayer]) -> list[float]:
+    """Return the exact error of the routed output for each of several plans of a layer.
 
     The error is ||F' - F|| / ||r|| over the site's tokens, F' with the router restricted to the
     kept experts, and r the residual stream after the layer, which all later layers read: so losses
     of different layers can be compared.
     """
-    total, errors = 0.0, [0.0] * len(shapes)
+    total, errors = 0.0, [0.0] * len(layers)
     for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):
         y_TD = _routed_output(site.view, x_TD)
         total += r_TD.double().square().sum().item()
-        for c, (kept, neurons_NW) in enumerate(shapes):
-            error_TD = _routed_output(site.view, x_TD, kept, neurons_NW) - y_TD
+        for c, layer in enumerate(layers):
+            error_TD = _routed_output(site.view, x_TD, layer) - y_TD
             errors[c] += error_TD.double().square().sum().item()
     return [(error / max(total, 1e-300)) ** 0.5 for error in errors]
 
 
-def _routed_output(
-    view: FFN, x_TD: Tensor, kept: Tensor | None = None, neurons_NW: Tensor | None = None
-) -> Tensor:
+def _routed_output(view: FFN, x_TD: Tensor, layer: CutLayer | None = None) -> Tensor:
     """Return the routed experts' part of a layer's output (T, D), float32.
 
     Args:
         view: the layer before slimming.
         x_TD: its input.
-        kept: the kept experts (N,); None for all.
-        neurons_NW: the kept neurons of each, then PADDING; None for all.
+        layer: plan of the kept experts and neurons; None for all.
     """
     y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     allowed_E = None
     order: dict[int, Tensor] = {}
-    if kept is not None and neurons_NW is not None:
-        orders = (order_W[order_W != PADDING] for order_W in neurons_NW.to(x_TD.device))
-        order = dict(zip(kept.tolist(), orders, strict=True))
+    if layer is not None:
+        places = enumerate(layer.kept or [0])
+        order = {i: layer.neurons_of(n, view.width).to(x_TD.device) for n, i in places}
         if len(order) < view.count:
             allowed_E = torch.zeros(view.count, dtype=torch.bool)
-            allowed_E[kept] = True
+            allowed_E[layer.kept_E] = True
     for i, rows, h_NM in view.weighted(x_TD, allowed_E):
         down_DM = view.weights_of(i)[-1]
         if i in order:
             h_NM, down_DM = h_NM[:, order[i]], down_DM[:, order[i]]
         y_TD[rows] += h_NM @ down_DM.T.float()
     return y_TD + view.weighed_beside(x_TD, allowed_E)
-
-
-def candidates(least: int, most: int, step: int) -> Iterator[int]:
-    """Yield numbers of experts to try, the most first: multiples of ``step``, at most eight.
-
-    >>> list(candidates(2, 8, 1)), list(candidates(4, 32, 2))
-    ([8, 7, 6, 5, 4, 3, 2], [32, 28, 24, 20, 16, 12, 8, 4])
-    """
-    stride = step * max(1, -(-(most - least) // (7 * step)))
-    yield from range(most, least - 1, -stride)
 
 
 # --- optimal brain surgeon -----------------------------------------------------------------------

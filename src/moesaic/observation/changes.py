@@ -1,7 +1,12 @@
-"""Estimated KL of changing a layer, from one forward and one backward pass over a model.
+"""KL at a model's output after changing some layers: measured, or estimated.
 
-Measuring what a change of a layer does to the output means running every later layer again. Here
-only the changed layer is run, and the layers after it are linearised. For each position s a label
+Many changes are measured in one pass. Every change branches off at the first layer in which it
+differs; until then it shares the hidden states of others. So a model is read from disk once for all
+of them, and layers before a change are run once for all.
+
+Measuring what a change of a layer does to the output means running every later layer again. An
+estimate takes one forward and one backward pass over a model, for all changes of all layers: only
+the changed layer is run, and the layers after it are linearised. For each position s a label
 y_s is drawn from the model's own distribution, and the log-likelihood of the labels is carried
 back. With g_t its gradient at the layer's output for token t, and delta_t what the change does to
 that output (exact), a window of T predicted tokens has
@@ -20,7 +25,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +35,157 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.io.outputs import whole_file
-from moesaic.losses import divergence, log_probabilities, predicting
+from moesaic.losses import divergence, in_chunks, log_probabilities, predicting
 from moesaic.modules.running import SpilledList
-from moesaic.observation.branches import Change, StandIn, layer_replacement
 from moesaic.observation.stream import BEFORE, Block, LayerStream
 from moesaic.plans.base import LayerPlan
+from moesaic.surgery import converted_copy
 from moesaic.types import Track, silent
+
+StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module | None]]
+"""Function from a layer to a context with the module that replaces it; None: the layer itself."""
+Metric = Callable[[Tensor, Tokens], Callable[[Tensor], Tensor]]
+"""Function of one window's output and its tokens to a function that compares another output of the
+window: its losses by token, or by whatever else it counts (T,)."""
+Change = Mapping[int, LayerPlan | StandIn]
+"""Plans, or functions that replace a layer, by layer index."""
+LIMIT = 4 << 30
+"""Bytes of hidden states that all branches together keep in memory."""
+
+
+@torch.no_grad()
+def branches(
+    stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
+) -> list[SpilledList]:
+    """Return the last layer's output under each of several changes.
+
+    Args:
+        stream: the model, and the tokens.
+        changes: changes of whole layers; those that share a layer's change hold the same object.
+        track: shows progress.
+
+    Returns:
+        for each change its hidden states, one entry per batch (B, L, D), to be cleared by the
+        caller; equal changes share one object.
+    """
+    states, kwargs = stream.record()
+    groups = [(list(range(len(changes))), states)]
+    for block in track(stream.blocks(kwargs), "Running changes", stream.count):
+        regrouped: list[tuple[list[int], SpilledList]] = []
+        for members, hidden in groups:
+            plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
+            for place, (key, plan) in enumerate(plans.items(), 1):
+                some = [n for n in members if id(changes[n].get(block.index)) == key]
+                with layer_replacement(block.layer, stream.arch, plan) as layer:
+                    if place == len(plans):  # the last branch reuses the states
+                        block.run(hidden, layer)
+                        regrouped.append((some, hidden))
+                        continue
+                    branched = SpilledList(LIMIT // len(changes))
+                    block.branch(hidden, branched, layer or block.layer)
+                    regrouped.append((some, branched))
+        groups = regrouped
+    by_change = {n: hidden for members, hidden in groups for n in members}
+    return [by_change[n] for n in range(len(changes))]
+
+
+def layer_replacement(
+    layer: nn.Module, arch: Arch, plan: LayerPlan | StandIn | None
+) -> AbstractContextManager[nn.Module | None]:
+    """Return a context with the module that replaces a layer under a plan; None without a plan."""
+    if plan is None:
+        return nullcontext()
+    if not isinstance(plan, LayerPlan):
+        return plan(layer)
+    return plan.masked(arch, layer) or converted_copy(layer, arch, plan)
+
+
+def _of_next_token(logits_BLV: Tensor, window: Tokens) -> Callable[[Tensor], Tensor]:
+    """Return a function of other logits of a window to KL(these || those) of each token (T,)."""
+    labels = window.labels.to(logits_BLV.device)
+    chunks = [*in_chunks(logits_BLV, labels)]
+
+    def compare(other_BLV: Tensor) -> Tensor:
+        pairs = zip(chunks, in_chunks(other_BLV, labels), strict=True)
+        return torch.cat([divergence(p_TV, q_TV) for p_TV, q_TV in pairs])
+
+    return compare
+
+
+@torch.no_grad()
+def window_sums(
+    stream: LayerStream[object],
+    changes: Sequence[Change],
+    track: Track = silent,
+    metric: Metric = _of_next_token,
+    *,
+    logits: bool = True,
+    original: SpilledList | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return how much changes alter a model's output, summed over each window.
+
+    Args:
+        stream: the model, and the tokens.
+        changes: as for :func:`branches`.
+        track: shows progress.
+        metric: compares the outputs of one window; by default by KL of the next token.
+        logits: False to compare the last hidden states after the final norm.
+        original: the unchanged last layer's output, from :func:`branches`; by default it is run.
+
+    Returns:
+        sums by change and window (C, N), and the number of tokens of each window, or of whatever
+        else the metric returns values of (N,); float64.
+    """
+    first: list[Change] = [{}] if original is None else []
+    finals = branches(stream, [*first, *changes], track)
+    ours = finals[len(first) :]
+    different = [*dict.fromkeys(ours)]  # equal changes share one object
+    windows = [b.rows(slice(n, n + 1)) for b in stream.batches for n in range(len(b.input_ids))]
+    sums_NC, tokens_N = list[Tensor](), list[int]()
+    try:
+        with stream.headed(logits=logits) as finish:
+            unchanged = finals[0] if original is None else original
+            together = zip(windows, *map(_rows, [unchanged, *different]), strict=True)
+            for window, before, *states in track(together, "Comparing outputs", len(windows)):
+                compare = metric(finish(window, before), window)
+                losses = [compare(finish(window, last)) for last in states]
+                sums_NC.append(torch.stack([loss_T.double().sum().cpu() for loss_T in losses]))
+                tokens_N.append(len(losses[0]))
+        places_C = [different.index(spill) for spill in ours]
+        return torch.stack(sums_NC, 1)[places_C], torch.tensor(tokens_N).double()
+    finally:
+        for spill in finals:
+            spill.clear()
+
+
+def divergences(
+    stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
+) -> Tensor:
+    """Return KL(original || changed) of the next token's distribution, in nats per token.
+
+    Args:
+        stream: the model, and the tokens.
+        changes: as for :func:`branches`.
+        track: shows progress.
+
+    Returns:
+        KL by change and window (C, N), float64. Windows are weighted by their tokens: the mean over
+        windows is the mean over all tokens.
+    """
+    sums_CN, tokens_N = window_sums(stream, changes, track)
+    return sums_CN / tokens_N.mean().clamp(min=1.0)
+
+
+def _rows(batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield windows as batches of their own: logits of several would be too large."""
+    return (window for batch in batches for window in batch.split(1))
+
+
+# --- estimates -----------------------------------------------------------------------------------
+
 
 PRICED, SHORT = 2048, 64
 """Tokens by which changes are priced for a choice, and those of a window."""
@@ -49,71 +197,56 @@ LOGITS = 1 << 29
 """Bytes of the model's own logits that are kept while changes of its head are measured."""
 
 
-PartStandIn = Callable[[nn.Module], AbstractContextManager[nn.Module | None]]
-
-
 @dataclass
-class PricedLayer:
-    """Open decoder layer, with its input hidden states and the gradient at its output.
+class PricedPart:
+    """Open decoder layer, or what lies around the layers, with the gradient at its output.
 
     Attributes:
-        block: the layer.
-        entering: hidden states before it, one entry a batch (B, L, D).
+        place: the layer's index; :data:`~moesaic.observation.stream.BEFORE` of the embeddings.
     """
 
-    block: Block
-    entering: Sequence[Tensor]
-    _handed: Sequence[object]
+    place: int
+    _outputs: Callable[[StandIn], Iterable[Tensor]]
+    """Function from what changes the part to its output then, one entry a batch (B, L, D)."""
+    _unchanged: SpilledList
     _gradients: Sequence[SpilledList]
-    _leaving: SpilledList
+    """At that output, a draw a spill, one entry a batch (B, L, D)."""
 
     @torch.no_grad()
-    def directional(self, stand_in: PartStandIn) -> Tensor:
-        """Return v (K, N), float64: the change of the labels' log-likelihood by a changed layer.
+    def directional(self, stand_in: StandIn) -> Tensor:
+        """Return v (K, N), float64: the change of the labels' log-likelihood by a changed part.
 
         Args:
-            stand_in: makes of the layer what stands in its place.
+            stand_in: makes of the part what stands in its place, or changes it while the context
+                lasts.
         """
-        v_KN = []
-        with stand_in(self.block.layer) as layer:
-            for b, (before, after) in enumerate(zip(self.entering, self._leaving, strict=True)):
-                delta = self.block.output(b, before, self._handed[b], layer) - after
-                v_KN.append(torch.stack([_per_window(delta * g[b]) for g in self._gradients]))
-        return torch.cat(v_KN, 1).cpu()
-
-
-@dataclass
-class _PricedEnds:
-    """Parts of a model around its layers, with the first layer's input and gradient.
-
-    Attributes:
-        gradients: at the first layer's input, a draw a spill, one entry a batch (B, L, D).
-        first: the first layer's input.
-    """
-
-    stream: LayerStream[object]
-    gradients: Sequence[SpilledList]
-    first: SpilledList
-
-    @torch.no_grad()
-    def directional(self, stand_in: PartStandIn) -> Tensor:
-        """Return v (K, N), float64: the same change by changed embeddings.
-
-        Args:
-            stand_in: changes those of the model while the context lasts.
-        """
-        stream, before = self.stream, self.stream.change
-        stream.change = lambda model, place: stand_in(model) if place == BEFORE else nullcontext()
-        try:
-            states, _ = stream.record()
-        finally:
-            stream.change = before
+        pairs = zip(self._outputs(stand_in), self._unchanged, strict=True)
         v_KN = [
-            torch.stack([_per_window((after - was) * g[b]) for g in self.gradients])
-            for b, (after, was) in enumerate(zip(states, self.first, strict=True))
+            torch.stack([_per_window((after - before) * g[b]) for g in self._gradients])
+            for b, (after, before) in enumerate(pairs)
         ]
-        states.clear()
         return torch.cat(v_KN, 1).cpu()
+
+
+def _layer_outputs(
+    block: Block, entering: Sequence[Tensor], handed: Sequence[object], stand_in: StandIn
+) -> Iterator[Tensor]:
+    """Yield a changed layer's output for each batch of its input."""
+    with stand_in(block.layer) as layer:
+        for b, before in enumerate(entering):
+            yield block.output(b, before, handed[b], layer)
+
+
+def _embedded(stream: LayerStream[object], stand_in: StandIn) -> Iterator[Tensor]:
+    """Yield the first layer's input for each batch, of changed embeddings."""
+    before = stream.change
+    stream.change = lambda model, place: stand_in(model) if place == BEFORE else nullcontext()
+    try:
+        states, _ = stream.record()
+    finally:
+        stream.change = before
+    yield from states
+    states.clear()
 
 
 @torch.no_grad()
@@ -123,7 +256,7 @@ def priced_layers(
     seed: int = 0,
     track: Track = silent,
     last: Callable[[SpilledList], None] | None = None,
-) -> Iterator[PricedLayer | _PricedEnds]:
+) -> Iterator[PricedPart]:
     """Run a model forward, and yield its layers from the last to the first, each open.
 
     One layer's weights are in memory at a time, and each is read twice. What lies around the layers
@@ -155,11 +288,12 @@ def priced_layers(
         order = range(stream.count - 1, -1, -1)
         for block in track(stream.blocks(kwargs, order=order), "Pricing changes", stream.count):
             mine = [entering[block.index * batches + b] for b in range(batches)]
-            yield PricedLayer(block, mine, handed[block.index], gradients, leaving)
+            outputs = partial(_layer_outputs, block, mine, handed[block.index])
+            yield PricedPart(block.index, outputs, leaving, gradients)
             for b, before in enumerate(mine):
                 _carry_back(block, b, before, handed[block.index][b], gradients)
                 leaving.replace(b, before)
-        yield _PricedEnds(stream, gradients, leaving)
+        yield PricedPart(BEFORE, partial(_embedded, stream), leaving, gradients)
     finally:
         for spill in (states, entering, leaving, *gradients):
             spill.clear()
@@ -242,7 +376,7 @@ class Estimates:
     def kl_CN(self) -> Tensor:
         """Estimated KL(original || changed) of the next token's distribution, nats a token (C, N).
 
-        The counterpart of :func:`moesaic.observation.branches.divergences`, for a fraction of its
+        The counterpart of :func:`divergences`, for a fraction of its
         time. It is 10 to 35 % low for small changes, and lower for large ones: use it to choose.
         Windows weigh as much as they have tokens: the mean over windows is the mean over all
         tokens.
@@ -324,11 +458,10 @@ def estimates(
                 head_C[members] = kl
 
     for part in priced_layers(stream, draws, seed, track, heads):
-        place = part.block.index if isinstance(part, PricedLayer) else BEFORE
-        if every := users(place):
-            plans = (changes[members[0]][place] for members in every)
+        if every := users(part.place):
+            plans = (changes[members[0]][part.place] for members in every)
             stands_in = (partial(layer_replacement, arch=stream.arch, plan=plan) for plan in plans)
-            v_UKN = once(place, map(part.directional, stands_in))
+            v_UKN = once(part.place, map(part.directional, stands_in))
             for members, v_KN in zip(every, v_UKN, strict=True):
                 v_CKN[members] += v_KN
     return Estimates(v_CKN, head_C, tokens_N.double().mean().item())
