@@ -54,7 +54,7 @@ from moesaic.surgery import (
     mtp_fate,
     rewrite,
 )
-from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, at_home
 
 ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
 FATES = {
@@ -667,7 +667,7 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
             f"push takes a Result or its folder; got {type(result).__name__}, whose own "
             "push_to_hub uploads it without a card."
         )
-    folder = Path(result).expanduser()
+    folder = Path(at_home(result))
     for file in sorted(folder.rglob("*")):
         check_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi

@@ -25,6 +25,7 @@ from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
 from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, ShardWriter
 from moesaic.io.models import shape_of, sizes_in, working_type
+from moesaic.io.names import check_name
 from moesaic.io.source import Source, headers_of_model, resolve, source_or_model
 from moesaic.methods import implementation
 from moesaic.methods.base import Outline
@@ -32,9 +33,9 @@ from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.score import Size, model_size
 from moesaic.metrics.speed import free_bytes
 from moesaic.observation.job import Job
-from moesaic.recipe import Recipe
+from moesaic.recipe import Recipe, check_recipe
 from moesaic.result import save_applied
-from moesaic.types import JSON, Config, Model, Named
+from moesaic.types import JSON, Config, Model, Named, at_home
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]
@@ -77,6 +78,7 @@ def estimate(recipe: Recipe) -> Estimate:
     Raises:
         MoesaicError: the request cannot be met.
     """
+    check_recipe(recipe)
     with on_headers(recipe) as steps:
         source = steps[-1].result
         result = Skeleton(source.config, parse_dtype(recipe.dtype))
@@ -160,7 +162,8 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
     with TemporaryDirectory(prefix="moesaic-") as folder:
         if isinstance(model, str | Path):
             name, at = str(model), (revision, token)
-            local = Path(name).expanduser().is_dir()
+            check_name(name)
+            local = Path(at_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(shape_of(opened.config))
             if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
