@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
@@ -33,8 +34,10 @@ from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.score import Size, model_size
 from moesaic.metrics.speed import free_bytes
 from moesaic.observation.job import Job
+from moesaic.plan import Plan
 from moesaic.recipe import Recipe, check_recipe
 from moesaic.result import save_applied
+from moesaic.surgery import applied_bytes, base_shape
 from moesaic.types import JSON, Config, Model, Named, at_home
 
 T = TypeVar("T")
@@ -203,7 +206,12 @@ class Skeleton:
     @classmethod
     def of(cls, source: Source, dtype: torch.dtype | None) -> Skeleton:
         """Return a checkpoint's skeleton; None as its type leaves weights as they are stored."""
-        return cls(source.config, dtype, stored=source.checkpoint.tensor_bytes(dtype))
+        stored = source.checkpoint.tensor_bytes()
+        if dtype is not None:
+            arch = base_arch(source.config)
+            nothing = Plan("", base_shape(shape_of(source.config), arch), {})
+            stored = applied_bytes(source, arch, nothing, {}, dtype)
+        return cls(source.config, dtype, stored=stored)
 
     @cached_property
     def model(self) -> Model:
@@ -312,14 +320,10 @@ class RecipeSizes:
             return Skeleton.of(self._source, parse_dtype(self.recipe.dtype))
         source, job, outline, exact = self._outlined(steps)
         config, stored = copy.deepcopy(source.config), None
-        convert_config(config, job.arch, outline.plan)
+        changed = convert_config(config, job.arch, outline.plan)
         original = self.skeleton(())
         if original.bytes != original.in_memory:
-            with TemporaryDirectory(dir=self.folder) as place:
-                folder = Path(place)
-                writer = ShardWriter(folder, outline=True)
-                save_applied(source, outline.plan, folder, job.dtype, writer)
-                stored = Checkpoint(folder).tensor_bytes()
+            stored = applied_bytes(source, job.arch, outline.plan, changed, job.dtype)
         return Skeleton(config, job.dtype, exact, stored)
 
     def step(self, steps: tuple[MethodConfig, ...]) -> Step:
