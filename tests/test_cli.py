@@ -226,10 +226,13 @@ eval MODEL --data '{"name": "prose", "weight": Infinity}' | weight of prose must
 generate tiny-moe hi --chat | --chat: this model has no chat template
 export MIXTURE OUT --target x | a mixture is kept one
 prune MIXTURE OUT --keep 1 | needs at least 2
-prune MIXTURE FILE/out --keep 6 --no-eval | is a file.
-observe MIXTURE FILE/stats | is a file.
+prune MIXTURE FILE/out --keep 6 --no-eval | is no folder.
+prune MIXTURE LOOP/out --keep 6 --no-eval | is no folder.
+observe MIXTURE FILE/stats | is no folder.
 observe MIXTURE FOLDER --overwrite | is a folder; give
-report DONE --out FILE/page.html | is a file.
+report DONE --out FILE/page.html | is no folder.
+inspect ~nobody/model | No model folder at ~nobody/model
+run RECIPE x=DEEP | does not name a place
 export MIXTURE FOLDER --to gguf --overwrite | is a folder; give
 """
 
@@ -246,13 +249,18 @@ def placed(llama_folder, moe_folder, carved_folder, tmp_path):
     """Arguments with the folders of this test in place of capital words."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "recipe").write_text("model: tiny-moe\nout: out\nsteps: [prune: {}]\n")
     question = {"question": "Is ice cold?", "choices": ["yes", "no"], "answer": 0}
     (tmp_path / "few.jsonl").write_text(json.dumps(question))
     (tmp_path / "bad.jsonl").write_text('{"question": "a?"}')
     places = {"MODEL": llama_folder, "MIXTURE": moe_folder, "DONE": carved_folder}
-    places |= {name: tmp_path / name.lower() for name in ("OUT", "FILE", "FOLDER")}
+    places |= {
+        name: tmp_path / name.lower() for name in ("OUT", "FILE", "FOLDER", "LOOP", "RECIPE")
+    }
     places |= {name: tmp_path / f"{name.lower()}.jsonl" for name in ("FEW", "BAD")}
-    name = re.compile(r"(?:^|(?<=,))[A-Z]+")
+    places["DEEP"] = "[" * 2000
+    name = re.compile(r"(?:^|(?<=[,=]))[A-Z]+")
     return lambda args: [name.sub(lambda m: str(places.get(m[0], m[0])), a) for a in args]
 
 

@@ -24,6 +24,7 @@ from builders import (
 import moesaic
 from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
+from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.formats import BlockFp8
 from moesaic.io.source import Source
 from moesaic.methods.condense.config import CondenseConfig
@@ -33,6 +34,7 @@ from moesaic.methods.slim.config import SlimConfig
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
+from moesaic.sizes import Skeleton
 from moesaic.surgery import base_shape
 from moesaic.train.tune.config import TuneConfig
 
@@ -199,3 +201,28 @@ def test_few_bits_are_kept(tokens, tmp_path):
     out = moesaic.prune(str(base), PruneConfig(keep=4), calibration=tokens).save(tmp_path / "out")
     down = weights(out)["model.layers.3.mlp.experts.3.down_proj.weight"]
     assert down.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", ["float32", "fp8"])
+def test_condensing_counts_bytes_as_stored(stored, dtype, tokens, tmp_path):
+    """MTP layers, and what is in few bits: a target counts what is then written."""
+    wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+    wide |= {"num_nextn_predict_layers": 1, "num_hidden_layers": 4}
+    base = predicting(tiny_moe("deepseek_v3", **wide), tmp_path / "base")
+    if stored == "fp8":
+        said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        quantise(base, BlockFp8(said), lambda n, _: ".mlp." in n and n.endswith("_proj.weight"))
+    few = {"refit": False, "layer_search": "rank"}
+
+    def condensed(**target):
+        config = CondenseConfig(**target, **few)
+        result = moesaic.condense(str(base), config, calibration=tokens, dtype=dtype)
+        return result, result.summary["memory_bytes"]
+
+    one, bytes_ = condensed(count=1)
+    out = one.save(tmp_path / "out")
+    assert bytes_["original"] == Skeleton.of(Source("base", base), dtype).bytes
+    assert bytes_["result"] == Checkpoint(out).tensor_bytes()
+    for memory, count in ((bytes_["result"], 1), (bytes_["result"] - 1, 2)):
+        assert len(condensed(memory=memory)[0].summary["layers"]) == count

@@ -126,6 +126,21 @@ def test_arguments_of_measurements_are_checked_too(name, verb, options, words):
         getattr(moesaic, verb)(name, **options)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: moesaic.load_recipe(3), "named by a str or a Path; got 3"),
+        (lambda: moesaic.load_recipe("x" * 300), "cannot be read"),
+        (lambda: moesaic.run_recipe("recipe.yaml"), "takes a Recipe, .* got 'recipe.yaml'"),
+        (lambda: moesaic.estimate(None), "takes a Recipe, .* got None"),
+        (lambda: moesaic.inspect("x" * 300), "No model at x+: File name too long"),
+    ],
+)
+def test_recipes_and_names_of_other_kinds_are_refused(call, words):
+    with pytest.raises(moesaic.MoesaicError, match=words):
+        call()
+
+
 def test_an_output_is_named_by_a_path(name):
     result = moesaic.prune(name, keep=6, score="aimer", refit=False)
     for out in (None, 3, b"out", "a\0b", []):

@@ -586,7 +586,7 @@ class RunArgs:
         if isinstance(options.get("dtype"), str):
             options["dtype"] = parse_dtype(options["dtype"])
         if options.get("resume_from") is not None:
-            options["resume_from"] = Path(options["resume_from"]).expanduser()
+            options["resume_from"] = Path(at_home(options["resume_from"]))
         check_model_arguments(
             options.get("tokenizer"), options.get("dtype"), options.get("device", "cpu")
         )
@@ -707,7 +707,7 @@ def path_to(out: object) -> Path:
     """
     if not isinstance(out, str | Path) or "\0" in str(out):
         raise MoesaicError(f"An output is named by a str or a Path; got {quote(out)}.")
-    return Path(out).expanduser()
+    return Path(at_home(out))
 
 
 def check_model_arguments(tokenizer: object, dtype: object, device: object) -> None:

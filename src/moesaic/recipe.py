@@ -134,6 +134,12 @@ class Recipe:
 # --- checks --------------------------------------------------------------------------------------
 
 
+def check_recipe(recipe: object) -> None:
+    """Refuse a request for a run that is no :class:`Recipe`."""
+    if not isinstance(recipe, Recipe):
+        raise MoesaicError(f"A run takes a Recipe, as load_recipe returns; got {quote(recipe)}.")
+
+
 def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     """Refuse a recipe that can be seen to be wrong without opening the model.
 
@@ -146,6 +152,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     Raises:
         MoesaicError: names the field, its value and a remedy.
     """
+    check_recipe(recipe)
     settings, calibration = recipe.evaluation, recipe.calibration
     compare = settings.compare if settings is not None else ()
     for number, step in enumerate(recipe.steps, 1):
@@ -441,10 +448,12 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
         MoesaicError: there is no such file, or it is not valid.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise MoesaicError(f"A recipe file is named by a str or a Path; got {quote(path)}.")
     file = Path(path)
-    if not file.is_file():
-        raise MoesaicError(f"No recipe at {file}.")
     try:
+        if not file.is_file():
+            raise MoesaicError(f"No recipe at {file}.")
         with file.open(encoding="utf-8-sig") as opened:
             text = opened.read(LARGEST + 1)
     except (OSError, ValueError) as error:
@@ -453,13 +462,13 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _override(data: Any, override: str) -> None:
-    key, equals, value = override.partition("=")
+    key, equals, value = str(override).partition("=")
     if not equals:
         raise MoesaicError(f"{override!r} is not key=value.")
     *path, last = key.split(".")
     try:
         for part in path:
             data = data[int(part)] if isinstance(data, list) else data.setdefault(part, {})
-        data[int(last) if isinstance(data, list) else last] = yaml.safe_load(value)
-    except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError):
+        data[int(last) if isinstance(data, list) else last] = yaml.load(value, _OneValueEach)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         raise MoesaicError(f"{key} does not name a place in the recipe.") from None

@@ -48,13 +48,11 @@ from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import (
     apply_plan,
     check_base,
-    kept_names,
-    language_alone,
     mtp_blocks,
     mtp_fate,
-    rewrite,
+    write_applied,
 )
-from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values
+from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, at_home
 
 ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
 FATES = {
@@ -614,17 +612,13 @@ def save_applied(
     _check_weights(plan, source)
     naming = source.naming
     naming.check(model)
-    types = {} if dtype is None else {"dtype": dtype_by_name(model)}
     changed = hub.convert_config(config, arch, plan)
-    mtp = mtp_fate(naming, arch, plan, changed) != "left_out"
-    if not (mtp and mtp_blocks(naming, arch, plan.base)):
+    fate = mtp_fate(naming, arch, plan, changed)
+    if fate == "left_out" or not mtp_blocks(naming, arch, plan.base):
         leave_out(config)  # they are left out, or only in the config
-    whole = changed is not None or not source.beside
-    if not whole:
+    if changed is None and source.beside:
         logging.getLogger(__name__).warning(ALONE)
-    to = writer or ShardWriter(folder)
-    keep = kept_names(model, mtp, beside=whole)
-    rewrite(naming, arch, plan, to if whole else language_alone(to), keep, **types)
+    write_applied(source, arch, plan, changed, writer or ShardWriter(folder), dtype)
     if dtype is not None:
         config.dtype = dtype
     describe_format(config, source.checkpoint, kept=dtype is None)
@@ -667,7 +661,7 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
             f"push takes a Result or its folder; got {type(result).__name__}, whose own "
             "push_to_hub uploads it without a card."
         )
-    folder = Path(result).expanduser()
+    folder = Path(at_home(result))
     for file in sorted(folder.rglob("*")):
         check_plain_file(file, folder)  # what a link leads to would be uploaded
     from huggingface_hub import HfApi

@@ -20,11 +20,13 @@ import psutil
 import torch
 
 from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
 from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, ShardWriter
 from moesaic.io.models import shape_of, sizes_in, working_type
+from moesaic.io.names import check_name
 from moesaic.io.source import Source, headers_of_model, resolve, source_or_model
 from moesaic.methods import implementation
 from moesaic.methods.base import Outline
@@ -32,9 +34,11 @@ from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.score import Size, model_size
 from moesaic.metrics.speed import free_bytes
 from moesaic.observation.job import Job
-from moesaic.recipe import Recipe
+from moesaic.plan import Plan
+from moesaic.recipe import Recipe, check_recipe
 from moesaic.result import save_applied
-from moesaic.types import JSON, Config, Model, Named
+from moesaic.surgery import applied_bytes, base_shape
+from moesaic.types import JSON, Config, Model, Named, at_home
 
 T = TypeVar("T")
 Steps = tuple[MethodConfig | ExportArgs, ...]
@@ -77,6 +81,7 @@ def estimate(recipe: Recipe) -> Estimate:
     Raises:
         MoesaicError: the request cannot be met.
     """
+    check_recipe(recipe)
     with on_headers(recipe) as steps:
         source = steps[-1].result
         result = Skeleton(source.config, parse_dtype(recipe.dtype))
@@ -160,7 +165,8 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
     with TemporaryDirectory(prefix="moesaic-") as folder:
         if isinstance(model, str | Path):
             name, at = str(model), (revision, token)
-            local = Path(name).expanduser().is_dir()
+            check_name(name)
+            local = Path(at_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(shape_of(opened.config))
             if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
@@ -200,7 +206,12 @@ class Skeleton:
     @classmethod
     def of(cls, source: Source, dtype: torch.dtype | None) -> Skeleton:
         """Return a checkpoint's skeleton; None as its type leaves weights as they are stored."""
-        return cls(source.config, dtype, stored=source.checkpoint.tensor_bytes(dtype))
+        stored = source.checkpoint.tensor_bytes()
+        if dtype is not None:
+            arch = base_arch(source.config)
+            nothing = Plan("", base_shape(shape_of(source.config), arch), {})
+            stored = applied_bytes(source, arch, nothing, {}, dtype)
+        return cls(source.config, dtype, stored=stored)
 
     @cached_property
     def model(self) -> Model:
@@ -328,14 +339,10 @@ class RecipeSizes:
             return Skeleton.of(self._source, parse_dtype(self.recipe.dtype))
         source, job, outline, exact = self._outlined(steps)
         config, stored = copy.deepcopy(source.config), None
-        convert_config(config, job.arch, outline.plan)
+        changed = convert_config(config, job.arch, outline.plan)
         original = self.skeleton(())
         if original.bytes != original.in_memory:
-            with TemporaryDirectory(dir=self.folder) as place:
-                folder = Path(place)
-                writer = ShardWriter(folder, outline=True)
-                save_applied(source, outline.plan, folder, job.dtype, writer)
-                stored = Checkpoint(folder).tensor_bytes()
+            stored = applied_bytes(source, job.arch, outline.plan, changed, job.dtype)
         return Skeleton(config, job.dtype, exact, stored)
 
     @_once

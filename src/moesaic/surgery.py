@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import Value, Writer, cast
+from moesaic.io.models import dtype_by_name, shape_of
 from moesaic.io.naming import Naming, is_mtp, language
+from moesaic.io.source import Source
 from moesaic.io.trust import reading
 from moesaic.modules.running import Watch, always_skipping
 from moesaic.plan import FORMAT, BaseShape, Plan
@@ -366,6 +368,54 @@ def rewrite(
             for written in checkpoint.encode(full, tensor, origin):
                 writer.add(*written)
     writer.close()
+
+
+def write_applied(
+    source: Source,
+    arch: Arch,
+    plan: Plan,
+    changed: JSON | None,
+    writer: Writer,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the tensors of a source with a plan applied, those of MTP layers and other parts too.
+
+    Args:
+        source: the original.
+        arch: its architecture.
+        plan: made for it.
+        changed: the config's changed attributes; None if the result has a class of our own.
+        writer: takes the tensors.
+        dtype: floating-point type; None for the source's own.
+    """
+    naming, model = source.naming, shape_of(source.config, dtype)
+    mtp = mtp_fate(naming, arch, plan, changed) != "left_out"
+    types = {} if dtype is None else {"dtype": dtype_by_name(model)}
+    whole = changed is not None or not source.beside
+    keep = kept_names(model, mtp, beside=whole)
+    rewrite(naming, arch, plan, writer if whole else language_alone(writer), keep, **types)
+
+
+class _Counter:
+    """Writer that only counts the bytes of tensors."""
+
+    nbytes = 0
+
+    def add(self, name: str, value: Value) -> None:
+        self.nbytes += value.nbytes
+
+    def close(self) -> None:
+        pass
+
+
+def applied_bytes(
+    source: Source, arch: Arch, plan: Plan, changed: JSON | None, dtype: torch.dtype | None = None
+) -> int:
+    """Return the bytes of what :func:`write_applied` would write; only headers are read."""
+    counter = _Counter()
+    headers = replace(source, headers_only=True)
+    write_applied(headers, arch, plan, changed, counter, dtype)
+    return counter.nbytes
 
 
 def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:

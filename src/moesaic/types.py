@@ -109,8 +109,8 @@ def suits(value: object, hint: object) -> bool:
     return not isinstance(kind, type) or isinstance(value, kind)
 
 
-def at_home(name: str) -> str:
-    """Return a path with ~ at its beginning replaced by the user's folder."""
+def at_home(name: str | Path) -> str:
+    """Return a path with ~ at its beginning replaced by the user's folder, if there is such one."""
     return os.path.expanduser(name)  # noqa: PTH111 - a Path would leave ./ out
 
 

@@ -368,7 +368,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     chosen: list[Task] = []
     for name in names:
         if name.endswith((".jsonl", ".json")):
-            file = Path(name).expanduser()
+            file = Path(at_home(name))
             questions = read_questions(file)
             if (shots or 0) >= len(questions):
                 raise MoesaicError(

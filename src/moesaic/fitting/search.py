@@ -44,7 +44,7 @@ from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, Steps
 from moesaic.surgery import routing_in
-from moesaic.types import Track, silent
+from moesaic.types import Track, at_home, silent
 
 SHARES = tuple(n / 40 for n in range(12, 38))
 """Shares of the original's bytes that are tried if only a loss is given."""
@@ -270,7 +270,7 @@ class Search:
             "dtype": self.recipe.dtype,
             "version": __version__,
         }
-        file = Path(self.config.prices or self.work / FOUND / "prices.json").expanduser()
+        file = Path(at_home(self.config.prices or self.work / FOUND / "prices.json"))
         prices = Prices.load(file, request)
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]

@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from io import BufferedReader
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
 
@@ -226,16 +225,9 @@ class Checkpoint:
             with stored.opened():
                 pass
 
-    def tensor_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes of its tensors as stored, or with those of floating point in a type."""
-        if dtype is None:
-            return sum(stored.nbytes for stored in self._stored.values())
-        return sum(
-            prod(self.shape(name)) * dtype.itemsize
-            if self.is_floating(name)
-            else self._stored[name].nbytes
-            for name in self.names()
-        )
+    def tensor_bytes(self) -> int:
+        """Return the bytes of its tensors as stored."""
+        return sum(stored.nbytes for stored in self._stored.values())
 
     def nbytes(self) -> int:
         """Size of the weight files on disk."""

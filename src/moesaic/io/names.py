@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from moesaic.errors import MoesaicError, hint
+from moesaic.types import at_home
 
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 """Models that come with the package."""
@@ -45,7 +46,7 @@ def names_model(word: str) -> bool:
     """Return True if a word can only be a model's name: known, a folder, a file or a hub id."""
     shipped = word in NAMES or word.endswith(".gguf")
     hub = _hub_id(word) and not word.startswith("-")
-    return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
+    return bool(word) and (shipped or hub or Path(at_home(word)).is_dir())
 
 
 def _hub_id(name: str) -> bool:
@@ -61,10 +62,14 @@ def check_name(name: str) -> None:
     """
     if not name.strip():
         raise MoesaicError(f"A model's name is empty. Give one: {MODELS}.")
-    path = Path(name).expanduser()
-    if path.is_dir() and without_slash(name) in NAMES:
+    path = Path(at_home(name))
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # too long, or in a folder that may not be read
+        raise MoesaicError(f"No model at {name:.200}: {error.strerror}.") from None
+    if is_folder and without_slash(name) in NAMES:
         _warn_shadowed(name.rstrip("/"), path.resolve())
-    if path.is_dir() or without_slash(name) in NAMES:
+    if is_folder or without_slash(name) in NAMES:
         return
     if path.suffix == ".gguf":
         if not path.is_file():

@@ -62,9 +62,9 @@ def _check_place(out: Path) -> None:
         raise MoesaicError(f"{str(out)!r} cannot be made: its name is no UTF-8.") from None
     if out.name in ("", ".."):
         raise MoesaicError(f"{str(out)!r} cannot be made: give a name that nothing has yet.")
-    around = next(place for place in out.absolute().parents if place.exists())
+    around = next(place for place in out.absolute().parents if os.path.lexists(place))
     if not around.is_dir():
-        raise MoesaicError(f"{out} cannot be made: {around} is a file.")
+        raise MoesaicError(f"{out} cannot be made: {around} is no folder.")
     if not os.access(around, os.W_OK | os.X_OK):
         raise MoesaicError(f"{out} cannot be made: {around} may not be written to.")
     if _lock_of(out).exists():  # a run's, or left by one that was killed

@@ -82,7 +82,7 @@ from moesaic.io.trust import (
     pretrained,
     reading,
 )
-from moesaic.types import JSON, Config, MadeModel, Model, Tokenizer, Values
+from moesaic.types import JSON, Config, MadeModel, Model, Tokenizer, Values, at_home
 
 SMALL = ("*.json", f"{FOLDER}/*.json", *SIDE_FILES)
 """Name patterns of a hub repository's files that are read beside its weights."""
@@ -385,7 +385,7 @@ def resolve(name: str, revision: str | None = None, token: str | bool | None = N
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    path = Path(name).expanduser()
+    path = Path(at_home(name))
     if path.is_dir():
         return Source(name, path)
     name = without_slash(name)
@@ -537,7 +537,7 @@ def headers_of_model(
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    path = Path(name).expanduser()
+    path = Path(at_home(name))
     if path.is_dir():
         config, weights = path / "config.json", (*WEIGHTS, *PICKLED, *FOREIGN, ".gguf")
         if config.is_file() and not any(file.name.endswith(weights) for file in path.iterdir()):

@@ -20,7 +20,7 @@ from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched
 from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.metrics.gguf_engine import Engine
-from moesaic.types import JSON, Model, Named, Tokenizer, Track, silent
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, at_home, silent
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs one last time and",
@@ -200,7 +200,7 @@ def generate(
     ids = inputs["input_ids"]
     if ids.numel() == 0:
         raise MoesaicError("The prompt is empty.")
-    file = Path(model).expanduser() if isinstance(model, str | Path) else Path()
+    file = Path(at_home(model)) if isinstance(model, str | Path) else Path()
     if file.suffix == ".gguf" and device == "cpu" and dtype is None and isinstance(opened, Source):
         stops = _stops(tokenizer, opened.config.eos_token_id)
         with suppress(MoesaicError), Engine(file, ids.numel() + new_tokens, exact=True) as engine:

@@ -37,6 +37,7 @@ from moesaic.plan import BaseShape, Plan, Progress
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import NO_EXPERTS, NO_FFN, CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.record import Figure, LayerRecord, Row
+from moesaic.surgery import applied_bytes
 from moesaic.types import JSON, Config
 
 
@@ -69,11 +70,16 @@ class Target:
     def sizes(self, chosen: Sequence[int]) -> tuple[int, int]:
         """Return bytes and active parameters of the model with these layers condensed."""
         job, config = self.job, copy.deepcopy(self.job.original.config)
+        plan, changed = Plan(self.config.name, job.base, self.finish(chosen)), JSON()
         if chosen:
-            convert_config(config, job.arch, Plan(self.config.name, job.base, self.finish(chosen)))
+            changed = convert_config(config, job.arch, plan)
         model = shape_of(config, job.dtype or next(job.shape.parameters()).dtype)
-        size, layers = model_size(model), job.arch.layers(model)
-        return size.total_bytes + sum(map(_tables, layers)), size.active_parameters
+        size = model_size(model)
+        if job.on_disk:
+            memory = applied_bytes(job.original, job.arch, plan, changed, job.dtype)
+        else:
+            memory = size.total_bytes + sum(map(_tables, job.arch.layers(model)))
+        return memory, size.active_parameters
 
     def shapes(self, chosen: Sequence[int]) -> tuple[object, ...]:
         """Return all that a result's bytes depend on, for comparison with another choice."""
