@@ -28,9 +28,9 @@ from moesaic.io.models import shape_of
 from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import evaluate
-from moesaic.metrics.forward import routers
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
+from moesaic.surgery import routed_modules
 
 JSON = dict[str, Any]
 
@@ -73,10 +73,10 @@ def pairs(model: str, text: str, device: str = "cpu") -> JSON:
         over what it would be if all were as common.
     """
     _, live, tokens = opened(model, text, device)
-    found = routers(live)
+    found = routed_modules(live, base_arch(live.config))
     kept: dict[int, list[Tensor]] = {i: [] for i in three([*found])}
     handles = [
-        found[i][0].register_forward_hook(lambda _m, _a, out, i=i: kept[i].append(chosen(out)))
+        found[i].router.register_forward_hook(lambda _m, _a, out, i=i: kept[i].append(chosen(out)))
         for i in kept
     ]
     for batch in tokens.batches():
@@ -85,7 +85,7 @@ def pairs(model: str, text: str, device: str = "cpu") -> JSON:
         handle.remove()
     layers: dict[int, JSON] = {}
     for i, parts in kept.items():
-        count = len(found[i][1].widths)
+        count = len(found[i].experts)
         ran_TE = torch.zeros(sum(map(len, parts)), count).scatter_(1, torch.cat(parts).cpu(), 1)
         together_EE = (ran_TE.T @ ran_TE).triu(1)
         share_EE = together_EE / together_EE.sum()
@@ -237,12 +237,12 @@ def routed(folder: str, prompt: str, device: str = "cpu") -> JSON:
     """
     source = resolve(folder)
     live = source.load(device)
-    found = routers(live)
+    found = routed_modules(live, base_arch(live.config))
     ids = source.tokenizer(prompt, return_tensors="pt").input_ids
     kept: dict[int, Tensor] = {}
     for i in three([*found]):
         hook = lambda _m, _a, out, i=i: kept.__setitem__(i, chosen(out).flatten().cpu())  # noqa: E731
-        found[i][0].register_forward_hook(hook)
+        found[i].router.register_forward_hook(hook)
     live(ids.to(device), use_cache=False)
     words = [source.tokenizer.decode([t]) for t in ids[0].tolist()]
     return {
