@@ -41,6 +41,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
+from moesaic.exports import rounder as rounder_module
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
 from moesaic.exports.rounder import least
@@ -711,6 +712,22 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
         change = partial(rounder.rounded, {group: "q5_k"})
         rounded = Layerwise(whole.native, dtype=torch.float32, change=change)
         assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_weights_are_as_they_were_after_their_price(held, rounding, monkeypatch):
+    """Bitwise, whether or not bfloat16 holds them. Of large experts two are rounded."""
+    monkeypatch.setattr(rounder_module, "SAMPLED_VALUES", 1)
+    rounder = rounding("mixtral").rounder
+    layer = rounder.source.load().to(held).float().model.layers[1]
+    weights = layer.mlp.experts.down_proj.data
+    before, count = weights.clone(), len(weights)
+    assert before.bfloat16().float().equal(before) is (held == torch.bfloat16)
+    with rounder.rounded({"down 1": "q4_k"}, layer, 1, back=True):
+        changed = [i for i in range(count) if not weights[i].equal(before[i])]
+        assert changed == [0, count // 2]
+    assert weights.equal(before)
+    assert rounder.scale("down 1") == count / 2
 
 
 SMALLER = {"prune": PruneConfig(keep=0.5, score="random", refit=False)}

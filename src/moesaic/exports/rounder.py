@@ -43,7 +43,14 @@ from moesaic.exports import quantiser
 from moesaic.exports.quantiser import WHOLE
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
-from moesaic.observation.changes import Change, StandIn, draws_for, estimates, priced_on
+from moesaic.observation.changes import (
+    PRICED_AT_ONCE,
+    Change,
+    StandIn,
+    draws_for,
+    estimates,
+    priced_on,
+)
 from moesaic.observation.stats import Stats, Tally, square_sums
 from moesaic.observation.stream import BEFORE, LayerStream, PartChange
 from moesaic.types import Config, Model, Track, silent
@@ -364,6 +371,8 @@ Types = Mapping[str, str]
 """Types of tensors by group, or those of a file's tensors by name."""
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
+SAMPLED_VALUES = 1 << 26
+"""Most values of a matrix of theirs, two experts excepted: large experts are fewer."""
 
 
 class Rounder:
@@ -480,7 +489,7 @@ class Rounder:
             if (type := self._type(types, name)) != WHOLE:
                 some = matrix[:: self._step(name)] if back and matrix.dim() > 2 else matrix
                 if back:
-                    before.append((some, some.clone()))
+                    before.append((some, _exact_copy(some)))
                 self._round(name, type, some, self._step(name) if back else 1)
         try:
             yield part
@@ -507,8 +516,11 @@ class Rounder:
 
     def _step(self, name: str) -> int:
         """Return the number of experts of which one is quantised for an estimate."""
-        shape = self.layout.tensors[name].shape
-        return max(1, shape[2] // SAMPLED) if "_exps." in name else 1
+        if "_exps." not in name:
+            return 1
+        inputs, rows, experts = self.layout.tensors[name].shape
+        some = min(SAMPLED, max(2, SAMPLED_VALUES // (inputs * rows)))
+        return max(1, experts // some)
 
     def change(self, types: Types) -> PartChange:
         """Return the change that rounds a layer while a stream has it open.
@@ -576,6 +588,7 @@ class Rounder:
             self.arch,
             priced_on(self.tokens),
             view=lambda layer: layer,
+            tokens_per_batch=PRICED_AT_ONCE,
         )
         draws = draws_for(stream.model)
         kl_XN = estimates(stream, self.changes(types), draws, track=self.track).kl_CN
@@ -583,3 +596,12 @@ class Rounder:
         for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
             kls[type][group] = self.scale(group) * float(kl)
         return choice(kls, self.layout, budget)
+
+
+def _exact_copy(matrix: Tensor) -> Tensor:
+    """Return a copy of a matrix, in bfloat16 if that holds its values, as most checkpoints do."""
+    narrow, some = matrix.bfloat16(), max(1, quantiser.AT_ONCE // matrix[0].numel())
+    pairs = zip(narrow.split(some), matrix.split(some), strict=True)
+    if all(torch.equal(part.to(values.dtype), values) for part, values in pairs):
+        return narrow
+    return matrix.clone()

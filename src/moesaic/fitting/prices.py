@@ -26,7 +26,7 @@ from moesaic.exports.rounder import Numbers, Rounder
 from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading
-from moesaic.observation.changes import Change, draws_for, estimates
+from moesaic.observation.changes import PRICED_AT_ONCE, Change, draws_for, estimates
 from moesaic.observation.job import Job
 from moesaic.sizes import steps_as_json
 from moesaic.types import JSON, Track
@@ -151,7 +151,7 @@ class Prices:
         groups = [] if rounder is None or not types else [*rounder.groups]
         keys = [*product(groups, types)]
         changes = rounder.changes(types) if rounder is not None and keys else []
-        stream = job.stream((), lambda layer: layer)
+        stream = job.stream((), lambda layer: layer, tokens_per_batch=PRICED_AT_ONCE)
         draws = draws_for(stream.model)
         if folder is not None:
             asked_for = [self.request, keys, [*map(key_of, plans)], draws]

@@ -191,6 +191,8 @@ PRICED, SHORT = 2048, 64
 """Tokens by which changes are priced for a choice, and those of a window."""
 DRAWS, FEW, LARGE = 32, 8, 1 << 30
 """Draws of labels by which a choice is made; of models with so many parameters fewer."""
+PRICED_AT_ONCE = 1024
+"""Tokens of a batch then: what large experts compute with takes memory beside their weights."""
 IN_MEMORY = 1 << 28
 """Bytes of hidden states, and of gradients, that are kept in memory; the rest is on disk."""
 LOGITS = 1 << 29
