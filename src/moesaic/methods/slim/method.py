@@ -323,29 +323,63 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 shared = score.score(beside), beside.reach
         form = None if self.config.uneven else case.job.format  # no format has uneven experts
         columns = form.columns if form else 0  # that share a scale, which most are to keep
-        uneven, reach_EM = self.config.uneven, stats["reach_EM"]
         decided: dict[Size, tuple[CutLayer, JSON]] = {}
         for size in sizes:
-            kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
-            if uneven:
-                step = self.config.multiple or 1
-                neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, step)
-            analysis: JSON = {}
-            if self.config.rule.observes or case.stats is None:
-                lost = share_lost(score_EM, kept, neurons_NW)
-                analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
-            orders_NW = torch.stack([in_groups(order_W, columns) for order_W in neurons_NW])
-            layer, order_S = CutLayer(None, orders_NW, size.before), None
-            if size.room and shared is not None and isinstance(view, MoEFFN):
-                order_S = in_groups(_shared_order(view, size, *shared), columns)
-            if isinstance(view, MoEFFN):
-                layer = CutLayer(kept, orders_NW, size.before, shared_S=order_S, uneven=uneven)
-            decided[size] = layer, analysis
+            layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
+            assert layer.neurons_EW is not None
+            orders = [in_groups(order_W, columns) for order_W in layer.neurons_EW]
+            shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, columns)
+            grouped = replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
+            decided[size] = grouped, analysis
         if self.config.measures and case.site is not None:
             exact = losses(case.site, [layer for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
         return decided
+
+    def choose(
+        self,
+        case: LayerCase[Arch],
+        stats: Mapping[str, Tensor],
+        score_EM: Tensor,
+        shared: tuple[Tensor, Tensor] | None,
+        size: Size,
+        groups: int,
+    ) -> tuple[CutLayer, JSON]:
+        """Choose the neurons that a layer keeps, for one size.
+
+        Args:
+            case: the layer.
+            stats: its statistics, zeros in a dry run.
+            score_EM: scores of its neurons.
+            shared: scores and reach of the shared path's neurons (1, S), if it is narrowed.
+            size: the number of experts to keep, and their width.
+            groups: router groups; the same number of experts is removed from each.
+
+        Returns:
+            the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
+            if the score reads tokens.
+        """
+        config, reach_EM = self.config, stats["reach_EM"]
+        kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
+        if config.uneven:
+            neurons_NW = highest_in_layer(score_EM, size.neurons, reach_EM, config.multiple or 1)
+        analysis: JSON = {}
+        if config.rule.observes or case.stats is None:
+            lost = share_lost(score_EM, kept, neurons_NW)
+            analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
+        view, order_S = case.view, None
+        if not isinstance(view, MoEFFN):
+            return CutLayer(None, neurons_NW, size.before), analysis
+        if size.room and shared is not None:
+            count = view.shared_count
+            score_NS, reach_NS = (x.view(count, -1) for x in shared)
+            first_N1 = score_NS.shape[1] * torch.arange(count)[:, None]
+            order_NS = first_N1 + highest(score_NS, size.shared // count, reach_NS)
+            order_S = torch.cat([filled_up(one_S, size.room // count) for one_S in order_NS])
+        return CutLayer(
+            kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
+        ), analysis
 
     # --- a model ---------------------------------------------------------------------------------
 
@@ -441,15 +475,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if config.refit:
             text += " The down projections were then refitted."
         return Summary(title, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
-
-
-def _shared_order(view: MoEFFN, size: Size, score_1S: Tensor, reach_1S: Tensor) -> Tensor:
-    """Return the kept neurons of the shared path, PADDING where each of its experts has room."""
-    count = view.shared_count
-    score_NS, reach_NS = score_1S.view(count, -1), reach_1S.view(count, -1)
-    first_N1 = score_NS.shape[1] * torch.arange(count)[:, None]
-    order_NS = first_N1 + highest(score_NS, size.shared // count, reach_NS)
-    return torch.cat([filled_up(order_S, size.room // count) for order_S in order_NS])
 
 
 def _compared(summary: Values) -> str:
