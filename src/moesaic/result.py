@@ -622,6 +622,7 @@ def save_applied(
     if dtype is not None:
         config.dtype = dtype
     describe_format(config, source.checkpoint, kept=dtype is None)
+    config._attn_implementation = None  # of how it was run here; some values rule some out
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
     copy_side_files(source.folder, folder)
