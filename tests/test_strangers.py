@@ -266,6 +266,14 @@ def test_an_empty_format_is_none(theirs: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
+def test_inspect_does_not_pass_over_weights_that_are_no_file(theirs: Path) -> None:
+    for file in theirs.glob("model*"):
+        file.unlink()
+    (theirs / "model.safetensors").mkdir()
+    with pytest.raises(MoesaicError, match="is missing, truncated"):
+        moesaic.inspect(str(theirs))
+
+
 NO_SETTINGS = {
     **dict.fromkeys(("null", "[]", "7"), "holds no JSON object"),
     '{"max_new_tokens": -1}': "must be greater than 0",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -169,7 +170,7 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
             local = Path(at_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(shape_of(opened.config))
-            if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+            if any(os.path.lexists(opened.folder / name) for name in (SINGLE_NAME, INDEX_NAME)):
                 Checkpoint(opened.folder)  # a missing or damaged file is reported
         else:
             opened = source_or_model(model)
