@@ -413,6 +413,21 @@ def test_what_changes_no_logits_changes_no_result(change, tokens):
     assert torch.equal(found.eval()(tokens.input_ids).logits, wanted(tokens.input_ids).logits)
 
 
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_what_is_changed_after_a_verb_is_not_saved_in_its_place(on_disk, tokens, tmp_path):
+    """Weights that were trained otherwise were left out of the file without a word."""
+    model = tiny_moe("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    first = moesaic.skip(str(tmp_path / "base") if on_disk else model, top_k=1)
+    later = moesaic.skip(model, top_k=1)
+    first.model.lm_head.weight.data.mul_(2)
+    with pytest.raises(MoesaicError, match="was changed since it was made"):
+        first.save_pretrained(tmp_path / "out")
+    model.half()
+    with pytest.raises(MoesaicError, match="was changed since: its weights are others"):
+        later.save_pretrained(tmp_path / "out")
+
+
 def test_settings_that_transformers_does_not_save_are_said(tmp_path):
     model = tiny_moe("mixtral")
     model.generation_config.do_sample, model.generation_config.temperature = False, 0.3
