@@ -71,9 +71,8 @@ class Target:
     def sizes(self, chosen: Sequence[int]) -> tuple[int, int]:
         """Return bytes and active parameters of the model with these layers condensed."""
         job, config = self.job, copy.deepcopy(self.job.original.config)
-        plan, changed = Plan(self.config.name, job.base, self.finish(chosen)), JSON()
-        if chosen:
-            changed = convert_config(config, job.arch, plan)
+        plan = Plan(self.config.name, job.base, self.finish(chosen))
+        changed = convert_config(config, job.arch, plan) if chosen else {}
         model = shape_of(config, job.dtype or next(job.shape.parameters()).dtype)
         size = model_size(model)
         if job.on_disk:
