@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -211,7 +211,8 @@ class Skeleton:
         if dtype is not None:
             arch = base_arch(source.config)
             nothing = Plan("", base_shape(shape_of(source.config), arch), {})
-            stored = applied_bytes(source, arch, nothing, {}, dtype)
+            headers = replace(source, headers_only=True)
+            stored = applied_bytes(headers, arch, nothing, {}, dtype)
         return cls(source.config, dtype, stored=stored)
 
     @cached_property
