@@ -405,6 +405,14 @@ def test_what_cannot_win_is_not_made(
     assert shown[0].endswith(": quantise 0.1, drop 1.2.")
 
 
+@pytest.mark.parametrize("price", ['{"v": [[1e400]], "head": 0}', '{"v": [[0]], "head": NaN}'])
+def test_prices_that_are_no_numbers_are_refused(price: str, tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(f'{{"request": {{}}, "steps": {{"a": {price}}}, "types": {{}}}}')
+    with pytest.raises(MoesaicError, match="must not contain infs or NaNs"):
+        Prices.load(file, {})
+
+
 @pytest.mark.parametrize("model", ["tiny-moe", "tiny-dense"])
 def test_alternatives_are_priced_once(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -340,6 +340,14 @@ def swap(model):
     model.model.layers[1] = model.model.layers[0]
 
 
+def tied(model):
+    model.lm_head.weight = model.get_input_embeddings().weight
+
+
+def endless(model):
+    model.lm_head.weight.data[0, 0] = float("inf")
+
+
 def compiled(model):
     model.forward = torch.compile(model.forward, backend="eager")
 
@@ -361,6 +369,16 @@ MORE: dict[str, tuple[Any, str]] = {
     "set otherwise": (every(lambda a: setattr(a, "scaling", 0.9)), "computes something else"),
     "config set": (lambda model: setattr(model.config, "num_experts_per_tok", 1), "computes some"),
     "shared": (swap, "are one and the same module"),
+    "tied": (tied, r"lm_head\.weight of this loaded model is one tensor"),
+    "one tensor": (
+        every(lambda a: setattr(a.k_proj.weight, "data", a.v_proj.weight.data)),
+        r"layers\.0\.self_attn\.v_proj\.weight of this loaded model is one tensor",
+    ),
+    "infinite": (endless, "lm_head.weight holds a value that is not finite"),
+    "a layer less": (
+        lambda model: setattr(model.config, "layer_types", ["full_attention"]),
+        "config is not valid: .* must be equal to the number of",
+    ),
     "compiled": (compiled, r"call model.compile\(\) in place"),
     "of two types": (lambda model: model.lm_head.double() and None, "cannot be run: expected"),
 }
@@ -393,6 +411,31 @@ def test_what_changes_no_logits_changes_no_result(change, tokens):
     change(model)
     found = moesaic.prune(model, keep=2, calibration=tokens).model
     assert torch.equal(found.eval()(tokens.input_ids).logits, wanted(tokens.input_ids).logits)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_what_is_changed_after_a_verb_is_not_saved_in_its_place(on_disk, tokens, tmp_path):
+    """Weights that were trained otherwise were left out of the file without a word."""
+    model = tiny_moe("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    first = moesaic.skip(str(tmp_path / "base") if on_disk else model, top_k=1)
+    later = moesaic.skip(model, top_k=1)
+    first.model.lm_head.weight.data.mul_(2)
+    with pytest.raises(MoesaicError, match="was changed since it was made"):
+        first.save_pretrained(tmp_path / "out")
+    model.half()
+    with pytest.raises(MoesaicError, match="was changed since: its weights are others"):
+        later.save_pretrained(tmp_path / "out")
+
+
+def test_settings_that_transformers_does_not_save_are_said(tmp_path):
+    model = tiny_moe("mixtral")
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.3
+    result = moesaic.skip(model, top_k=1)
+    with pytest.raises(MoesaicError, match="cannot be saved by transformers: GenerationConfig is"):
+        result.save_pretrained(tmp_path / "out")
+    result.model.generation_config.temperature = None
+    assert (result.save_pretrained(tmp_path / "out") / "config.json").is_file()
 
 
 def test_shown_in_one_line_and_never_as_an_empty_box(name):

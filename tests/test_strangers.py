@@ -228,6 +228,7 @@ def test_a_plan_of_other_types_is_refused(moe_folder: Path, tmp_path: Path) -> N
 CONFIGS = {
     "a list of numbers of layers": {"num_hidden_layers": [2]},
     "words": {"hidden_size": "32"},
+    "outputs without names": {"return_dict": False},
     "layers of a part": {"vision_config": {"num_hidden_layers": 10**9}},
     "layers beyond any": {"num_hidden_layers": 10**9, "model_type": "qwen2"},
     "a head beyond memory": {"head_dim": 10**10},
@@ -265,11 +266,33 @@ def test_an_empty_format_is_none(theirs: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("content", ["null", "[]", "7"])
-def test_generation_settings_that_are_no_mapping_are_refused(theirs: Path, content: str) -> None:
+def test_inspect_does_not_pass_over_weights_that_are_no_file(theirs: Path) -> None:
+    for file in theirs.glob("model*"):
+        file.unlink()
+    (theirs / "model.safetensors").mkdir()
+    with pytest.raises(MoesaicError, match="is missing, truncated"):
+        moesaic.inspect(str(theirs))
+
+
+NO_SETTINGS = {
+    **dict.fromkeys(("null", "[]", "7"), "holds no JSON object"),
+    '{"max_new_tokens": -1}': "must be greater than 0",
+    '{"cache_implementation": "mine"}': "Invalid .cache_implementation",
+}
+
+
+@pytest.mark.parametrize("content", NO_SETTINGS)
+def test_generation_settings_that_cannot_be_used_are_refused(theirs: Path, content: str) -> None:
     (theirs / "generation_config.json").write_text(content)
-    with pytest.raises(MoesaicError, match="generation_config.json .*holds no JSON object"):
+    with pytest.raises(MoesaicError, match=f"generation_config.json .*{NO_SETTINGS[content]}"):
         resolve(str(theirs)).load()
+
+
+def test_settings_of_how_it_is_run_do_not_stop_a_result(theirs: Path, tmp_path: Path) -> None:
+    """transformers would not write this one beside the kind of attention that a run chose."""
+    edited(theirs / "config.json", output_attentions=True)
+    result = moesaic.prune(str(theirs), keep=6, score="frequency", samples=2, length=16)
+    assert (result.save_pretrained(tmp_path / "out") / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

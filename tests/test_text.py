@@ -338,6 +338,16 @@ def test_the_only_split_gives_up_rows_for_measuring(folder: Any, way: str, split
     }
 
 
+def test_what_datasets_saved_to_disk_is_read(way: str, tmp_path: Path) -> None:
+    datasets.Dataset.from_list(numbered(0, 200)).save_to_disk(tmp_path / "saved", num_shards=3)
+    name = str(tmp_path / "saved")
+    trained, measured = read(name, "calibration"), read(name, "evaluation")
+    assert trained
+    assert measured
+    assert trained | measured == {f"{i}" for i in range(200)}
+    assert read(f"{name}:::[:100]", "calibration") == {f"{i}" for i in range(100)}
+
+
 def test_shards_of_a_stream_hold_rows_out_too(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "AT_HAND", 0)
     monkeypatch.setattr(reader, "HELD_OUT", 5)

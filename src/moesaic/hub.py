@@ -39,7 +39,7 @@ from moesaic.io.models import HEADLESS, predicts_tokens, shape_of
 from moesaic.io.naming import leave_out, register_conversions
 from moesaic.io.quantised import QUANTIZATION
 from moesaic.io.source import check_loaded, language_model, resolve, source_or_model
-from moesaic.io.trust import pretrained
+from moesaic.io.trust import pretrained, reading
 from moesaic.plan import Plan
 from moesaic.plans.base import KINDS
 from moesaic.surgery import converted_shape, headers_of, install, sizes
@@ -570,7 +570,9 @@ def save_live(
     """
     if not predicting:
         leave_out(model.config)
-    model.save_pretrained(folder)
+    settings = (ValueError, StrictDataclassError)
+    with reading("This model", "", "cannot be saved by transformers", settings):
+        model.save_pretrained(folder)
     if predicting:
         extend(folder, predicting)
     for file in folder.glob("*.safetensors"):

@@ -127,6 +127,11 @@ class Result(MadeModel):
         if self.job.on_disk:
             model = model.load(self.job.device, dtype or self.job.dtype)
         elif not self.job.args.inplace:
+            if plan.base.weights not in ("", model_fingerprint(model)):
+                raise MoesaicError(
+                    "The model that this result is of was changed since: its weights are others. "
+                    "Repeat the call, or ask for result.model before you change it."
+                )
             model = copy.deepcopy(model).eval()
         apply_plan(model, self.job.arch, plan)
         hub.convert_class(model, self.job.arch, plan)
@@ -143,10 +148,12 @@ class Result(MadeModel):
     @cached_property
     def model(self) -> Model:
         """Converted model, an ordinary PreTrainedModel."""
-        if self.decision.trained is not None:
-            return self.decision.trained
-        assert self.plan is not None
-        return self.build(self.plan)
+        model = self.decision.trained
+        if model is None:
+            assert self.plan is not None
+            model = self.build(self.plan)
+        vars(self)["_weights"] = model_fingerprint(model)
+        return model
 
     @cached_property
     def scores(self) -> dict[str, Score]:
@@ -242,6 +249,11 @@ class Result(MadeModel):
     def write(self, folder: Path) -> None:
         """Write the checkpoint, and the plan that rebuilds it, into an existing folder."""
         plan = self.complete
+        if "model" in vars(self) and model_fingerprint(self.model) != vars(self)["_weights"]:
+            raise MoesaicError(
+                "result.model was changed since it was made, and plan and record are of what it "
+                "was. Save it by its own save_pretrained, or give it to a verb."
+            )
         if plan is not None and self.job.on_disk:
             save_applied(self.job.original, plan, folder, self.job.dtype)
         else:
@@ -622,6 +634,7 @@ def save_applied(
     if dtype is not None:
         config.dtype = dtype
     describe_format(config, source.checkpoint, kept=dtype is None)
+    config._attn_implementation = None  # of how it was run here; some values rule some out
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
     copy_side_files(source.folder, folder)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -169,7 +170,7 @@ def inspect(model: Named, *, revision: str | None = None, token: str | bool | No
             local = Path(at_home(name)).is_dir()
             opened = resolve(name) if local else headers_of_model(name, Path(folder), *at)
             size = model_size(shape_of(opened.config))
-            if any((opened.folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+            if any(os.path.lexists(opened.folder / name) for name in (SINGLE_NAME, INDEX_NAME)):
                 Checkpoint(opened.folder)  # a missing or damaged file is reported
         else:
             opened = source_or_model(model)
@@ -210,7 +211,8 @@ class Skeleton:
         if dtype is not None:
             arch = base_arch(source.config)
             nothing = Plan("", base_shape(shape_of(source.config), arch), {})
-            stored = applied_bytes(source, arch, nothing, {}, dtype)
+            headers = replace(source, headers_only=True)
+            stored = applied_bytes(headers, arch, nothing, {}, dtype)
         return cls(source.config, dtype, stored=stored)
 
     @cached_property

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -411,10 +411,10 @@ class _Counter:
 def applied_bytes(
     source: Source, arch: Arch, plan: Plan, changed: JSON | None, dtype: torch.dtype | None = None
 ) -> int:
-    """Return the bytes of what :func:`write_applied` would write; only headers are read."""
+    """Return the bytes of what :func:`write_applied` would write of a source of headers only."""
+    assert source.headers_only
     counter = _Counter()
-    headers = replace(source, headers_only=True)
-    write_applied(headers, arch, plan, changed, counter, dtype)
+    write_applied(source, arch, plan, changed, counter, dtype)
     return counter.nbytes
 
 

@@ -363,13 +363,16 @@ def _data_set(source: TextSource, use: Use) -> Rows:
     where: JSON = {"data_dir": source.data_dir} if source.data_dir else {}
     place, config = source.place[0], source.config or None
     with _reading(str(replace(source, split=""))):
-        if not Path(place).is_dir():
+        name = place
+        if (Path(place) / "state.json").is_file():  # as save_to_disk writes it
+            name, where = "arrow", {"data_files": f"{glob.escape(place)}/*.arrow"}
+        elif not Path(place).is_dir():
             _check_hub()
-        splits = datasets.get_dataset_split_names(place, config, **where)
+        splits = datasets.get_dataset_split_names(name, config, **where)
         split, held_out = chosen_split(source, splits, use)
-        info = datasets.load_dataset_builder(place, config, **where).info
+        info = datasets.load_dataset_builder(name, config, **where).info
         at_hand = _size(source, info) <= AT_HAND
-        data = datasets.load_dataset(place, config, split=split, streaming=not at_hand, **where)
+        data = datasets.load_dataset(name, config, split=split, streaming=not at_hand, **where)
     known = (info.splits or {}).get(split)
     count = len(data) if at_hand else known and known.num_examples
     taken = RowRange(str(replace(source, name=place, split="")), split, mix=source.mix)

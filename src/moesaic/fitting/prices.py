@@ -169,7 +169,9 @@ class Prices:
 
 
 def _read(held: Any) -> Price:
-    return IMPOSSIBLE if held is None else Price(np.array(held["v"], float), float(held["head"]))
+    if held is None:
+        return IMPOSSIBLE
+    return Price(np.asarray_chkfinite(held["v"], float), float(np.asarray_chkfinite(held["head"])))
 
 
 def _written(price: Price) -> JSON | None:

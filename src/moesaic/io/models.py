@@ -32,7 +32,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import check_finite
 from moesaic.io.naming import register_conversions
+from moesaic.io.trust import reading
 from moesaic.registry import Dynamic, remade
 from moesaic.types import Config, MadeModel, Model, Values
 
@@ -309,6 +311,8 @@ def check_live(model: Model) -> None:
     config = copy.deepcopy(model.config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
+    with reading("This loaded model's config", "", "is not valid", (Exception,)):
+        config.validate()
     plain, state, advice = skeleton(config), model.state_dict(), "Save it, and give the folder."
     usual = plain.state_dict()
     odd = [name for name in usual if name not in state] + [
@@ -327,6 +331,14 @@ def check_live(model: Model) -> None:
         )
     if len([*model.modules()]) < len([*plain.modules()]):
         raise MoesaicError(f"Layers of this loaded model are one and the same module. {advice}")
+    first = {p.data_ptr() or name: name for name, p in reversed([*model.named_parameters()])}
+    if one := {name for name, _ in plain.named_parameters()} - {*first.values()}:
+        raise MoesaicError(
+            f"{min(one)} of this loaded model is one tensor with another weight, which its config "
+            "does not say: set tie_word_embeddings=True there if it is the embedding, or copy it."
+        )
+    for name, value in state.items():
+        check_finite(name, value)
     if any(isinstance(vars(m).get("forward"), FunctionType) for m in model.modules()):
         raise MoesaicError(
             "A function stands in place of a forward of this loaded model, and would run the old "

@@ -132,6 +132,8 @@ class Source:
         with reading(f"{self.name}: config.json", "", "cannot be used", (Exception,)):
             check_counts(plain)  # before lists of so many layers are made
             config: Config = pretrained(AutoConfig, self.folder)
+            if not getattr(config, "return_dict", True):
+                raise ValueError("return_dict is false: transformers runs no such model")
             layers = config.get_text_config().num_hidden_layers
             if layers <= 0:
                 raise ValueError(f"num_hidden_layers is {layers}")
@@ -267,7 +269,9 @@ class Source:
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
         if (settings := self.folder / GENERATION_CONFIG_NAME).is_file():
-            mapping_of(settings)  # transformers fails on anything else
+            with reading(settings, "Correct it, or remove it.", "cannot be used", (Exception,)):
+                mapping_of(settings)
+                GenerationConfig.from_pretrained(self.folder)
         with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
         self.checkpoint.check_unchanged()

@@ -52,6 +52,7 @@ class Target:
         self, job: Job[MoEArch], config: CondenseConfig, plans: Mapping[int, Replaced]
     ) -> None:
         self.job, self.config, self.plans = job, config, plans
+        self.headers = replace(job.original, headers_only=True) if job.on_disk else None
         if not self.met([*plans]):
             memory, active = self.sizes([*plans])
             raise MoesaicError(
@@ -74,8 +75,8 @@ class Target:
         changed = convert_config(config, job.arch, plan) if chosen else {}
         model = shape_of(config, job.dtype or next(job.shape.parameters()).dtype)
         size = model_size(model)
-        if job.on_disk:
-            memory = applied_bytes(job.original, job.arch, plan, changed, job.dtype)
+        if self.headers is not None:
+            memory = applied_bytes(self.headers, job.arch, plan, changed, job.dtype)
         else:
             memory = size.total_bytes + sum(map(_tables, job.arch.layers(model)))
         return memory, size.active_parameters
