@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,7 +211,7 @@ def test_the_sparsity_loss_pushes_active_gates_alone() -> None:
 
 def test_the_objective_by_hand_padding_left_out() -> None:
     torch.manual_seed(5)
-    model = carved(tiny_model("llama"), 20, sparsity=0.7).train()
+    model = carved(tiny_model("llama"), 20, sparsity=0.7, tau=0.9).train()
     ids = rows(2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, 7:], mask[1, 7:] = -100, 0
@@ -224,7 +223,7 @@ def test_the_objective_by_hand_padding_left_out() -> None:
     )
     with gates_of(model) as seen:
         logits = model(input_ids=ids, attention_mask=mask).logits
-    total, gates, on, count = 0.0, 0.0, 0, 0
+    total, gates, on, idle, count = 0.0, 0.0, 0, 0, 0
     for b in range(2):
         for t in range(11):
             if labels[b, t + 1] == -100:
@@ -234,10 +233,13 @@ def test_the_objective_by_hand_padding_left_out() -> None:
             here = torch.stack([G[b * 12 + t] for G in seen])
             gates += here.mean().item()
             on += int((here > 0).sum())
+            idle += int((here <= 0).all(-1).sum())
     assert count == 11 + 6
     assert figures["language"].item() == pytest.approx(total, rel=1e-5)
     assert figures["sparsity"].item() == pytest.approx(gates, rel=1e-5)
     assert figures["active_blocks"].item() == pytest.approx(on / 4 / BLOCKS, rel=1e-5)
+    assert 0 < idle < on
+    assert figures["idle_tokens"].item() == pytest.approx(idle / 4, rel=1e-5)
     assert loss.item() == pytest.approx(total + 0.7 * gates, rel=1e-5)
 
 
@@ -424,45 +426,3 @@ def test_the_controller_by_hand() -> None:
     free = SparseObjective([], configured(DSMoEConfig, sparsity=2.0), target=None)
     free.after_step({"active_blocks": 0.9})
     assert free.state["lambda"] == 2.0
-
-
-class Gates(torch.nn.Module):
-    """A router whose gates are given."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        super().__init__()
-        self.rows = torch.tensor(rows)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.rows
-
-
-class Gated(torch.nn.Module):
-    """A model that asks two routers, and says the same of every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.routers = torch.nn.ModuleList(
-            [Gates([[0.0, 0.0]] * 3), Gates([*ROWS[:2], [0.0, 0.0]])]
-        )
-
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        for router in self.routers:
-            router(torch.ones(3, 2))
-        return SimpleNamespace(logits=torch.zeros(1, 3, 4))
-
-
-def test_blocks_and_tokens_that_idle_are_counted() -> None:
-    """The last token predicts nothing. Of two layers the first runs nothing; in the second the
-    first token has a gate above 0, the second token one below 0."""
-    model = Gated()
-    objective = SparseObjective(
-        list(model.routers), configured(DSMoEConfig, sparsity=2.0), target=None
-    )
-    ids = torch.tensor([[1, 2, 3]])
-    loss, figures = objective(model, {"input_ids": ids, "labels": ids})
-    assert figures["language"].item() == pytest.approx(2 * math.log(4))
-    assert figures["idle_tokens"].item() == pytest.approx(1 + 0.5)
-    assert figures["active_blocks"].item() == pytest.approx(0.5 / 2)
-    assert figures["sparsity"].item() == pytest.approx(1 / 4)
-    assert loss.item() == pytest.approx(2 * math.log(4) + 2 / 4)
