@@ -650,6 +650,20 @@ def masked(ffn: nn.Module) -> nn.Module:
     return twin
 
 
+@torch.no_grad()
+def running(ffn: Any, x_TD: Tensor) -> Tensor:
+    """What enters a carved block's down projection, neuron by neuron, idle ones zero (T, M)."""
+    h_TM = ffn.view().hidden(x_TD)
+    on_TM = torch.zeros_like(h_TM)
+    on_TM[:, : ffn.backbone] = 1
+    for t, given_R in enumerate(ffn.router(x_TD)):
+        active = given_R.nonzero().flatten().tolist()
+        for e in active:
+            place = ffn.experts[e] if hasattr(ffn, "experts") else slice(*ffn.slices[e])
+            on_TM[t, place] = given_R[e].to(h_TM) * (len(given_R) / len(active)) ** ffn.weighs
+    return h_TM * on_TM
+
+
 # --- several experts a token ---------------------------------------------------------------------
 
 WAYS = {

@@ -17,6 +17,7 @@ from builders import (
     converted,
     drawn,
     pages,
+    running,
     statistics,
     tiny_model,
     tiny_moe,
@@ -27,7 +28,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.carving.carved_layer import CarvedFFN
-from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, set_form
+from moesaic.carving.overlapping_layer import OverlappingLayer, set_form
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
@@ -122,26 +123,6 @@ def test_hooks_see_what_enters_every_projection(name: str, tokens: Any) -> None:
             found, wanted = entering[f"{path}.down_proj"], running(ffn, x_TD)
             assert outputs[f"{path}.down_proj"] == len(x_TD)
             assert torch.allclose(found.abs().amax(0), wanted.abs().amax(0), atol=1e-5)
-
-
-def running(ffn: Any, x_TD: Tensor) -> Tensor:
-    """What enters the down projection, neuron by neuron, idle ones zero (T, M)."""
-    h_TM = ffn.act_fn(ffn.gate_proj(x_TD)) * ffn.up_proj(x_TD)
-    on_TM = torch.zeros_like(h_TM)
-    on_TM[:, : ffn.backbone] = 1
-    for t, x_D in enumerate(x_TD):
-        given = ffn.router(x_D[None])[0]
-        if ffn.weighs:
-            active = int((given > 0).sum()) or 1
-            values = {e: float(g) * len(given) / active for e, g in enumerate(given)}
-        else:
-            values = dict.fromkeys(given.nonzero().flatten().tolist(), 1.0)
-        for e, value in values.items():
-            if isinstance(ffn, OverlappingFFN):
-                on_TM[t, ffn.experts[e]] = value
-            else:
-                on_TM[t, slice(*ffn.slices[e])] = value
-    return h_TM * on_TM
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own
