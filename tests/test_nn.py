@@ -38,7 +38,7 @@ def carved(
     module = CarvedFFN(projections, getattr(ffn, names.act), names, *sizes)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
-    module = module.to(dtype)
+    module = module.to(dtype).eval()
     module.router.float()
     return module, torch.randn(33, 32).to(dtype)
 
