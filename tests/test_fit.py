@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,18 @@ def form_of(name: str, configs: Any, careful: Any = lambda config: config) -> Fo
     return Form(Family(name, [*configs], careful))
 
 
+@pytest.fixture
+def looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
+    """Makes a search, of these forms alone where some are given."""
+
+    def made(config: FitConfig, *some: Form, model: Any = "tiny-moe", **options: Any) -> Search:
+        if some:
+            monkeypatch.setattr(search, "forms", lambda *_: [*some])
+        return Search(recipe_of(tmp_path / "out", str(model)), config, tmp_path / "work", **options)
+
+    return made
+
+
 def price(kl: float) -> Price:
     """Of one window, whose KL is given."""
     return Price(np.full((1, 1), kl**0.5))
@@ -97,12 +110,10 @@ def few(*_: Any) -> list[Form]:
 
 @pytest.mark.parametrize("model", ["moe_folder", "llama_folder"])
 @pytest.mark.parametrize("native", [False, True])
-def test_every_form_can_be_carried_out_and_grows(
-    model: str, native: bool, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_every_form_can_be_carried_out_and_grows(model, native, request, looking):
     """Its smallest is smaller than the original; made with care it is as small."""
-    folder, config = request.getfixturevalue(model), FitConfig(memory=1, native=native)
-    looking = Search(recipe_of(tmp_path / "out", str(folder)), config, tmp_path / "work")
+    config = FitConfig(memory=1, native=native)
+    looking = looking(config, model=request.getfixturevalue(model))
     known = forms(looking.source, config)
     assert len({form.name for form in known}) == len(known)
     for form in known:
@@ -153,10 +164,10 @@ def test_bytes_of_results_are_those_that_are_stored(make: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_path: Path) -> None:
+def test_fewer_experts_a_token_serve_active_parameters_alone(native, looking):
     """As many weights, of which a token uses fewer the smaller the share."""
     config = FitConfig(active_parameters=1, native=native)
-    looking = Search(recipe_of(tmp_path / "out", "tiny-shared-moe"), config, tmp_path / "work")
+    looking = looking(config, model="tiny-shared-moe")
     known = {form.name: form for form in forms(looking.source, config)}
     form = known["experts a token"]
     assert form.count == 3
@@ -185,12 +196,12 @@ class PlainFiles:
     llama.cpp's own file of one type is a tenth larger."""
 
     def __init__(self, source: Source, *_: Any) -> None:
-        self.whole, self.folder = Skeleton(source.config, None), Path()
-        self.original = SimpleNamespace(layout=self.layout(self.whole), rounder=None)
+        whole, self.name = Skeleton(source.config, None), source.name
+        self.original = SimpleNamespace(layout=self.layout(whole), rounder=None)
 
     def layout(self, built: Skeleton) -> Layout:
         size = built.size.total_parameters // 256
-        shapes = {"blk.0.attn_q.weight": (256, 256), "blk.0.ffn_up.weight": (256, size - 256)}
+        shapes = {"blk.0.attn_q.weight": (256, 64), "blk.0.ffn_up.weight": (256, size - 64)}
         tensors = {name: FileTensor("q8_0", shape) for name, shape in shapes.items()}
         return Layout(tensors, header=0, layers=1)
 
@@ -207,7 +218,7 @@ class PlainFiles:
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
 
     def rounder(self, result: Path | None, built: Skeleton) -> Any:
-        source = resolve(str(result) if result else "tiny-moe")
+        source = resolve(str(result) if result else self.name)
         layout = self.layout(built)
         return SimpleNamespace(source=source, layout=layout, change=lambda _: None, weights={})
 
@@ -219,7 +230,7 @@ class PlainFiles:
         types: Any = None,
         weights: Any = None,
     ) -> dict[str, Any]:
-        source = resolve(str(result) if result else "tiny-moe")
+        source = resolve(str(result) if result else self.name)
         out.write_text(f"{source.folder}\n")
         size = self.size(Skeleton(source.config, None), file)
         with out.open("r+b") as stream:
@@ -227,16 +238,14 @@ class PlainFiles:
         return {"bytes": size, "types": types or {file.type: 1}}
 
     def uniform(self, result: Path | None, type: str, weights: Any) -> tuple[dict[str, str], int]:
-        source = resolve(str(result) if result else "tiny-moe")
+        source = resolve(str(result) if result else self.name)
         return {}, self.size(Skeleton(source.config, None), ExportArgs(to="gguf", type=type))
 
 
 @pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlainFiles:
+def plain(monkeypatch: pytest.MonkeyPatch) -> PlainFiles:
     """A search makes these instead of GGUF files."""
     files = PlainFiles(resolve("tiny-moe"))
-    files.folder = tmp_path / "files"
-    files.folder.mkdir()
     monkeypatch.setattr(search, "Files", lambda *_: files)
     monkeypatch.setattr(trials, "tensors_of", lambda _: {})
     return files
@@ -288,26 +297,20 @@ def keeping(*counts: int) -> Form:
     return form_of("prune", configs, lambda config: replace(config, refit=True))
 
 
-def test_sizes_between_priced_ones_are_candidates_where_types_differ(
-    tmp_path: Path, plain: PlainFiles
-) -> None:
+def test_sizes_between_priced_ones_are_candidates_where_types_differ(looking, plain):
     """Their prices are interpolated."""
     drop = keeping(*range(2, 9))
     form = replace(drop, family=replace(drop.family, priced=2))
     config = FitConfig(memory=9, types=(WIDE, NARROW))
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
-    assert [*looking._places(form, config, ending(config))] == [0, 1, 2, 3, 4, 5]
+    assert [*looking(config)._places(form, config, ending(config))] == [0, 1, 2, 3, 4, 5]
 
 
-def test_weights_and_bits_share_one_budget(
-    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_bits_share_one_budget(looking, plain):
     """What steps and types are estimated at adds up; where measuring says otherwise, estimates of
     the same kind are scaled by that, and the choice is made once more."""
     drop = keeping(*range(2, 9))
-    monkeypatch.setattr(search, "forms", lambda *_: [drop])
     config = FitConfig(memory=9, types=(WIDE, NARROW), confirm=1)
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking = looking(config, drop)
     layout = [plain.layout(looking.sizes.skeleton(drop.steps(n))) for n in range(7)]
     wide = {n + 2: of.least([WIDE]) for n, of in enumerate(layout)}
     made: list[int] = []
@@ -352,9 +355,7 @@ def test_weights_and_bits_share_one_budget(
     assert made == [4]
 
 
-def test_a_converter_that_refuses_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converter_that_refuses_is_asked_once(looking, monkeypatch):
     asked: list[object] = []
 
     def refuse(*arguments: object) -> None:
@@ -363,32 +364,24 @@ def test_a_converter_that_refuses_is_asked_once(
 
     monkeypatch.setattr(gguf_files, "find_converter", lambda: None)
     monkeypatch.setattr(gguf_files, "convert", refuse)
-    config = FitConfig(memory=9, types=(WIDE,))
     with pytest.raises(MoesaicError, match="converter refused"):
-        Search(recipe_of(tmp_path / "out"), config, tmp_path / "work").run()
+        looking(FitConfig(memory=9, types=(WIDE,))).run()
     assert len(asked) == 1
 
 
-def test_a_file_out_of_reach_is_refused_before_anything_is_priced(
-    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search, "forms", lambda *_: [keeping(4, 6, 8)])
+def test_a_file_out_of_reach_is_refused_before_anything_is_priced(looking, plain, monkeypatch):
     monkeypatch.setattr(Search, "prices", None)
-    config = FitConfig(memory=9, types=(WIDE, NARROW))
     with pytest.raises(MoesaicError, match="out of reach: the least that works is"):
-        Search(recipe_of(tmp_path / "out"), config, tmp_path / "work").run()
+        looking(FitConfig(memory=9, types=(WIDE, NARROW)), keeping(4, 6, 8)).run()
 
 
-def test_what_cannot_win_is_not_made(
-    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_win_is_not_made(looking, plain):
     """Quantising has a small part of the KL of any other step: only that is made, and what
     pays is shown."""
     drop = keeping(4, 6, 8)
-    monkeypatch.setattr(search, "forms", lambda *_: [drop])
     budget = plain.original.layout.least([WIDE]) - 1
     config, shown = FitConfig(memory=budget, types=(WIDE, NARROW)), list[str]()
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work", notify=shown.append)
+    looking = looking(config, drop, notify=shown.append)
     made: list[str] = []
 
     def measured(candidate: Candidate) -> Candidate:
@@ -405,20 +398,16 @@ def test_what_cannot_win_is_not_made(
     assert shown[0].endswith(": quantise 0.1, drop 1.2.")
 
 
-@pytest.mark.parametrize("model", ["tiny-moe", "tiny-dense"])
-def test_alternatives_are_priced_once(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("model", ["small", "llama_folder"])
+def test_alternatives_are_priced_once(model, request, looking, tmp_path, monkeypatch):
     """Whichever search asks again for the same model and text, from a file that is named."""
     configs = [SlimConfig(keep=s, score="energy", refit=False) for s in (0.5, 0.75, 1.0)]
-    form = form_of("slim", configs)
-    monkeypatch.setattr(search, "forms", lambda *_: [form])
+    form, folder = form_of("slim", configs), request.getfixturevalue(model)
     config = FitConfig(memory=1, windows=8, prices=str(tmp_path / "prices.json"))
 
-    def prices(**options: Any) -> Any:
-        recipe = recipe_of(tmp_path / "out", options.pop("model", model))
-        looking = Search(recipe, replace(config, **options), tmp_path / "work")
-        return looking.prices, looking.trials
+    def prices(model: Any = folder, **options: Any) -> Any:
+        found = looking(replace(config, **options), form, model=model)
+        return found.prices, found.trials
 
     found, trials_of = prices()
     half, most, whole = (found.of(form, place).kl for place in range(3))
@@ -433,9 +422,8 @@ def test_alternatives_are_priced_once(
     assert [again.of(form, place).kl for place in range(3)] == [half, most, whole]
     with pytest.raises(MoesaicError, match="holds prices of other text: name another file"):
         prices(windows=7)
-    other = "tiny-dense" if model == "tiny-moe" else "tiny-moe"
     with pytest.raises(MoesaicError, match="holds prices of other weights"):
-        prices(model=other)
+        prices(model="tiny-dense" if model == "llama_folder" else "tiny-moe")
     (tmp_path / "prices.json").write_text("{}")
     with pytest.raises(MoesaicError, match="Remove it, and the table is made anew"):
         prices()
@@ -480,16 +468,13 @@ def test_steps_interact_and_estimates_know_their_error() -> None:
     assert candidate(1.3).far(candidate(1.0))
 
 
-def test_files_are_made_of_what_fits(
-    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_made_of_what_fits(looking, small, plain, tmp_path):
     """Of one type, the largest share whose file does; the file lies beside the result."""
-    drop = keeping(2, 4, 8)
-    monkeypatch.setattr(search, "forms", lambda *_: [drop])
+    drop, plain.name = keeping(2, 4, 8), str(small)
     out, config = tmp_path / "out", FitConfig(memory=9, types=(WIDE,), windows=4, confirm=1)
-    looking = Search(recipe_of(out), config, tmp_path / "work")
+    looking = looking(config, drop, model=small)
     half = plain.size(looking.sizes.skeleton(drop.steps(1)), ExportArgs(to="gguf", type=WIDE))
-    record = fit(recipe_of(out), replace(config, memory=half + 1))
+    record = fit(recipe_of(out, str(small)), replace(config, memory=half + 1))
     assert record is not None
     chosen, file = record.measured["chosen"], out / "moesaic/model-q8_0.gguf"
     assert chosen["steps"][0]["prune"]["keep"] == 4
@@ -497,14 +482,12 @@ def test_files_are_made_of_what_fits(
     assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
 
 
-def test_one_type_for_all_is_always_measured(
-    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_type_for_all_is_always_measured(looking, plain, monkeypatch):
     """Its estimate is too high where llama.cpp gives some tensors of a group wider types."""
     config = FitConfig(memory=plain.original.layout.least([WIDE]), types=(WIDE, NARROW), confirm=1)
     config = replace(config, windows=4, memory=round(0.5 * config.memory))
     monkeypatch.setattr(search, "forms", lambda *_: [])
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking = looking(config)
     looking.prices = Prices({}, {}, plain.prices())
     alone, mixed = sorted(looking._options(config), key=lambda option: option.types is not None)
     assert alone.plain
@@ -515,14 +498,13 @@ def test_one_type_for_all_is_always_measured(
     assert [option.plain for option in measured[:2]] == [True, False]
 
 
-def test_the_original_alone_may_be_best(
-    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_original_alone_may_be_best(small, plain, tmp_path, monkeypatch):
     """Then the folder holds its file, and the record says that nothing else was done."""
-    drop = keeping(4, 8)
-    monkeypatch.setattr(search, "forms", lambda *_: [drop])
-    out, budget = tmp_path / "out", 2 * plain.original.layout.least([WIDE])
-    record = fit(recipe_of(out), FitConfig(memory=budget, types=(WIDE,), windows=4, confirm=1))
+    monkeypatch.setattr(search, "forms", lambda *_: [keeping(4, 8)])
+    plain.name, out = str(small), tmp_path / "out"
+    budget = 2 * plain.layout(Skeleton(resolve(plain.name).config, None)).least([WIDE])
+    config = FitConfig(memory=budget, types=(WIDE,), windows=4, confirm=1)
+    record = fit(recipe_of(out, plain.name), config)
     assert record is not None
     assert record.measured["chosen"]["steps"] == [{"export": {"to": "gguf", "type": "q8_0"}}]
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
@@ -953,7 +935,7 @@ def test_what_cannot_be_is_refused(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also files, where their converter is not there."""
-    monkeypatch.setattr(search, "forms", few)
+    monkeypatch.setattr(search, "forms", lambda *_: [keeping(2)])
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setattr("moesaic.exports.llamacpp.installed", lambda *_: [])
     model, *options = words.split()
