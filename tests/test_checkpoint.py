@@ -29,7 +29,6 @@ from moesaic.io.checkpoint import (
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import whole_folder
 from moesaic.io.source import resolve
-from moesaic.io.trust import copy_side_files
 from moesaic.methods.prune.config import PruneConfig
 
 
@@ -225,15 +224,6 @@ def test_a_bound_may_be_infinite(tmp_path):
     assert Checkpoint(tmp_path / "out").tensor("most") == bounds["most"]
     with pytest.raises(MoesaicError, match="factor holds a value that is not finite"):
         check_finite("factor", torch.tensor(float("nan")))
-
-
-@pytest.mark.parametrize("name", ["qwen.tiktoken", "tekken.json", "tiktoken.model", "spiece.model"])
-def test_every_tokenizers_files_are_carried_over(tmp_path, name):
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / name).write_text("words")
-    (tmp_path / "out").mkdir()
-    copy_side_files(tmp_path, tmp_path / "out")
-    assert (tmp_path / "out" / name).read_text() == "words"
 
 
 @pytest.mark.parametrize("shard", ["10MB", "60KB"])
