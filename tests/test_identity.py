@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from builders import (
     VOCAB,
+    any_model,
     carved_model,
     edited,
     equal,
@@ -153,25 +155,47 @@ def pair(tmp_path: Path) -> tuple[str, str]:
 VERBS: dict[str, tuple[Callable[..., Any], Any]] = {
     "prune": (moesaic.prune, PruneConfig(keep=5)),
     "skip": (moesaic.skip, SkipConfig()),
-    "condense": (moesaic.condense, CondenseConfig(count=1)),
 }
 
 
+RUNS: dict[str, tuple[Any, str, Any, Any]] = {
+    "prune": (moesaic.prune, "qwen2_moe", PruneConfig(keep=5), {"keep": 6}),
+    "skip": (moesaic.skip, "qwen2_moe", SkipConfig(), {"quantile": 0.4}),
+    "condense": (moesaic.condense, "qwen2_moe", CondenseConfig(count=1), {"seed": 3}),
+    "dsmoe": (moesaic.carve, "llama", DSMoEConfig(experts=4, **A_RUN), {"lr": 2e-2}),
+    "tomoe": (
+        moesaic.carve,
+        "llama",
+        ToMoEConfig(active=0.8, experts=3, tau=0.4, **ONE_TEXT),
+        {"tau": 0.3},
+    ),
+}
+"""Of each verb that keeps layers or steps: a model, what is asked, and something else."""
+
+
 @pytest.mark.parametrize(
-    ("verb", "live"), [("prune", False), ("prune", True), ("skip", False), ("condense", True)]
-)
-def test_layers_of_other_weights_are_not_resumed(
-    verb: str, live: bool, pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+    ("run", "live"),
+    [("prune", False), ("prune", True), ("skip", False), ("condense", True), ("dsmoe", True),
+     ("tomoe", True)],
+)  # fmt: skip
+def test_what_is_kept_of_a_run_is_of_its_weights_and_request(
+    run: str, live: bool, tokens: Tokens, tmp_path: Path
 ) -> None:
-    """B resumed in A's folder mixed both models' layers."""
-    call, config = VERBS[verb]
-    a, b = (loaded(Path(name)) if live else name for name in pair)
+    """B resumed in A's folder mixed both models' layers; DSMoE's resume looked at no option."""
+    call, model_type, config, other = RUNS[run]
+    models = [any_model(model_type, seed=seed) for seed in (0, 1)]
+    if not live:
+        names = [tmp_path / "a", tmp_path / "b"]
+        for model, name in zip(models, names, strict=True):
+            model.save_pretrained(name)
+        models = [*map(str, names)]
     options = {"calibration": tokens, "resume_from": tmp_path / "kept"}
-    call(a, config, **options)
+    call(models[0], config, **options)
+    with pytest.raises(MoesaicError, match=f"another request.*{next(iter(other))}"):
+        call(models[0], replace(config, **other), **options)
     with pytest.raises(MoesaicError, match="another request") as refused:
-        call(b, config, **options)
-    assert pair[0] in str(refused.value)
-    assert pair[1] in str(refused.value)
+        call(models[1], config, **options)
+    assert all(words in str(refused.value) for words in (["weights"] if live else models))
 
 
 def test_what_was_asked_otherwise_is_named_and_no_fingerprint_is_shown(
@@ -324,29 +348,6 @@ def test_a_training_that_is_whole_takes_no_step_more(tmp_path: Path) -> None:
     assert len(again.summary["training"]["losses"]) == 3
     assert again.summary["training"]["losses"] == whole.summary["training"]["losses"]
     assert equal(dict(again.model.state_dict()), dict(whole.model.state_dict()))
-
-
-@pytest.mark.parametrize(
-    ("config", "other"),
-    [
-        (DSMoEConfig(experts=4, **A_RUN), DSMoEConfig(experts=4, **{**A_RUN, "lr": 2e-2})),
-        (
-            ToMoEConfig(active=0.8, experts=3, tau=0.4, **ONE_TEXT),
-            ToMoEConfig(active=0.8, experts=3, tau=0.3, **ONE_TEXT),
-        ),
-    ],
-    ids=["dsmoe", "tomoe"],
-)
-def test_methods_that_train_go_on_only_as_they_began(
-    config: Any, other: Any, tokens: Tokens, tmp_path: Path
-) -> None:
-    """DSMoE's resume looked at no option, ToMoE's at no weight."""
-    options = {"calibration": tokens, "resume_from": tmp_path}
-    moesaic.carve(tiny_model("llama"), config, **options)
-    with pytest.raises(MoesaicError, match="another request"):
-        moesaic.carve(tiny_model("llama"), other, **options)
-    with pytest.raises(MoesaicError, match="weights"):
-        moesaic.carve(tiny_model("llama", seed=1), config, **options)
 
 
 # --- nothing random -------------------------------------------------------------------------------
