@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, same, tiny_moe, tiny_tokenizer
+from builders import MOE, same, stream_of, tiny_moe, tiny_tokenizer
 from shrunken import small_model
 from torch import Tensor
 
@@ -31,7 +31,6 @@ from moesaic.methods.condense.search import (
     tail_exponent,
     weight_scores,
 )
-from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.sizes import weight_bytes
@@ -51,7 +50,7 @@ def searched(
 ) -> tuple[dict[int, CondensedLayer], dict[int, Any]]:
     """Each layer's plan and analysis, without the choice of layers."""
     arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.mixture)
+    stream = stream_of(model, tokens)
     config, found = CondenseConfig(count=1, **options), {}
     with torch.no_grad():
         hidden, kwargs = stream.record()
@@ -233,7 +232,8 @@ def test_a_race_takes_less_text_and_chooses_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of six layers that matter unequally; a search that was stopped continues as it would."""
-    model = tiny_moe("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[], decoder_sparse_step=1)
+    changes = {"num_hidden_layers": 6, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    model = tiny_moe("qwen2_moe", experts=4, **changes)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -277,8 +277,8 @@ def test_a_race_takes_less_text_and_chooses_the_same(
 
 def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
     """Cut into legs or whole, with padding and without, by hidden states and by perplexity."""
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
-    arch, text = moe_arch(model.config), Tokens(tokens.input_ids.repeat(5, 1)[:16])
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
+    text = Tokens(tokens.input_ids.repeat(5, 1)[:16])
     mask = torch.ones_like(text.input_ids, dtype=torch.bool)
     mask[3:9, 5:] = False
     plans, _ = searched(model, tokens)
@@ -286,7 +286,7 @@ def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
         for metric in ("js", "ppl"):
             losses = []
             for parts in ([windows], legs(windows)):
-                streams = [LayerStream(model, arch, part, view=arch.mixture) for part in parts]
+                streams = [stream_of(model, part) for part in parts]
                 search = LayerSearch(streams, plans, metric)
                 found = [search.sums((), list(plans), leg) for leg in range(len(parts))]
                 sums = {i: torch.cat([leg[i] for leg in found], 1).sum(1) for i in plans}
@@ -295,17 +295,17 @@ def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
 
 
 def test_rankings_and_metrics(tokens: Tokens) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
     _, found = searched(model, tokens)
 
     def order(**options: Any) -> list[int]:
-        result = condense(model, CondenseConfig(count=4, **options), calibration=tokens)
+        config = CondenseConfig(count=4, refit=False, **options)
+        result = condense(model, config, calibration=tokens)
         return result.summary["layers"]
 
     local = {i: f["divergence"]["shared"] for i, f in found.items()}
     assert order(layer_search="rank") == sorted(local, key=lambda i: local[i])
-    arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.mixture)
+    stream = stream_of(model, tokens)
     plans, _ = searched(model, tokens)
     alone = LayerSearch([stream], plans).losses((), list(plans))
     assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
@@ -406,10 +406,10 @@ def test_mean_gate_is_the_shared_path_times_a_number(tokens: Tokens) -> None:
 
 
 def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
 
     def sizes(**target: int) -> tuple[int, Any]:
-        result = condense(model, CondenseConfig(**target), calibration=tokens)
+        result = condense(model, CondenseConfig(**target, refit=False), calibration=tokens)
         parameters = sum(p.numel() for p in result.model.parameters())
         memory, active = (result.summary[k] for k in ("memory_bytes", "active_parameters"))
         assert memory["result"] == 4 * parameters
@@ -429,10 +429,11 @@ def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
 
 
 def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
-    result = condense(model, CondenseConfig(count=3), calibration=tokens, compare=["1", "2"])
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
+    config = CondenseConfig(count=3, refit=False)
+    result = condense(model, config, calibration=tokens, compare=["1", "2"])
     for name in ("1", "2"):
-        alone = condense(model, CondenseConfig(count=int(name)), calibration=tokens)
+        alone = condense(model, replace(config, count=int(name)), calibration=tokens)
         plan = result.comparisons[name]
         assert plan.layers.keys() == alone.plan.layers.keys()
         assert all(same(plan.layers[i], alone.plan.layers[i]) for i in plan.layers)
@@ -450,7 +451,7 @@ def test_a_comparison_of_more_layers_is_refused_before_the_search(
     tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the number is given; where bytes are, it is known only after."""
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
     with pytest.raises(MoesaicError, match="at most the 0 condensed"):
         condense(model, CondenseConfig(memory=10**9), calibration=tokens, compare=["1"])
     monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))
