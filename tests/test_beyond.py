@@ -6,7 +6,18 @@ from itertools import product
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, masked, same, same_model, site_of, tiny_model, tiny_moe
+from builders import (
+    VOCAB,
+    WAYS,
+    force,
+    masked,
+    same,
+    same_model,
+    site_of,
+    stream_of,
+    tiny_model,
+    tiny_moe,
+)
 
 import moesaic
 from moesaic.api import verb
@@ -29,7 +40,6 @@ from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.score import model_size, score
 from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.recovery import Ridge
 from moesaic.surgery import converted_copy
 from moesaic.types import cache_of
@@ -297,8 +307,7 @@ def test_refit_takes_no_pass_of_its_own(tokens, monkeypatch):
     plain = moesaic.carve(model, config, calibration=tokens)
     whole = moesaic.carve(model, replace(config, refit=True), calibration=tokens)
     assert len(passes) == 2
-    arch = dense_arch(model.config)
-    for site in LayerStream(model, arch, tokens, range(4), view=arch.dense):
+    for site in stream_of(model, tokens, range(4)):
         expected, _ = plain.plan.layers[site.index].refit(site)
         assert same(expected, whole.plan.layers[site.index])
 

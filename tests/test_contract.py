@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from builders import OLD, equal, loaded, nightly, saved, weights
+from builders import OLD, applied, equal, loaded, nightly, saved, stream_of, weights
 from contract import TOKENS, beside, held, logits
 from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
@@ -34,11 +34,7 @@ from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import count_routing
 from moesaic.observation.stats import Tally, square_sums, tally_of
-from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.result import save_applied
-from moesaic.surgery import base_shape
 from moesaic.train.tune.config import TuneConfig
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -150,9 +146,7 @@ def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
     few = torch.arange(6)
     orders = torch.rand(6, 24).argsort(1)[:, :8].sort(1).values
     layers = {i: CutLayer(few, orders, 24) for i in arch.moe_layers(model)}
-    plan = Plan("test", base_shape(model, arch), layers)
-    out.mkdir()
-    save_applied(source, plan, out)
+    applied(source, model, layers, out)
     saved(tmp_path / "live", model, layers)
     assert equal(turned(out), weights(tmp_path / "live"))
     assert torch.equal(logits(Source("out", out).load()), logits(model))
@@ -199,7 +193,7 @@ def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
     with count_routing(model) as routed, tap(layer, arch, [down], note):
         assert torch.equal(logits(model), before)
     wanted = Tally()
-    for site in LayerStream(model, arch, TEXT, [i], view=arch.mixture):
+    for site in stream_of(model, TEXT, [i]):
         assert tally.added["calls_E"].tolist() == routed[i].counts
         assert torch.equal(tally.added["calls_E"], tally_of(site, {"calls_E"}).added["calls_E"])
         for x_TD in site.inputs():

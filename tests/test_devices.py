@@ -17,8 +17,10 @@ from builders import (
     converted,
     drawn,
     pages,
+    routed_sites,
     running,
     statistics,
+    stream_of,
     tiny_model,
     tiny_moe,
 )
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.arch.lookup import dense_arch, moe_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.carving.carved_layer import CarvedFFN
 from moesaic.carving.overlapping_layer import OverlappingLayer, set_form
 from moesaic.config import Evaluation, RunArgs
@@ -41,7 +43,6 @@ from moesaic.metrics.measurement import Measurement, bench
 from moesaic.metrics.speed import free_bytes
 from moesaic.modules.running import SpilledList
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerStream
 from moesaic.train.learning import Schedule
 from moesaic.train.loop import train
 
@@ -171,8 +172,7 @@ def test_what_is_spilled_comes_back_on_its_device() -> None:
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_stream_on_another_device(follow: bool, padded: Any) -> None:
     def seen(model: Any) -> list[Tensor]:
-        arch = dense_arch(model.config)
-        stream = LayerStream(model, arch, padded, view=arch.dense, follow=follow)
+        stream = stream_of(model, padded, follow=follow)
         found = []
         for site in stream:
             found += [h.cpu() for _, h in site.activations()]
@@ -197,10 +197,7 @@ def experts_on_cpu(model_type: str) -> Any:
 @pytest.mark.usefixtures("spilling")
 def test_experts_are_observed_on_another_device(tokens: Any) -> None:
     def seen(model: Any) -> list[Any]:
-        arch = moe_arch(model.config)
-        layers = arch.moe_layers(model)
-        stream = LayerStream(model, arch, tokens, layers, view=arch.mixture, follow=True)
-        return [statistics(site) for site in stream]
+        return [statistics(site) for site in routed_sites(model, tokens, follow=True)]
 
     expected = seen(experts_on_cpu("qwen2_moe"))
     with faraway.device():
@@ -268,8 +265,7 @@ def test_streaming_leaves_the_hooks_of_a_device_map(tokens: Any, tmp_path: Any) 
     for layer in layers:
         layer.forward = layer.forward  # as a hook on each layer stands
     before = [layer.__dict__["forward"] for layer in layers]
-    arch = dense_arch(model.config)
-    for _ in LayerStream(model, arch, tokens, view=arch.dense):
+    for _ in stream_of(model, tokens):
         pass
     assert [layer.__dict__.get("forward") for layer in layers] == before
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, pages, tiny_moe, weights
+from builders import examples, pages, tiny_moe, weights
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import moesaic
@@ -136,12 +136,10 @@ def test_what_was_begun_in_one_type_is_not_continued_in_another(
 
 def test_training_is_that_of_float32(without_products: None) -> None:
     """Two steps over the same values, which are rounded at the end."""
-    ids = torch.randint(1, VOCAB, (8, 20), generator=torch.Generator().manual_seed(3)).tolist()
-    rows = [{"input_ids": row, "labels": row} for row in ids]
     narrow = tiny_moe("mixtral").to(torch.bfloat16)
     wide = copy.deepcopy(narrow).float()
     config = TuneConfig(what="routers", teacher="given", steps=2, lr=1e-2)
-    options = {"text": rows, "teacher": tiny_moe("mixtral")}
+    options = {"text": examples(8), "teacher": tiny_moe("mixtral")}
     results = [moesaic.tune(model, config, **options) for model in (narrow, wide)]
     ours, want = (result.summary["training"]["losses"] for result in results)
     assert [step["loss"] for step in ours] == [step["loss"] for step in want]

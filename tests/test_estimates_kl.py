@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import MOE, any_model, equal, tiny_model, tiny_moe
+from builders import MOE, any_model, equal, stream_of, tiny_model, tiny_moe
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
@@ -51,7 +51,7 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
         {1: shared, 2: DroppedLayer()},
         {},
     ]
-    kl_CN = divergences(LayerStream(model, arch, padded, view=arch.view), changes)
+    kl_CN = divergences(stream_of(model, padded), changes)
     assert kl_CN.shape == (len(changes), len(padded.input_ids))
     found = kl_CN.mean(1).tolist()
     for change, kl in zip(changes, found, strict=True):
@@ -66,12 +66,10 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
 def test_divergences_are_by_window(padded: Tokens) -> None:
     """Each window's is that of the window alone, weighed by its tokens."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
-    arch, changes = base_arch(model.config), [{0: narrower("mixtral", 8)}]
-    found = divergences(LayerStream(model, arch, padded, view=arch.view), changes)[0]
+    changes = [{0: narrower("mixtral", 8)}]
+    found = divergences(stream_of(model, padded), changes)[0]
     every = [padded.rows(slice(n, n + 1)) for n in range(len(padded.input_ids))]
-    alone = [
-        divergences(LayerStream(model, arch, w, view=arch.view), changes).item() for w in every
-    ]
+    alone = [divergences(stream_of(model, w), changes).item() for w in every]
     counts = torch.stack([predicting(window.labels).sum() for window in every]).double()
     assert len({*counts.tolist()}) > 1
     wanted = torch.tensor(alone) * counts / counts.mean()
@@ -82,13 +80,13 @@ def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
     """Those of a whole batch would take gigabytes of a vocabulary of today's size. Changes
     that come to the same model meet the head once."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
-    arch, rows = base_arch(model.config), list[int]()
+    rows = list[int]()
 
     def made(_: Any, __: Any, out: torch.Tensor) -> None:
         rows.append(len(out))
 
     model.lm_head.register_forward_hook(made)
-    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    stream = stream_of(model, tokens, tokens_per_batch=1 << 20)
     one, other = narrower("mixtral", 8), narrower("mixtral", 4)
     kl_CN = divergences(stream, [{0: one}, {}, {0: other}, {0: one}, {}])
     assert kl_CN.shape == (5, len(tokens.input_ids))
@@ -114,7 +112,7 @@ def test_changes_of_one_kind_run_together(tokens: Tokens) -> None:
 
         layer.mlp.register_forward_pre_hook(count)
     one, other = narrower("mixtral", 8), narrower("mixtral", 4)
-    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    stream = stream_of(model, tokens, tokens_per_batch=1 << 20)
     found = branches(stream, [{0: one}, {0: one, 2: other}, {0: one, 2: one}, {0: one}])
     assert calls == [1, 1, 3]
     assert found[0] is found[3]
@@ -140,8 +138,7 @@ def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens
     """Of each layer alone and of all together, interactions included. Of mixtures whose routers
     are random only the last layer: after any other, experts change by chance."""
     model = any_model(model_type, num_hidden_layers=3)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, padded, view=arch.view)
+    stream = stream_of(model, padded)
     changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
     changes += [{0: changes[0][0], 1: changes[1][1], 2: changes[2][2]}, {}]
     measured = divergences(stream, changes).mean(1)
@@ -154,8 +151,7 @@ def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens
 
 def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     plans = [narrower("mixtral", width) for width in (4, 8, 12)]
     changes = [{i: plan} for i in range(3) for plan in plans]
     measured, found = (
@@ -170,7 +166,6 @@ def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
 
 def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    arch = base_arch(model.config)
     opened: list[int] = []
 
     @contextmanager
@@ -179,7 +174,7 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
             opened.append(i)
         yield
 
-    stream = LayerStream(model, arch, tokens, view=arch.view, opening=opening)
+    stream = stream_of(model, tokens, opening=opening)
     places = [getattr(part, "block", None) for part in priced_layers(stream)]
     assert [block and block.index for block in places] == [2, 1, 0, None]
     assert opened == [0, 1, 2, 2, 1, 0]
@@ -195,7 +190,7 @@ def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, toke
     few = torch.arange(0, count, 2)
     plans = [CutLayer(few), CutLayer(few, narrow[few], width)] if count else []
     plans = plans or [CutLayer(None, narrow, width)]
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     states, kwargs = stream.record()
     for block in stream.blocks(kwargs):
         before = copy.deepcopy(block.layer.state_dict())
@@ -227,8 +222,7 @@ def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_pa
 
 def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=2)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     changes = [{0: narrower("mixtral", 8)}]
     one, again, other = (estimates(stream, changes, seed=seed).kl_CN for seed in (1, 1, 2))
     assert torch.equal(one, again)
@@ -239,7 +233,7 @@ def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
 def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded: Tokens) -> None:
     """Of logits that are capped (gemma2) or scaled (granite), too; draws are shared work."""
     model = any_model(model_type, num_hidden_layers=2)
-    arch, draws = base_arch(model.config), torch.Generator().manual_seed(3)
+    draws = torch.Generator().manual_seed(3)
     body, last = model.model, list[Tensor]()
     body.norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
     wanted_KBLD = []
@@ -252,7 +246,7 @@ def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded
         labels_TK = torch.searchsorted(below_TV.detach(), drawn_TK.detach())
         sums = logp_TV.gather(1, labels_TK).sum(0)
         wanted_KBLD.append([torch.autograd.grad(s, last[-1], retain_graph=True)[0] for s in sums])
-    stream = LayerStream(model, arch, padded, view=arch.view)
+    stream = stream_of(model, padded)
     parts = priced_layers(stream, draws=2, seed=3)
     part = next(parts)
     assert isinstance(part, PricedLayer)
@@ -262,8 +256,7 @@ def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded
 
 def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded: Tokens) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, padded, view=arch.view)
+    stream = stream_of(model, padded)
 
     @contextmanager
     def changed(name: str, whole: nn.Module) -> Iterator[nn.Module]:
@@ -293,7 +286,7 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
 def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_path: Path) -> None:
     model = tiny_moe("mixtral", num_hidden_layers=3)
     arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     seen, killed = list[int](), [True]
 
     @contextmanager
@@ -320,8 +313,7 @@ def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_
 def test_changes_of_several_layers_add_up(tokens: Tokens) -> None:
     """Before they are squared: together they are what one change of all of them is."""
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     changes = [{i: narrower("mixtral", 4)} for i in range(3)]
     found = estimates(stream, [*changes, {i: changes[i][i] for i in range(3)}], 4)
     torch.testing.assert_close(found.v_CKN[:3].sum(0), found.v_CKN[3])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import carved_layer, converted, drawn, tiny_model, tiny_moe
+from builders import carved_layer, converted, drawn, stream_of, tiny_model, tiny_moe
 from cases import many_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,6 @@ from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import make_skipping, skip
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.recovery import (
     HELD_OUT,
@@ -432,9 +431,8 @@ def test_what_helps_by_chance_changes_nothing() -> None:
 def test_a_shared_path_without_some_neurons_is_refitted_with_the_experts() -> None:
     """Alone where all experts are whole: its new columns are the regression of what is missing."""
     model = tiny_moe("qwen2_moe")
-    arch = moe_arch(model.config)
     layer = CutLayer(torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20))
-    for site in LayerStream(model, arch, many_tokens(), [2], view=arch.mixture):
+    for site in stream_of(model, many_tokens(), [2]):
         new, found = layer.refit(site)
         whole = site.view.shared_ffn
         assert isinstance(new, CutLayer)

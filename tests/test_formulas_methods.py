@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import drawn, tiny_moe
+from builders import drawn, stream_of, tiny_moe
 from torch import Tensor
 
 from moesaic.api import condense
@@ -35,7 +35,6 @@ from moesaic.methods.slim.config import SCORES, Neurons
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import FinishedLayers, Job
 from moesaic.observation.stats import tally_of
-from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
@@ -235,8 +234,7 @@ def test_weights_are_kept_out_of_condensed_layers_alone() -> None:
 
 def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
     model = tiny_moe("mixtral")
-    arch = moe_arch(model.config)
-    for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
+    for site in stream_of(model, tokens, [1]):
         stats = tally_of(site, {"shared_down_DS", "shared_gram_SS"}).stats()
         assert {name: tensor.numel() for name, tensor in stats.items()} == {
             "shared_down_DS": 0,

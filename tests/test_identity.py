@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from builders import (
-    VOCAB,
     any_model,
     carved_model,
     edited,
     equal,
+    examples,
     loaded,
     logits,
     opened,
@@ -51,11 +51,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 ONE_TEXT: dict[str, Any] = {"steps": 4, "lr": 1e-2, "save_every": 2}
 A_RUN: dict[str, Any] = {**ONE_TEXT, "batch": 2}
-
-
-def rows(seed: int = 3) -> list[dict[str, list[int]]]:
-    ids = torch.randint(1, VOCAB, (8, 16), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
 
 
 def text(tokens: Tokens, folder: Path) -> str:
@@ -309,7 +304,7 @@ def test_a_step_that_was_saved_is_used_only_if_it_is_the_same(
 
 def tuned(folder: Path, **changes: Any) -> Any:
     """A short training in a folder, some things changed."""
-    given = {"seed": 0, "text": rows(), "config": {}, "teacher": None, **changes}
+    given = {"seed": 0, "text": examples(8, 16), "config": {}, "teacher": None, **changes}
     model = tiny_model("llama", seed=given["seed"])
     config = TuneConfig(**{"what": "all", **A_RUN, **given["config"]})
     options = {"text": given["text"], "teacher": given["teacher"], "resume_from": folder}
@@ -322,7 +317,7 @@ def tuned(folder: Path, **changes: Any) -> Any:
         ({"seed": 1}, "the weights of a model in memory have changed"),
         ({"config": {"lr": 2e-2}}, "lr was 0.01, is 0.02"),
         ({"config": {"what": "lora"}}, "what was 'all', is 'lora'"),
-        ({"text": rows(4)}, "the training text is another"),
+        ({"text": examples(8, 16, seed=4)}, "the training text is another"),
         ({"teacher": 2}, "the teacher is another"),
     ],
     ids=["weights", "rate", "what", "text", "teacher"],
@@ -447,3 +442,4 @@ def test_configs_keep_their_sources_keys(keep: int, tokens: Tokens, tmp_path: Pa
     )
     made = json.loads((wider.save(tmp_path / "narrow") / "config.json").read_text())
     assert made["dtype"] == made["torch_dtype"] == "bfloat16"
+    assert {t.dtype for t in weights(tmp_path / "narrow").values()} == {torch.bfloat16}

@@ -23,6 +23,7 @@ from builders import (
     LAST_HALF,
     UNEVEN,
     VOCAB,
+    applied,
     carved_layer,
     finish,
     saved,
@@ -50,16 +51,13 @@ from moesaic.exports.quantiser import quantise, tensors_of
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make as fit
-from moesaic.io.source import Source, resolve
+from moesaic.io.source import resolve
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.gguf_engine import split_otherwise
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.recipe import Recipe
-from moesaic.result import save_applied
 from moesaic.sizes import Skeleton
-from moesaic.surgery import base_shape
 
 pytestmark = [
     pytest.mark.slow,
@@ -311,11 +309,8 @@ def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_pa
         save_file(tensors | {n: t.clone() for n, t in more.items()}, file, {"format": "pt"})
     kept, neurons = torch.arange(6), torch.arange(8).repeat(8, 1)
     made = CutLayer(kept) if layer == "pruned" else CutLayer(torch.arange(8), neurons, 16)
-    arch = base_arch(model.config)
-    layers = dict.fromkeys(arch.moe_layers(model), made)
-    (tmp_path / "out").mkdir()
-    plan = Plan("test", base_shape(model, arch), layers)
-    save_applied(Source("base", tmp_path / "base"), plan, tmp_path / "out")
+    layers = dict.fromkeys(base_arch(model.config).moe_layers(model), made)
+    applied(tmp_path / "base", model, layers, tmp_path / "out")
     tiny_tokenizer().save_pretrained(tmp_path / "out")
     export(str(tmp_path / "out"), tmp_path / "model.gguf", to="gguf")
     ids = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ import torch
 from builders import (
     APART,
     BEHIND,
+    applied,
     edited,
     equal,
     logits,
@@ -30,10 +31,7 @@ from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.result import save_applied
-from moesaic.surgery import base_shape
 from moesaic.train.tune.config import TuneConfig
 
 BEHIND_3 = BEHIND.format(number=3)
@@ -126,9 +124,7 @@ def test_what_cannot_come_along_is_left_out(tmp_path):
     model = loaded(base)
     arch = moe_arch(model.config)
     layers = {i: CutLayer(torch.arange(4)) for i in arch.moe_layers(model)}
-    (tmp_path / "out").mkdir()
-    source = Source("base", base)
-    save_applied(source, Plan("test", base_shape(model, arch), layers), tmp_path / "out")
+    applied(base, model, layers, tmp_path / "out")
     assert not further(tmp_path / "out", "glm4_moe")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["num_nextn_predict_layers"] == 0

@@ -7,7 +7,8 @@ from typing import Any
 import faraway
 import pytest
 import torch
-from builders import statistics, tiny_moe
+from builders import MOE, site_of, statistics, stream_of, tiny_moe
+from shrunken import small_model
 from torch import Tensor
 
 import moesaic
@@ -20,7 +21,6 @@ from moesaic.methods.prune.subsets import Neighbours, greedy, swap
 from moesaic.methods.skip.config import SkipConfig
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import Stats, tally_of
-from moesaic.observation.stream import LayerStream
 
 LAWS = {
     "mixtral": Law.STAY,
@@ -36,6 +36,8 @@ LAWS = {
     "granitemoeshared": Law.STAY,
     "gpt_oss": Law.STAY,
     "phimoe": None,  # experts near the best count, chosen or not
+    "deepseek_v4": Law.STAY,  # whose tables, in its first layers, say which experts follow
+    "inkling_text": Law.STAY,  # whose router weighs shared experts, too
 }
 FAST = [name for name, law in LAWS.items() if law is not None]
 
@@ -44,20 +46,14 @@ def observed(
     model_type: str, experts: int = 12, top_k: int = 3, length: int = 48, follow: bool = False
 ) -> tuple[Stats, Any]:
     """The statistics of the last layer, and its routing function."""
-    model = tiny_moe(model_type, experts=experts, top_k=2 if model_type == "phimoe" else top_k)
-    arch = moe_arch(model.config)
+    if model_type in MOE:
+        model = tiny_moe(model_type, experts=experts, top_k=2 if model_type == "phimoe" else top_k)
+    else:
+        model, experts = small_model(model_type), 8
     ids = torch.randint(1, 384, (6, length), generator=torch.Generator().manual_seed(1))
-    stream = LayerStream(
-        model,
-        arch,
-        Tokens(ids),
-        arch.moe_layers(model),
-        view=arch.mixture,
-        tokens_per_batch=2 * length,
-        follow=follow,
-    )
-    found = None
-    for site in stream:
+    layers = [0, 1] if model_type == "deepseek_v4" else moe_arch(model.config).moe_layers(model)
+    options, found = {"tokens_per_batch": 2 * length, "follow": follow}, None
+    for site in stream_of(model, Tokens(ids), layers, **options):
         found = statistics(site), site.view.routing
         if follow:  # so that the next layer has something to make good
             allowed_E = torch.ones(experts, dtype=torch.bool)
@@ -97,10 +93,11 @@ def test_neighbours_have_the_losses_of_their_sets(
     """Along a walk of sets, one expert out or in at a time."""
     stats, routing = observed(model_type, follow=follow)
     assert ("delta_S" in stats) is follow
+    assert law_of(routing, stats["logits_TX"]) is LAWS[model_type]
     losses = Reconstruction(stats, routing, sum_batch_norms=norms)
     slow = Neighbours(losses)
     generator = torch.Generator().manual_seed(3)
-    kept_E = every(12)
+    kept_E = every(len(stats["calls_E"]))
     for _ in range(25):
         here, gone = kept_E.nonzero().flatten(), (~kept_E).nonzero().flatten()
         if len(here) > 3:
@@ -230,13 +227,7 @@ ALONE = (
 
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_statistic_is_what_it_is_among_all(follow: bool, tokens: Tokens) -> None:
-    model = tiny_moe("qwen2_moe")
-    arch = moe_arch(model.config)
-    stream = LayerStream(
-        model, arch, tokens, arch.moe_layers(model)[:1], view=arch.mixture, follow=follow
-    )
-    layers = iter(stream)  # which holds the tokens of its layer
-    site = next(layers)
+    site = site_of(tiny_moe("qwen2_moe"), tokens, follow=follow)
     whole = tally_of(site, FILED).stats()
     for names in ALONE:
         part = tally_of(site, names).stats()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, statistics, weights
-from contract import neighbours
+from builders import equal, loaded, logits, statistics, stream_of, weights
 from released import deepseek_v4
 from safetensors.torch import save_file
 from shrunken import small_model
@@ -23,7 +22,6 @@ from moesaic.data.text import Tokens
 from moesaic.exports.llamacpp import lacking
 from moesaic.methods.prune.config import PruneConfig
 from moesaic.methods.skip.config import TopKConfig
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
 
@@ -76,14 +74,6 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
         assert tables(model)[i].is_contiguous()
 
 
-def test_neighbours_have_the_losses_of_their_sets(model):
-    """The search looks only at the tokens that an expert moves, and this router has which."""
-    arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, TEXT, [*tables(model)], view=arch.mixture)
-    for site in stream:
-        neighbours(site)
-
-
 def padded_and_short() -> tuple[Tokens, Tokens]:
     """The same real tokens: windows with padding after them, and windows cut there."""
     mask = torch.ones_like(TEXT.input_ids, dtype=torch.bool)
@@ -93,11 +83,8 @@ def padded_and_short() -> tuple[Tokens, Tokens]:
 
 def test_tokens_keep_their_experts_where_there_is_padding(model):
     """Windows of other lengths, padded: what is observed is that of the real tokens."""
-    arch = moe_arch(model.config)
     padded, short = (
-        statistics(site)
-        for tokens in padded_and_short()
-        for site in LayerStream(model, arch, tokens, [0], view=arch.mixture)
+        statistics(site) for tokens in padded_and_short() for site in stream_of(model, tokens, [0])
     )
     assert torch.equal(padded["calls_E"], short["calls_E"])
     assert torch.equal(padded["logits_TX"][:, 8:], short["logits_TX"][:, 8:])
@@ -106,11 +93,10 @@ def test_tokens_keep_their_experts_where_there_is_padding(model):
 
 def test_residual_streams_are_those_of_real_tokens(model):
     """This architecture has several; padding is left out of all of them."""
-    arch = moe_arch(model.config)
     padded, short = (
         torch.cat([*site.residuals()])
         for tokens in padded_and_short()
-        for site in LayerStream(model, arch, tokens, [1], view=arch.mixture)
+        for site in stream_of(model, tokens, [1])
     )
     assert len(padded) == model.config.hc_mult * TEXT.input_ids[:, :24].numel()
     torch.testing.assert_close(padded, short)

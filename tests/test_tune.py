@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, losses_of, tiny_model, tiny_moe
+from builders import examples, losses_of, tiny_model, tiny_moe
 
 import moesaic
 from moesaic.arch.lookup import base_arch, moe_arch
@@ -31,11 +31,6 @@ from moesaic.train.tune.method import factors, outside
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
 )
-
-
-def rows(count: int = 16, length: int = 20) -> list[dict[str, list[int]]]:
-    ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
-    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
 
 
 def condensed_model(model_type: str, tokens: Tokens, keep: str = "shared+routed") -> Any:
@@ -60,7 +55,7 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     }
     before = copy.deepcopy(result.model)
     config = TuneConfig(steps=3, batch=4, lr=1e-2)
-    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
+    tuned = moesaic.tune(result.model, config, text=examples(), plan=result.plan)
     assert changed(before, tuned.model) == projections
     width = result.plan.layers[i].width
     assert tuned.summary["training"]["trained_parameters"] == 3 * 32 * width
@@ -133,7 +128,7 @@ def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path:
     skips.save(tmp_path / "skips")
     plan = Plan.load(tmp_path / "skips")
     assert i not in plan.layers
-    tuned = moesaic.tune(str(tmp_path / "skips"), TuneConfig(steps=1), text=rows())
+    tuned = moesaic.tune(str(tmp_path / "skips"), TuneConfig(steps=1), text=examples())
     assert tuned.summary["training"]["layers"] == [i]
     arch, config = base_arch(tuned.model.config), tuned.model.config
     assert torch.equal(factors(arch, config, plan)[i], g[i])
@@ -148,12 +143,12 @@ def test_layer_drop_trains_its_attention_alone(tokens: Tokens) -> None:
     (i,) = result.summary["layers"]
     before = copy.deepcopy(result.model)
     config = TuneConfig(what="attention", steps=2, batch=8, lr=1e-2)
-    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
+    tuned = moesaic.tune(result.model, config, text=examples(), plan=result.plan)
     names = {f"model.layers.{i}.self_attn.{p}_proj.weight" for p in "qkvo"}
     assert changed(before, tuned.model) == names
     dropped = condensed_model("mixtral", tokens, keep="nothing")
     with pytest.raises(MoesaicError, match="no condensed layers with attention"):
-        moesaic.tune(dropped.model, config, text=rows(), plan=dropped.plan)
+        moesaic.tune(dropped.model, config, text=examples(), plan=dropped.plan)
 
 
 def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
@@ -161,7 +156,7 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     result = moesaic.condense(model, CondenseConfig(count=1, candidates=(1,)), calibration=tokens)
     assert result.plan.layers[1].width == 64
     tuned = moesaic.tune(
-        result.model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan
+        result.model, TuneConfig(steps=3, lr=1e-2), text=examples(), plan=result.plan
     ).model
     ffn = tuned.model.layers[1].mlp
     assert not ffn.gate_proj.weight[16:].any()
@@ -179,11 +174,11 @@ def test_routers_learn_from_the_original() -> None:
             weight.mul_(0.2)
     before = copy.deepcopy(student)
     config = TuneConfig(what="routers", teacher="given", steps=12, batch=16, lr=2e-2)
-    tuned = moesaic.tune(student, config, text=rows(), teacher=original)
+    tuned = moesaic.tune(student, config, text=examples(), teacher=original)
     assert changed(before, tuned.model) == gates
     losses = [step["loss"] for step in losses_of(tuned)]
     assert losses[-1] < losses[0]
-    ids = torch.tensor([row["input_ids"] for row in rows()])
+    ids = torch.tensor([row["input_ids"] for row in examples()])
     with torch.no_grad():
         student, teacher = before(ids).logits, original(ids).logits
         count = ids[:, 1:].numel()
@@ -200,9 +195,9 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
     student = moesaic.carve(original, config, calibration=tokens).model
     before = copy.deepcopy(student)
     options = TuneConfig(what="routers", teacher="given", steps=25, batch=16, lr=3e-3)
-    tuned = moesaic.tune(student, options, text=rows(), teacher=original)
+    tuned = moesaic.tune(student, options, text=examples(), teacher=original)
     assert changed(before, tuned.model) == {f"model.layers.{i}.mlp.router.weight" for i in range(4)}
-    ids = torch.tensor([row["input_ids"] for row in rows()])
+    ids = torch.tensor([row["input_ids"] for row in examples()])
     lost = []
     with torch.no_grad():
         target = original(ids).logits
@@ -218,7 +213,7 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
 def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens) -> None:
     result = condensed_model("qwen2_moe", tokens)
     before = copy.deepcopy(result.model)
-    tuned = moesaic.tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), text=rows())
+    tuned = moesaic.tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), text=examples())
     names = changed(before, tuned.model)
     assert any(".q_proj." in name for name in names)
     assert any(".embed_tokens." in name for name in names) == (what == "all")
@@ -231,7 +226,7 @@ def test_low_rank_updates_start_at_the_seed_alone() -> None:
         torch.manual_seed(before)
         state = torch.random.get_rng_state()
         config = TuneConfig(what="lora", steps=2, lr=1e-2, seed=seed)
-        tuned = moesaic.tune(model, config, text=rows())
+        tuned = moesaic.tune(model, config, text=examples())
         assert torch.equal(torch.random.get_rng_state(), state)
         weights.append(tuned.model.model.layers[0].self_attn.q_proj.weight)
     assert torch.equal(weights[0], weights[1])
@@ -240,16 +235,18 @@ def test_low_rank_updates_start_at_the_seed_alone() -> None:
 
 def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
     model = tiny_model("llama")
-    assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=rows()))
+    assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=examples()))
     with pytest.raises(MoesaicError, match="no routers that learn"):
-        moesaic.tune(model, TuneConfig(what="routers", teacher="given"), text=rows(), teacher=model)
+        moesaic.tune(
+            model, TuneConfig(what="routers", teacher="given"), text=examples(), teacher=model
+        )
 
 
 def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:
     result = condensed_model("deepseek_v2", tokens)
     model = result.model.to(torch.bfloat16)
     before = copy.deepcopy(model)
-    tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan)
+    tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=examples(), plan=result.plan)
     assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
     assert changed(before, tuned.model)
 
@@ -281,7 +278,7 @@ def test_padding_is_not_predicted(tokenizer: Any) -> None:
 def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
     """Of two texts of different length, as one batch and as two accumulated."""
     result = condensed_model("deepseek_v2", tokens)
-    short, long = rows(2, 20)
+    short, long = examples(2, 20)
     short = {"input_ids": short["input_ids"][:9], "labels": [-100] * 5 + short["input_ids"][5:9]}
     total, count = 0.0, 0
     with torch.no_grad():
@@ -310,7 +307,7 @@ def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(
 ) -> None:
     """However its batches are divided; transformers would add what balances its experts."""
     model = tiny_moe(model_type, output_router_logits=True, router_aux_loss_coef=0.5)
-    texts = rows(8)
+    texts = examples(8)
     ids = torch.tensor([row["input_ids"] for row in texts])
     with torch.no_grad():
         logits = model(ids, output_router_logits=False).logits[:, :-1]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from builders import (
+    applied,
     carved_layer,
     condensed_layer,
     configured,
@@ -46,7 +47,6 @@ from moesaic.plans.condensed import NO_FFN, DroppedLayer
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up
 from moesaic.record import WEIGHTS
-from moesaic.result import save_applied
 from moesaic.surgery import base_shape, headers_of
 
 Sample = tuple[Any, dict[int, LayerPlan]]
@@ -219,10 +219,7 @@ def test_live_is_disk_bitwise(sample, tokens, tmp_path):
     """Converted in memory and saved, or converted tensor by tensor from disk to disk."""
     model, layers = sample
     model.save_pretrained(tmp_path / "base", max_shard_size="50KB")
-    arch = base_arch(model.config)
-    plan = Plan("test", base_shape(model, arch), layers)
-    (tmp_path / "disk").mkdir()
-    save_applied(moesaic.io.source.Source("base", tmp_path / "base"), plan, tmp_path / "disk")
+    applied(tmp_path / "base", model, layers, tmp_path / "disk")
     saved(tmp_path / "live", model, layers)
     wanted = logits(model, tokens)
     for name in ("live", "disk"):  # names in files may differ: mlp or block_sparse_moe
@@ -463,7 +460,7 @@ def test_a_plan_of_a_strangers_fits_or_is_refused(kind: str, name: str, tmp_path
     """In words, before anything large is made of it; what is made can be loaded."""
     model, layers = _made(kind, name)
     model.save_pretrained(tmp_path / "base")
-    base, arch = resolve(str(tmp_path / "base")), base_arch(model.config)
+    base = resolve(str(tmp_path / "base"))
     size, refused = base.checkpoint.nbytes(), 0
     (index, layer), *_ = layers.items()
     for number, (what, header, tensors) in enumerate(hostile(layer)):
@@ -473,9 +470,7 @@ def test_a_plan_of_a_strangers_fits_or_is_refused(kind: str, name: str, tmp_path
                 changed = type(layer).load(header, tensors)
             except (ValueError, KeyError, TypeError, AttributeError) as error:  # as Plan.load does
                 raise MoesaicError(str(error)) from error
-            plan = Plan("test", base_shape(model, arch), {index: changed})
-            out.mkdir()
-            save_applied(base, plan, out)
+            applied(base, model, {index: changed}, out)
         except MoesaicError:
             refused += 1
             shutil.rmtree(out, ignore_errors=True)
