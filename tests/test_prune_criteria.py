@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, same, site_of, statistics, tiny_moe
+from builders import VOCAB, routed_sites, same, site_of, statistics, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,12 +33,6 @@ from moesaic.methods.prune.subsets import (
 )
 from moesaic.observation.stats import evenly, layer_stats, packed, sample_share, unpacked
 from moesaic.observation.stream import LayerStream
-
-
-def sites(model, tokens, **options):
-    arch = moe_arch(model.config)
-    layers = arch.moe_layers(model)
-    return LayerStream(model, arch, tokens, layers, view=arch.mixture, **options)
 
 
 def kept(result):
@@ -70,7 +64,7 @@ def test_enumeration_is_brute_force(moe_type, tokens):
     changes = {"n_group": 1, "topk_group": 1} if moe_type == "deepseek_v3" else {}
     model = tiny_moe(moe_type, **changes)
     result = moesaic.prune(model, PruneConfig(keep=5), calibration=tokens)
-    for site in sites(model, tokens):
+    for site in routed_sites(model, tokens):
         chosen, losses = brute_force(site, 5)
         assert result.plan.layers[site.index].kept == chosen
         analysis = result.analyses[site.index]
@@ -215,12 +209,12 @@ def test_swaps_mend_what_greedy_did():
 
 def test_beyond_the_limit_greedy_with_swaps_is_near_the_best(tokens):
     model = tiny_moe("qwen2_moe", experts=12, top_k=3)
-    best = moesaic.prune(model, PruneConfig(keep=8), calibration=tokens)
-    near = moesaic.prune(model, PruneConfig(keep=8, exhaustive_limit=10), calibration=tokens)
     limit = 495 * tokens.count  # every set, by every token
-    just = moesaic.prune(model, PruneConfig(keep=8, exhaustive_limit=limit), calibration=tokens)
+    best, near, just, less = (
+        moesaic.prune(model, PruneConfig(keep=8, refit=False, **options), calibration=tokens)
+        for options in ({}, *({"exhaustive_limit": n} for n in (10, limit, limit - 1)))
+    )
     assert just.analyses == best.analyses
-    less = moesaic.prune(model, PruneConfig(keep=8, exhaustive_limit=limit - 1), calibration=tokens)
     assert less.analyses == near.analyses
     for i, analysis in best.analyses.items():
         assert (analysis["search"], analysis["sets"]) == ("exhaustive", 495)
@@ -262,11 +256,11 @@ def test_stats_decide_as_the_model_does(moe_type, tokens, tmp_path, monkeypatch)
     moesaic.observe(model, tmp_path / "stats", calibration=tokens)
     direct = {}
     for criterion in CRITERIA:
-        config = PruneConfig(keep=4, score=criterion)
+        config = PruneConfig(keep=4, score=criterion, refit=False)
         direct[criterion] = moesaic.prune(model, config, calibration=tokens)
     monkeypatch.setattr(LayerStream, "__iter__", lambda self: pytest.fail("the model was run"))
     for criterion, wanted in direct.items():
-        config = PruneConfig(keep=4, score=criterion)
+        config = PruneConfig(keep=4, score=criterion, refit=False)
         found = moesaic.prune(model, config, stats=tmp_path / "stats")
         assert kept(found) == kept(wanted)
         for i, analysis in found.analyses.items():
@@ -378,7 +372,7 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens):
     with pytest.raises(MoesaicError, match="gram_mb 0 must be at least 1"):
         PruneConfig(keep=5, gram_mb=0)
     model = tiny_moe("mixtral")
-    for site in sites(model, tokens):
+    for site in routed_sites(model, tokens):
         with pytest.raises(MoesaicError, match=r"gram_mb 9.54e-07 is too small for 8 experts"):
             layer_stats(site, {"sampled_T", "gram_SP"}, tokens, [0], 1)
 
@@ -406,10 +400,7 @@ def tokens_of(rows: int) -> Tokens:
 def routed_calls(moe_type: str, rows: int) -> tuple[ScoredLayer, list[Calls], Any]:
     """The first routed layer as criteria see it, what every token does in it, and the model."""
     model = tiny_moe(moe_type)
-    arch = moe_arch(model.config)
-    layers = arch.moe_layers(model)
-    stream = iter(LayerStream(model, arch, tokens_of(rows), layers, view=arch.mixture))
-    site = next(stream)
+    site = site_of(model, tokens_of(rows))
     view = site.view
     x_TD = torch.cat(list(site.inputs()))
     _, g_TK, chosen_TK = view.router(x_TD)
