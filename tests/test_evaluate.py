@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import weakref
 from functools import partial
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, pad
 
 
 def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, tokenizer):
-    tokens = evaluation_tokens("", tokenizer, 48, 2048 + 512)
+    tokens = evaluation_tokens("code", tokenizer, 48, 2048 + 512)
     sources = [resolve(str(f)) for f in (carved_folder, llama_folder)]
     whole = scores([InMemory(s.load()) for s in sources], tokens)
     assert scores([Layerwise(s) for s in sources], tokens) == whole
@@ -343,8 +344,8 @@ def share(options: dict[str, Any], out: Path, recipe: str) -> None:
 def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, questions, tmp_path):
     """Each has one of two, also of a recipe, whose record is that of one process."""
     asked = (
-        f"model: {moe_folder}\nout: {tmp_path}/OUT\nsteps:\n- prune: {{keep: 6}}\n"
-        f"calibration: {{source: {pages('calibration')}, samples: 90, length: 24}}\n"
+        f"model: {moe_folder}\nout: {tmp_path}/OUT\n"
+        "steps: [{prune: {keep: 6, score: aimer, refit: false}}]\n"
         f"evaluation: {{data: {pages('evaluation')}, length: 48, max_tokens: 2100, rounds: 0, "
         f"new_tokens: 2, tasks: {questions}}}\n"
     )
@@ -417,8 +418,11 @@ def test_questions_of_a_file_are_a_task_of_lm_eval(questions, llama_folder, toke
 
 @pytest.mark.filterwarnings("ignore")
 def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr(tasking, "task_manager", task_manager)
+    """Of lm-eval's thousands of tasks two folders stand for all, which take seconds to read."""
+    there = pytest.importorskip("lm_eval.tasks")
+    some = [str(Path(there.__file__).with_name(name)) for name in ("arc", "sciq")]
+    manager = there.TaskManager(include_defaults=False, include_path=some)
+    monkeypatch.setattr(tasking, "task_manager", lambda named: manager if named else None)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     quick = {"length": 32, "max_tokens": 64}
     unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
@@ -435,13 +439,18 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_task_of_the_papers_lists_is_lm_evals():
-    pytest.importorskip("lm_eval")
-    known = {*task_manager(True).all_tasks}
+def test_every_task_of_the_papers_lists_is_lm_evals(monkeypatch):
+    there = pytest.importorskip("lm_eval.tasks")
+    files = Path(there.__file__).parent.rglob("*.y*ml")
+    lines = (re.findall(r"^(?:task|group): *(\S+)$", f.read_text("utf-8"), re.M) for f in files)
+    known = {name.strip("'\"") for found in lines for name in found}
     for preset in tasking.PRESETS:
         assert {task.name for task in wanted_tasks(preset)} <= known
     assert len(wanted_tasks("naee")) == 8
     assert [t.shots for t in wanted_tasks("more")] == [0, 0, 0, 0, 5]
+    monkeypatch.setattr(there, "TaskManager", dict)
+    for named in (True, False):
+        assert task_manager.__wrapped__(named) == {"include_defaults": named}
 
 
 # --- recipes -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from builders import (
     OLD,
     equal,
+    few_forms,
     finish,
     loaded,
     logits,
@@ -187,18 +188,18 @@ KEPT = ("output.weight",)
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
-def model_of(model_type, **sizes):
+def model_of(model_type, experts=4, **sizes):
     sizes = {**SIZES, **sizes}
     if model_type in ("llama", "qwen2"):
         sizes |= {"mlp_bias": False} if model_type == "llama" else {}
         return tiny_model(model_type, **sizes)
     width = sizes["intermediate_size"]
     if model_type == "mixtral":
-        return tiny_moe(model_type, experts=4, **sizes)
+        return tiny_moe(model_type, experts, **sizes)
     extra = {"mlp_only_layers": [], "moe_intermediate_size": width}
     if model_type == "qwen2_moe":
         extra["shared_expert_intermediate_size"] = 2 * width
-    return tiny_moe(model_type, experts=4, **sizes, **extra)
+    return tiny_moe(model_type, experts, **sizes, **extra)
 
 
 @pytest.fixture(autouse=True)
@@ -610,7 +611,7 @@ def rounding(tmp_path, tokenizer, tokens):
     from moesaic.exports.llamacpp import Rounding
 
     def made(model_type, width=256, change=lambda model: None):
-        model = model_of(model_type, hidden_size=256, intermediate_size=width)
+        model = model_of(model_type, experts=2, hidden_size=256, intermediate_size=width)
         with torch.no_grad():
             change(model)
         folder, file = tmp_path / "model", tmp_path / "whole.gguf"
@@ -767,10 +768,11 @@ def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokenizer, token
 @pytest.mark.parametrize("types", [("q8_0",), ("q8_0", "q4_0")])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", nightly("olmoe"), nightly("glm4_moe")])
 def test_a_file_that_transformers_cannot_read_is_found_and_measured(
-    model_type, types, tmp_path, tokenizer
+    model_type, types, tmp_path, tokenizer, monkeypatch
 ):
     """DeepSeek's MLA and GLM-4.5's MTP layers among them."""
     needs_llamacpp(converter=True)
+    monkeypatch.setattr("moesaic.fitting.search.forms", few_forms)
     mtp = model_type == "glm4_moe"
     changes = {"glm4_moe": {"num_nextn_predict_layers": 1}, "olmoe": {"num_key_value_heads": 4}}
     model = small_model(model_type, **changes.get(model_type, {}))
@@ -853,10 +855,7 @@ def test_a_file_is_quantised_part_by_part(tmp_path, monkeypatch):
     shapes = {"ffn_down_exps": (3, 5, 256), "attn_q": (7, 256), "attn_norm": (256,)}
     for name, shape in shapes.items():
         writer.add_tensor(f"blk.0.{name}.weight", torch.randn(shape).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     reader = gguf.GGUFReader(tmp_path / "whole.gguf")
     weights = {"blk.0.ffn_down_exps.weight": torch.rand(3 * 256) * 9}
     made = []

@@ -125,9 +125,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, d
 
 QUICK = ("--keep", 6, "--score", "random", "--samples", 4, "--length", 32, "--no-eval")
 STEPS = """
-model: tiny-moe
+model: {model}
 out: {out}
-dtype: float32
+dtype: bfloat16
 calibration: {{samples: 4, length: 32}}
 evaluation: null
 steps:
@@ -137,10 +137,12 @@ steps:
 """
 
 
-def test_a_plan_rebuilds_all_steps(done: Any, refused: Any, tmp_path: Path) -> None:
+def test_a_plan_rebuilds_all_steps(
+    done: Any, refused: Any, moe_folder: Path, tmp_path: Path
+) -> None:
     """Also in another type than the base's, from the base and from a result between."""
     out, again, between = tmp_path / "out", tmp_path / "again", tmp_path / "between"
-    (tmp_path / "recipe.yaml").write_text(STEPS.format(out=out))
+    (tmp_path / "recipe.yaml").write_text(STEPS.format(model=moe_folder, out=out))
     done("run", tmp_path / "recipe.yaml")
     assert len(Plan.load(out).earlier) == 2
     done("apply", out, again)
@@ -152,7 +154,7 @@ def test_a_plan_rebuilds_all_steps(done: Any, refused: Any, tmp_path: Path) -> N
     done("apply", between, tmp_path / "first")
     moesaic.apply(str(tmp_path / "first"), out, again, overwrite=True)
     assert equal(weights(out), weights(again))
-    refused("was made for a mixtral", "apply", "tiny-shared-moe", out, tmp_path / "never")
+    refused("was made for a qwen2_moe", "apply", "tiny-moe", out, tmp_path / "never")
 
 
 def test_a_result_is_pushed_whole(
