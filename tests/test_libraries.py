@@ -29,14 +29,7 @@ from moesaic.distributed import join_processes, wait_for_all
 from moesaic.errors import MoesaicError
 
 ROOT = Path(__file__).parents[1]
-YOUNG = (
-    "transformers",
-    "huggingface_hub",
-    "accelerate",
-    "safetensors",
-    "gguf",
-    "pydantic",
-)
+YOUNG = "transformers", "huggingface_hub", "accelerate", "safetensors", "gguf", "pydantic"
 """Libraries of which a next release may do without what an earlier one had."""
 
 
