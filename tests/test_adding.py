@@ -5,8 +5,6 @@ beforehand, a criterion in 1, a layer kind in 2, an architecture in 1 and a verb
 Moesaic is changed for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -276,7 +274,7 @@ print(json.dumps({"said": said, "losses": losses}))
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
+def package(tmp_path_factory):
     """The toy package's place, as pip would leave it."""
     place = tmp_path_factory.mktemp("site")
     for files, _ in FILES.values():

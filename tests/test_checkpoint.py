@@ -12,7 +12,6 @@ import pytest
 import torch
 from builders import equal, inside, tiny_model, weights
 from safetensors.torch import load_file, save, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -238,16 +237,16 @@ def test_a_further_shard_joins_those_that_are_there(shard, tmp_path):
     assert equal(dict(resolve(str(tmp_path)).load().state_dict()), before)
 
 
-def test_experts_are_read_into_their_place(tmp_path: Path) -> None:
+def test_experts_are_read_into_their_place(tmp_path):
     """Of a layer that is many times its experts, no second copy lies beside it while it is read."""
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     naming = Naming(checkpoint, "qwen3_moe")
-    alive: list[weakref.ref[Tensor]] = []
+    alive = []
     most = 0
 
-    def counted(tensor: Tensor) -> Tensor:
+    def counted(tensor):
         nonlocal most
         copied = tensor.clone()
         alive.append(weakref.ref(copied))

@@ -1,7 +1,5 @@
 """The command line as a user meets it: figures, exit codes, one clear message, soon."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -268,8 +266,8 @@ def test_wrong_requests_exit_2_with_one_message(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_each_part_of_a_message_names_its_option() -> None:
-    said = app.commands["fit"].in_flags  # type: ignore[attr-defined]
+def test_each_part_of_a_message_names_its_option():
+    said = app.commands["fit"].in_flags
     assert said("memory 1 is little; parameters 2, too; what", ()) == (
         "--memory 1 is little; --parameters 2, too; what"
     )

@@ -1,7 +1,5 @@
 """Architectures that a rule finds do what is said of them; ``-m slow`` tries every one."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -73,7 +71,7 @@ def test_it_does_what_is_said_of_it(model_type):
 
 
 @old
-def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> None:
+def test_names_of_a_language_model_that_only_its_whole_knows_are_refused():
     """By themselves its experts, which stand in the layer on disk, are pruned and slimmed."""
     kind, reason = held("mistral_large4")
     assert kind == "unsupported"
@@ -82,7 +80,7 @@ def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> No
 
 
 @old
-def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path):
     """transformers splits Sarvam's queries, keys and values by the sizes of a live model."""
     small_model("sarvam_moe").save_pretrained(tmp_path)
     for verb, config in (
@@ -94,7 +92,7 @@ def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
+def test_a_language_model_of_many_options_is_held_within_its_whole():
     assert held("glm5_next") == ("moe", "")
 
 
@@ -118,21 +116,21 @@ def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
         ),
     ],
 )
-def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
+def test_parts_beside_a_language_model_keep_their_bytes(whole, language):
     torch.manual_seed(0)
     beside(whole, language)
 
 
 @old
 @torch.no_grad()
-def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
+def test_experts_that_lie_turned_on_disk_stay_so(tmp_path):
     """Qwen3-VL's mixtures are published so; transformers reads both and writes the other one."""
     assert predicts_tokens("qwen3_vl_moe_text")
     model = small_model("qwen3_vl_moe_text", moe_intermediate_size=24)
     base, out = tmp_path / "base", tmp_path / "out"
     model.save_pretrained(base)
 
-    def turned(folder: Path) -> dict[str, torch.Tensor]:
+    def turned(folder):
         experts = ("gate_up_proj", "down_proj")
         return {
             name: t.mT.contiguous() if t.dim() == 3 and name.endswith(experts) else t
@@ -153,14 +151,14 @@ def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
 
 
 @old
-def test_a_language_model_without_a_class_of_its_own_is_not_trained(tmp_path: Path) -> None:
+def test_a_language_model_without_a_class_of_its_own_is_not_trained(tmp_path):
     """What training writes is the language model alone, and nothing could open it."""
     small_whole("qwen3_vl", "qwen3_vl_text").save_pretrained(tmp_path / "whole")
     with pytest.raises(MoesaicError, match="no class for qwen3_vl_text outside of the whole"):
         moesaic.tune(str(tmp_path / "whole"), TuneConfig(steps=1), text=[{"input_ids": [1, 2]}])
 
 
-def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -> None:
+def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path):
     """Nor does a search offer it."""
     model = small_model("gemma4_text")
     model.save_pretrained(tmp_path)
@@ -177,7 +175,7 @@ def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -
     "model_type",
     ["qwen2_moe", *map(nightly, ("gemma4_text", "llama4_text", "nemotron_h"))],
 )
-def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
+def test_what_passes_experts_is_what_their_view_says(model_type):
     """The same tokens enter each expert, with the same activations."""
     model = small_model(model_type)
     arch = base_arch(model.config)
@@ -186,7 +184,7 @@ def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
     view, before, tally = arch.mixture(layer), logits(model), Tally()
     down = f"{arch.inside}{arch.experts}.{view.matrices[1]}"
 
-    def note(_: str, h_NM: torch.Tensor, expert: int | None) -> None:
+    def note(_, h_NM, expert):
         tally.add("calls_E", torch.tensor(len(h_NM)), expert, view.count)
         tally.add("square_EM", square_sums(h_NM.float()), expert, view.count)
 
@@ -209,13 +207,13 @@ def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
 
 
 @torch.no_grad()
-def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> None:
+def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path):
     """Llama 4 as it is published: Eq. 3's loss is the block's own, and nothing can be skipped."""
     model = small_model("llama4_text", num_experts_per_tok=1)
     arch = base_arch(model.config)
     i = arch.moe_layers(model)[0]
     block = arch.ffn_of(arch.layers(model)[i])
-    entered: list[torch.Tensor] = []
+    entered = []
     block.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
     logits(model)
     config = PruneConfig(keep=5, refit=False)
@@ -234,7 +232,7 @@ def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> 
 
 
 @torch.no_grad()
-def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None:
+def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path):
     """MiniMax M3's, whose gates and ups are apart on disk; act(gate) * up is another model."""
     model = small_model("minimax_m3_vl_text")
     arch = base_arch(model.config)
@@ -263,9 +261,7 @@ def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "there", [(), ("preprocessor_config.json",), ("processor_config.json", "chat_template.jinja")]
 )
-def test_processors_of_images_are_copied_if_they_are_there(
-    there: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_processors_of_images_are_copied_if_they_are_there(there, tmp_path):
     base = tmp_path / "base"
     small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(base)
     for name in there:
@@ -279,7 +275,7 @@ def test_processors_of_images_are_copied_if_they_are_there(
 
 
 @old
-def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
+def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told():
     """Of all batches before the weights move."""
     assert predicts_tokens("qwen3_vl_text")
     model, ids = small_model("qwen3_vl_text"), torch.ones(1, 5, dtype=torch.int64)
@@ -287,9 +283,7 @@ def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
     assert total == pytest.approx(4 * mean)
 
 
-def test_a_result_that_is_only_the_language_model_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_result_that_is_only_the_language_model_is_warned_of(caplog):
     beside("llava", "llama")
     assert "only the language model" in caplog.text
 
@@ -313,7 +307,7 @@ def test_the_list_is_complete():
 
 
 @pytest.mark.parametrize("reason", ["", "A norm follows every expert."])
-def test_a_multimodal_type_is_listed_whatever_came_of_it(reason: str) -> None:
+def test_a_multimodal_type_is_listed_whatever_came_of_it(reason):
     sys.path.insert(0, str(SCRIPTS))
     import architectures
 

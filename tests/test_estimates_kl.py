@@ -1,14 +1,9 @@
 """What changes of layers do to a model's output, measured and estimated, and weighed inputs."""
 
-from __future__ import annotations
-
 import copy
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,6 @@ from builders import MOE, any_model, equal, stream_of, tiny_model, tiny_moe
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
-from moesaic.data.text import Tokens
 from moesaic.exports.rounder import importance, means
 from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities, predicting
@@ -32,7 +26,7 @@ from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer, base_shape, converted_copy
 
 
-def narrower(model_type: str, width: int, shift: int = 0) -> Any:
+def narrower(model_type, width, shift=0):
     order = torch.arange(shift, shift + width)
     if model_type in MOE:
         return CutLayer(torch.arange(8), order.repeat(8, 1), 16)
@@ -40,7 +34,7 @@ def narrower(model_type: str, width: int, shift: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "olmoe"])
-def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) -> None:
+def test_divergences_are_those_of_whole_models(model_type, padded):
     """Of one layer, of several, of one layer in two ways, of a layer dropped, and of none."""
     model = any_model(model_type, num_hidden_layers=3)
     arch, shared = base_arch(model.config), narrower(model_type, 8)
@@ -63,7 +57,7 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
     assert len({round(kl, 6) for kl in found}) == len(found)
 
 
-def test_divergences_are_by_window(padded: Tokens) -> None:
+def test_divergences_are_by_window(padded):
     """Each window's is that of the window alone, weighed by its tokens."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
     changes = [{0: narrower("mixtral", 8)}]
@@ -76,13 +70,13 @@ def test_divergences_are_by_window(padded: Tokens) -> None:
     torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-8)
 
 
-def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
+def test_logits_are_of_one_window_at_a_time(tokens):
     """Those of a whole batch would take gigabytes of a vocabulary of today's size. Changes
     that come to the same model meet the head once."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
     rows = list[int]()
 
-    def made(_: Any, __: Any, out: torch.Tensor) -> None:
+    def made(_, __, out):
         rows.append(len(out))
 
     model.lm_head.register_forward_hook(made)
@@ -101,13 +95,13 @@ def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
     assert rows == [1] * 3 * len(tokens.input_ids)
 
 
-def test_changes_of_one_kind_run_together(tokens: Tokens) -> None:
+def test_changes_of_one_kind_run_together(tokens):
     """The layers before a change, and those that changes share, run once for all."""
     model = tiny_moe("mixtral", num_hidden_layers=3)
     arch, calls = base_arch(model.config), [0, 0, 0]
     for i, layer in enumerate(arch.layers(model)):
 
-        def count(_: Any, __: Any, i: int = i) -> None:
+        def count(_, __, i=i):
             calls[i] += 1
 
         layer.mlp.register_forward_pre_hook(count)
@@ -120,7 +114,7 @@ def test_changes_of_one_kind_run_together(tokens: Tokens) -> None:
 
 
 @contextmanager
-def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
+def noisy(layer, share):
     """The layer with noise of ``share`` of their spread on the FFN's down projections."""
     generator = torch.Generator().manual_seed(3)
     matrices = {p: p.detach().clone() for name, p in layer.named_parameters() if "down" in name}
@@ -134,12 +128,12 @@ def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "deepseek_v3"])
-def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens) -> None:
+def test_small_changes_are_estimated_as_measured(model_type, padded):
     """Of each layer alone and of all together, interactions included. Of mixtures whose routers
     are random only the last layer: after any other, experts change by chance."""
     model = any_model(model_type, num_hidden_layers=3)
     stream = stream_of(model, padded)
-    changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
+    changes = [{i: partial(noisy, share=0.1)} for i in range(3)]
     changes += [{0: changes[0][0], 1: changes[1][1], 2: changes[2][2]}, {}]
     measured = divergences(stream, changes).mean(1)
     found = estimates(stream, changes, draws=128).kl_CN.mean(1)
@@ -149,7 +143,7 @@ def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens
     torch.testing.assert_close(found[some], measured[some], rtol=0.25, atol=1e-8)
 
 
-def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
+def test_larger_changes_are_in_the_measured_order(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=3)
     stream = stream_of(model, tokens)
     plans = [narrower("mixtral", width) for width in (4, 8, 12)]
@@ -164,12 +158,12 @@ def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
         assert layer.argsort(descending=True).tolist() == [0, 1, 2]
 
 
-def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> None:
+def test_layers_come_from_last_to_first_and_are_read_twice(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    opened: list[int] = []
+    opened = []
 
     @contextmanager
-    def opening(i: int) -> Iterator[None]:
+    def opening(i):
         if i in range(3):  # a layer
             opened.append(i)
         yield
@@ -181,7 +175,7 @@ def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> No
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
-def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, tokens: Tokens) -> None:
+def test_a_masked_layer_computes_what_a_converted_one_does(model_type, tokens):
     """No copy is made of what is only left out; the layer is as it was afterwards."""
     model = any_model(model_type, num_hidden_layers=2)
     arch, shape = base_arch(model.config), base_shape(model, base_arch(model.config))
@@ -206,13 +200,13 @@ def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, toke
         block.run(states)
 
 
-def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_path: Path) -> None:
+def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens, tmp_path):
     """What remembers a layer's computation would keep its weights, beside those of the next one."""
     tiny_moe("mixtral", num_hidden_layers=3).save_pretrained(tmp_path)
     source = resolve(str(tmp_path))
     arch = base_arch(source.config)
     stream = LayerStream.from_disk(source.checkpoint, source.config, arch, tokens, view=arch.view)
-    seen: list[Any] = []
+    seen = []
     for part in priced_layers(stream, draws=2):
         assert not any(weight() is not None for weight in seen)
         if isinstance(part, PricedLayer):
@@ -220,7 +214,7 @@ def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_pa
         del part
 
 
-def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
+def test_draws_are_repeatable_and_differ(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=2)
     stream = stream_of(model, tokens)
     changes = [{0: narrower("mixtral", 8)}]
@@ -230,7 +224,7 @@ def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "mixtral"])
-def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded: Tokens) -> None:
+def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type, padded):
     """Of logits that are capped (gemma2) or scaled (granite), too; draws are shared work."""
     model = any_model(model_type, num_hidden_layers=2)
     draws = torch.Generator().manual_seed(3)
@@ -254,12 +248,12 @@ def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded
         torch.testing.assert_close(torch.cat([*spill]), torch.cat(wanted), rtol=1e-4, atol=1e-6)
 
 
-def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded: Tokens) -> None:
+def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded):
     model = tiny_model("llama", num_hidden_layers=2)
     stream = stream_of(model, padded)
 
     @contextmanager
-    def changed(name: str, whole: nn.Module) -> Iterator[nn.Module]:
+    def changed(name, whole):
         weight = whole.get_parameter(name)
         before, generator = weight.detach().clone(), torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -267,7 +261,7 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
             yield whole
             weight.copy_(before)
 
-    def logits() -> torch.Tensor:
+    def logits():
         mask = padded.attention_mask
         with torch.no_grad():
             found = model(input_ids=padded.input_ids, attention_mask=mask).logits
@@ -283,14 +277,14 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
         assert kl == pytest.approx(measured, rel=tolerance)
 
 
-def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_path: Path) -> None:
+def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens, tmp_path):
     model = tiny_moe("mixtral", num_hidden_layers=3)
     arch = base_arch(model.config)
     stream = stream_of(model, tokens)
     seen, killed = list[int](), [True]
 
     @contextmanager
-    def narrowed(place: int, layer: nn.Module) -> Iterator[nn.Module]:
+    def narrowed(place, layer):
         if killed[0] and place == 1:
             raise KeyboardInterrupt
         seen.append(place)
@@ -298,7 +292,7 @@ def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_
             assert other is not None
             yield other
 
-    changes: list[Any] = [{i: partial(narrowed, i)} for i in range(3)]
+    changes = [{i: partial(narrowed, i)} for i in range(3)]
     with pytest.raises(KeyboardInterrupt):
         estimates(stream, changes, 2, folder=tmp_path)
     assert seen == [2]
@@ -310,7 +304,7 @@ def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_
     assert whole.kl_CN.mean(1).min() > 0
 
 
-def test_changes_of_several_layers_add_up(tokens: Tokens) -> None:
+def test_changes_of_several_layers_add_up(tokens):
     """Before they are squared: together they are what one change of all of them is."""
     model = tiny_moe("mixtral", num_hidden_layers=3)
     stream = stream_of(model, tokens)
@@ -320,24 +314,22 @@ def test_changes_of_several_layers_add_up(tokens: Tokens) -> None:
     assert not torch.allclose(found.kl_CN[:3].sum(0), found.kl_CN[3])
 
 
-def named(module: str) -> str | None:
+def named(module):
     """All but the head, by transformers' names."""
     return module if module.startswith("model.") else None
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "gpt_oss"])
-def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
-    model_type: str, tokens: Tokens, tmp_path: Path
-) -> None:
+def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(model_type, tokens, tmp_path):
     model = any_model(model_type)
     model.save_pretrained(tmp_path / "model")
     found = importance(resolve(str(tmp_path / "model")), tokens, named)
-    wanted: dict[str, Tensor] = {}
-    routed: dict[int, Tensor] = {}
+    wanted = {}
+    routed = {}
 
-    def entered(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def entered(name):
+        def hook(_, args):
             x_TI = args[0].flatten(0, -2)
             wanted[f"{name}.weight"] = (x_TI.double() ** 2).mean(0).float()
 
@@ -347,15 +339,15 @@ def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
         if isinstance(module, nn.Linear) and named(name):
             module.register_forward_pre_hook(entered(name))
     arch = base_arch(model.config)
-    layers = arch.moe_layers(model) if hasattr(arch, "moe_layers") else []  # type: ignore[operator]
+    layers = arch.moe_layers(model) if hasattr(arch, "moe_layers") else []
     for i in layers:
-        block = arch.mixture(arch.layers(model)[i]).block  # type: ignore[attr-defined]
+        block = arch.mixture(arch.layers(model)[i]).block
         block.register_forward_pre_hook(
             lambda _, args, i=i: routed.__setitem__(i, args[0].flatten(0, -2))
         )
     model.eval()(input_ids=tokens.input_ids)
     for i, x_TD in routed.items():
-        view = arch.mixture(arch.layers(model)[i])  # type: ignore[attr-defined]
+        view = arch.mixture(arch.layers(model)[i])
         _, _, chosen_TK = view.router(x_TD)
         inputs, hidden = [], []
         for e in range(view.count):
@@ -370,7 +362,7 @@ def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
         torch.testing.assert_close(found[name], mean, rtol=1e-4, atol=1e-7)
 
 
-def test_an_expert_that_no_token_reached_weighs_its_inputs_alike() -> None:
+def test_an_expert_that_no_token_reached_weighs_its_inputs_alike():
     tally = Tally()
     for x_NI in (torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[2.0, 1.0]])):
         tally.add("a.square_EI", x_NI.square().sum(0), 1, 2)

@@ -7,7 +7,6 @@ import re
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -330,10 +329,10 @@ def test_a_perplexity_beyond_float_is_a_number_that_json_has():
     assert 1e300 < _part(torch.tensor([4.0, 4000.0]), 0).perplexity < math.inf
 
 
-def share(options: dict[str, Any], out: Path, recipe: str) -> None:
+def share(options, out, recipe):
     """In one of several processes."""
     collect_env.get_pretty_env_info = str  # lm-eval asks pip what is there otherwise
-    tasking.task_manager = local_tasks  # type: ignore[assignment]
+    tasking.task_manager = local_tasks
     join_processes()
     found = moesaic.evaluate(**options, stream=True)
     routing = [(r.tokens, r.counts) for r in found.routing.values()]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import gguf
@@ -43,7 +42,6 @@ from moesaic.exports import llamacpp
 from moesaic.exports.llamacpp import check_positions, lacking
 from moesaic.exports.native import decide, verify, write
 from moesaic.io.source import Source, resolve
-from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import DroppedLayer
 from moesaic.plans.cut import CutLayer
 
@@ -56,9 +54,7 @@ CASES = {
 }
 
 
-def carved(
-    folder: Path, shapes: dict[int, Any] = EQUAL, model: Any = None, **options: Any
-) -> Source:
+def carved(folder, shapes=EQUAL, model=None, **options):
     """A model with petals of these shapes, saved; a llama without biases if no other is given."""
     layers = {i: carved_layer(*shape, seed=i, **options) for i, shape in shapes.items()}
     return saved(folder, tiny_model("llama", mlp_bias=False) if model is None else model, layers)
@@ -177,7 +173,7 @@ REFUSED: dict[str, Make] = {
 }
 
 
-def mixture(folder: Path, layer: LayerPlan, model_type: str = "mixtral") -> Source:
+def mixture(folder, layer, model_type="mixtral"):
     """A mixture whose last layer is of this kind, saved."""
     return saved(folder, tiny_moe(model_type), {2: layer})
 

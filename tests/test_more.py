@@ -270,7 +270,7 @@ SIZES = {
 }
 
 
-def fast_split(name: str, active: float, **options) -> tuple[LayerSize, Split]:
+def fast_split(name, active, **options):
     size = SIZES[name]
     splits = MoRE(MoREConfig(**FAST | options, active=active)).choose([size] * 2)
     assert splits[0] == splits[1]

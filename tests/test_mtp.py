@@ -1,7 +1,5 @@
 """MTP layers: reduced as the last layer is, kept, and true in the config (S14)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

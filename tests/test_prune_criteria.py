@@ -1,12 +1,9 @@
 """Pruning: Lu et al. (2024), what we add, and every criterion against its definition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
@@ -391,20 +388,20 @@ Calls = list[tuple[int, float, Tensor]]
 """By token and choice: the expert's number, its combine weight and its output."""
 
 
-def tokens_of(rows: int) -> Tokens:
+def tokens_of(rows):
     return Tokens(torch.randint(1, VOCAB, (rows, 8), generator=torch.Generator().manual_seed(1)))
 
 
 @cache
 @torch.no_grad()
-def routed_calls(moe_type: str, rows: int) -> tuple[ScoredLayer, list[Calls], Any]:
+def routed_calls(moe_type, rows):
     """The first routed layer as criteria see it, what every token does in it, and the model."""
     model = tiny_moe(moe_type)
     site = site_of(model, tokens_of(rows))
     view = site.view
     x_TD = torch.cat(list(site.inputs()))
     _, g_TK, chosen_TK = view.router(x_TD)
-    done: list[Calls] = []
+    done = []
     for x_D, g_K, chosen_K in zip(x_TD, g_TK.tolist(), chosen_TK.tolist(), strict=True):
         done.append(
             [
@@ -420,7 +417,7 @@ def routed_calls(moe_type: str, rows: int) -> tuple[ScoredLayer, list[Calls], An
     return case, done, (model, spread)
 
 
-def outputs_of(e: int, done: list[Calls]) -> list[tuple[float, float]]:
+def outputs_of(e, done):
     """(g, |f|) of every token that is routed to expert ``e``."""
     return [
         (g, math.sqrt(sum(v * v for v in f.tolist())))
@@ -430,7 +427,7 @@ def outputs_of(e: int, done: list[Calls]) -> list[tuple[float, float]]:
     ]
 
 
-def mean(values: list[float]) -> float:
+def mean(values):
     return sum(values) / len(values) if values else 0.0
 
 
@@ -448,7 +445,7 @@ DEFINITIONS: dict[str, Callable[[int, list[Calls], list[float]], float]] = {
 OTHERS = ("reconstruction", "pairwise", "random")
 
 
-def test_every_criterion_has_a_definition_here() -> None:
+def test_every_criterion_has_a_definition_here():
     assert set(DEFINITIONS) | set(OTHERS) == {c.name for c in BUILT_IN}
     for criterion in BUILT_IN:
         assert (criterion.score is None) != (criterion.losses is None)
@@ -458,37 +455,35 @@ def test_every_criterion_has_a_definition_here() -> None:
 @pytest.mark.parametrize("rows", [6, 1], ids=["many tokens", "some experts idle"])
 @pytest.mark.parametrize("moe_type", ["mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_scores_are_their_definitions(name: str, moe_type: str, rows: int) -> None:
+def test_scores_are_their_definitions(name, moe_type, rows):
     case, done, (_, spread) = routed_calls(moe_type, rows)
     if rows == 1:
         assert (case.stats["calls_E"] == 0).any()
     wanted = [DEFINITIONS[name](e, done, spread) for e in range(EXPERTS)]
     score = CRITERIA[name].score
-    assert score is not None
     assert score(case).tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [*DEFINITIONS])
-def test_experts_of_the_highest_scores_are_kept(name: str) -> None:
+def test_experts_of_the_highest_scores_are_kept(name):
     _, done, (model, spread) = routed_calls("qwen2_moe", 6)
     wanted = [DEFINITIONS[name](e, done, spread) for e in range(EXPERTS)]
     config = PruneConfig(keep=5, score=name)
     layer = moesaic.prune(model, config, calibration=tokens_of(6)).plan.layers[0]
     lowest = sorted(sorted(range(EXPERTS), key=lambda e: wanted[e])[3:])
-    assert layer.kept == lowest  # type: ignore[attr-defined]
+    assert layer.kept == lowest
 
 
 @pytest.mark.parametrize("moe_type", ["mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("name", ["pairwise", "reconstruction"])
-def test_losses_are_beside_all_that_the_experts_add(name: str, moe_type: str) -> None:
+def test_losses_are_beside_all_that_the_experts_add(name, moe_type):
     """Of pairwise no token is rerouted: its losses are the squared norm of what goes; those of
     reconstruction are compared with the block cut to each set above."""
     case, done, _ = routed_calls(moe_type, 6)
     criterion = CRITERIA[name]
-    assert criterion.losses is not None
     losses, whole = criterion.losses(case)
 
-    def added(kept_E: Tensor) -> float:
+    def added(kept_E):
         zero = torch.zeros_like(done[0][0][2])
         left_out = (sum((g * f for e, g, f in calls if not kept_E[e]), zero) for calls in done)
         return sum(y_D.square().sum().item() for y_D in left_out)
@@ -502,12 +497,11 @@ def test_losses_are_beside_all_that_the_experts_add(name: str, moe_type: str) ->
         assert losses(kept_E[None]).item() == wanted
 
 
-def test_random_scores_follow_seed_and_layer_alone() -> None:
+def test_random_scores_follow_seed_and_layer_alone():
     case, _, _ = routed_calls("mixtral", 6)
     score = CRITERIA["random"].score
-    assert score is not None
 
-    def drawn(seed: int, layer: int) -> list[float]:
+    def drawn(seed, layer):
         return score(ScoredLayer(case.stats, case.routing, layer, seed)).tolist()
 
     assert drawn(1, 0) == drawn(1, 0)

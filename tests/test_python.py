@@ -1,7 +1,5 @@
 """The library as Python callers meet it: calls, types, files, notebooks, other processes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
@@ -420,7 +418,7 @@ def test_a_search_returns_a_result(tmp_path, name):
 # --- other processes -----------------------------------------------------------------------------
 
 
-def unpickled(file: Path) -> None:
+def unpickled(file):
     """In another process, which has made no such classes."""
     *models, tokens, wanted = pickle.loads(file.read_bytes())
     for model, expected in zip(models, wanted, strict=True):

@@ -1,7 +1,5 @@
 """Checkpoints of few bits: values as transformers has them, bytes as they were."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,10 +1,7 @@
 """Shared experts that the router weighs together with those it chooses (Inkling)."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     model = small_model("inkling_text")
     with torch.no_grad():
         for layer in model.model.layers[1:]:

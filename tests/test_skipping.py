@@ -1,7 +1,5 @@
 """Skipping: Lu et al. (2024), Sec. 3.3 and App. A.2, and fewer experts a token by a number."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,10 +1,7 @@
 """Slimming: experts and dense FFNs made narrower, neuron by neuron."""
 
-from __future__ import annotations
-
 import copy
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +32,7 @@ from moesaic.plans import recovery
 from moesaic.plans.cut import CutLayer
 
 
-def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:
+def slimmed(model, tokens, *, compare=(), **options):
     """What slimming makes of a model; by energy and without a refit, unless said otherwise."""
     config = SlimConfig(**{"score": "energy", "refit": False, **options})
     return moesaic.slim(model, config, text=tokens, compare=compare)

@@ -1,14 +1,11 @@
 """Models by name: found in folders, in packages and among those that ship, or refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
 import shutil
 import sys
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 import torch
@@ -147,7 +144,7 @@ def test_tensors_that_transformers_would_not_find_are_refused(tokens, tmp_path):
         evaluate(base, data=text, stream=True)
 
 
-def test_at_the_top_lies_what_others_know(carved_folder: Path) -> None:
+def test_at_the_top_lies_what_others_know(carved_folder):
     top = {f.name for f in carved_folder.iterdir()}
     assert {f for f in top if f.endswith(".safetensors")} == {"model.safetensors"}
     known = {"config.json", "generation_config.json", "README.md", "modeling_moesaic.py", FOLDER}
@@ -159,7 +156,7 @@ def test_at_the_top_lies_what_others_know(carved_folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["plan.safetensors", "x.bin", "x.pt", "x.pth", "x.gguf", "consolidated.00.json"]
 )
-def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path: Path, name: str) -> None:
+def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path, name):
     """vLLM reads every .safetensors of a folder that has no index."""
     with pytest.raises(AssertionError, match="engines would read"):  # noqa: SIM117
         with whole_folder(tmp_path / "out") as folder:
@@ -169,7 +166,7 @@ def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path: Path,
     assert not misread(tmp_path)
 
 
-def test_a_tokenizer_brings_no_weights_along(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_brings_no_weights_along(llama_folder, tmp_path):
     """Side files are taken over by pattern, and a folder may hold anything of such a name."""
     folder = tmp_path / "m"
     shutil.copytree(llama_folder, folder)

@@ -1,10 +1,7 @@
 """Layer by layer is the whole forward, bitwise; statistics are merged and kept in files."""
 
-from __future__ import annotations
-
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,7 @@ import moesaic
 from moesaic import observe
 from moesaic.api import prune
 from moesaic.arch.lookup import base_arch, dense_arch
-from moesaic.data.text import Tokens, process_share
+from moesaic.data.text import process_share
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.methods.condense.config import CondenseConfig
@@ -38,7 +35,7 @@ from moesaic.modules.running import SpilledList
 from moesaic.observation import stats as module
 from moesaic.observation import stream as streaming
 from moesaic.observation.files import FILED, StatsFile
-from moesaic.observation.stats import Tally, layer_stats, tally_of
+from moesaic.observation.stats import layer_stats, tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 
@@ -74,7 +71,7 @@ def streamed(stream):
 
 @pytest.mark.parametrize("kind", ["tokens", "padded"])
 def test_layerwise_is_the_full_forward(model_type, kind, request):
-    tokens: Tokens = request.getfixturevalue(kind)
+    tokens = request.getfixturevalue(kind)
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
     expected = seen_by_full_forward(model, arch, tokens.batches(48))
@@ -236,13 +233,11 @@ def test_models_that_ask_for_router_logits_are_scored_and_measured(tokens, token
         assert layerwise == moesaic.evaluate(out, against=name, data=tokens)
 
 
-def test_shares_of_the_batches_merge_to_the_whole(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_of_the_batches_merge_to_the_whole(tokens, monkeypatch):
     """Two processes with every second batch each, a method's own sum among them."""
     model = tiny_moe("qwen2_moe")
 
-    def tally(share: Tokens, numbers: list[int] | None = None) -> Tally:
+    def tally(share, numbers=None):
         site = site_of(model, share, tokens_per_batch=24)
         found = tally_of(site, FILED, numbers, 0.5)
         for x_TD in site.inputs():
@@ -262,7 +257,7 @@ def test_shares_of_the_batches_merge_to_the_whole(
     assert 0 < int(whole["sampled_T"].sum()) < len(whole["sampled_T"])
 
 
-def test_a_name_that_nothing_computes_is_an_error(tokens: Tokens) -> None:
+def test_a_name_that_nothing_computes_is_an_error(tokens):
     model = tiny_moe("mixtral")
     for site in stream_of(model, tokens, [1]):
         with pytest.raises(ValueError, match="nothing computes loud_M of layer 1"):
@@ -281,7 +276,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_damaged_statistics_are_refused(message: str, tokens: Tokens, tmp_path: Path) -> None:
+def test_damaged_statistics_are_refused(message, tokens, tmp_path):
     model, file = tiny_moe("mixtral"), tmp_path / "model.stats"
     observe(model, file, calibration=tokens)
     with safe_open(file, "pt") as opened:
@@ -293,7 +288,7 @@ def test_damaged_statistics_are_refused(message: str, tokens: Tokens, tmp_path: 
         prune(model, PruneConfig(keep=6), stats=file)
 
 
-def test_a_file_gives_what_is_asked_for_as_it_was_observed(tokens: Tokens, tmp_path: Path) -> None:
+def test_a_file_gives_what_is_asked_for_as_it_was_observed(tokens, tmp_path):
     model, file = tiny_moe("mixtral"), tmp_path / "model.stats"
     observe(model, file, calibration=tokens)
     for site in routed_sites(model, tokens):

@@ -1,10 +1,7 @@
 """Layers whose experts a table gives to each token, beside what every mixture is tried for."""
 
-from __future__ import annotations
-
 import copy
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from builders import equal, loaded, logits, statistics, stream_of, weights
 from released import deepseek_v4
 from safetensors.torch import save_file
 from shrunken import small_model
-from torch import Tensor
 from transformers import AutoConfig
 
 from moesaic.api import prune, skip
@@ -30,11 +26,11 @@ TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return small_model("deepseek_v4")
 
 
-def tables(model: Any) -> dict[int, Tensor]:
+def tables(model):
     layers = model.model.layers
     return {
         i: g.tid2eid
@@ -74,7 +70,7 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
         assert tables(model)[i].is_contiguous()
 
 
-def padded_and_short() -> tuple[Tokens, Tokens]:
+def padded_and_short():
     """The same real tokens: windows with padding after them, and windows cut there."""
     mask = torch.ones_like(TEXT.input_ids, dtype=torch.bool)
     mask[:, 24:] = False

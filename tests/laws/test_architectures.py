@@ -1,7 +1,5 @@
 """Laws of every architecture of the tables, and of any that a new entry adds."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -3,8 +3,6 @@
 They hold for methods that other files never heard of: see :mod:`cases`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -50,12 +48,12 @@ TEXT_DECIDES = ("carve.tomoe",)
 
 
 @cache
-def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) -> Path:
+def whole(key, mode, folder, accumulate, **options):
     """A result that was made in this process in one go, written to a folder with its logits."""
     out = folder / f"{key}-{mode}-{accumulate}-{'-'.join(options)}"
     config = config_of(key, **options)
     if accumulate > 1 and learns(key):
-        config = replace(config, accumulate=accumulate)  # type: ignore[call-arg]
+        config = replace(config, accumulate=accumulate)
     result = made(key, mode, folder, config=config)
     out.mkdir()
     result.write(out)
@@ -65,12 +63,12 @@ def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) ->
 
 
 @cache
-def start_of(key: str, folder: Path) -> Path:
+def start_of(key, folder):
     """The folder of the model that a method starts from."""
     return make_start(key, folder / f"{key}-start")
 
 
-def made(key: str, mode: str, folder: Path, **options: object) -> Any:
+def made(key, mode, folder, **options):
     """What a method makes of its tiny model, given live or by its folder."""
     return result_of(key, **model_of(start_of(key, folder), mode == "memory"), **options)
 
@@ -80,17 +78,17 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("methods")
 
 
-def learns(key: str) -> bool:
+def learns(key):
     """Whether a method trains: it accumulates gradients."""
     return any(of.name == "accumulate" for of in fields(METHODS[key]))
 
 
-def losses(folder: Path) -> list[dict[str, float]]:
+def losses(folder):
     found = json.loads((folder / "summary.json").read_text())
     return found.get("training", {}).get("losses", [])
 
 
-def check_same(found: Path, wanted: Path, exact: bool = True) -> None:
+def check_same(found, wanted, exact=True):
     """Two results: their plans, their tensors, their losses."""
     for ours, theirs in zip(losses(found), losses(wanted), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -258,7 +256,7 @@ def test_what_removes_nothing_changes_no_bit(key, place):
     assert torch.equal(logits(made, tokens), logits(base, tokens))
 
 
-def hooked(model: Any) -> Any:
+def hooked(model):
     """A model in training with a frozen part, each module's forward replaced as accelerate does."""
     model.train()
     model.get_input_embeddings().requires_grad_(False)
@@ -268,7 +266,7 @@ def hooked(model: Any) -> Any:
     return model
 
 
-def surroundings(model: Any) -> dict[str, Any]:
+def surroundings(model):
     """All that a verb finds and must leave: the model, its weights aside, and the process."""
     loggers = [logging.root, *map(logging.getLogger, KNOWN_LOGGERS)]
     return {
@@ -297,7 +295,7 @@ def surroundings(model: Any) -> dict[str, Any]:
 KNOWN_LOGGERS = "moesaic", "transformers", "transformers.modeling_utils", "datasets", "py.warnings"
 
 
-def stopping(error: type[BaseException]) -> Any:
+def stopping(error):
     """A Track that stops a run at the second item that passes."""
 
     def track(items, label, total=None):

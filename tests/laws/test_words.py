@@ -4,8 +4,6 @@ Card, page, title and terminal name what was done and claim nothing else; what t
 weights is compared with the weights.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import json
@@ -35,7 +33,7 @@ TRAINED = re.compile(r"nothing was trained", re.IGNORECASE)
 OWN = re.compile(r"weights [^.]*are the base model's own", re.IGNORECASE)
 
 
-def spoken(options: dict[str, object]) -> str:
+def spoken(options):
     return ", ".join(f"{k}={Path(str(v)).name}" for k, v in options.items()) or "default"
 
 
