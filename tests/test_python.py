@@ -49,8 +49,6 @@ def slimmed(name):
 
 
 # --- calls ---------------------------------------------------------------------------------------
-
-
 def test_options_are_given_by_name(slimmed, name):
     assert slimmed.method.config.keep == 0.5
     assert slimmed.job.args.calibration.samples == 8
@@ -244,8 +242,6 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
 
 
 # --- results -------------------------------------------------------------------------------------
-
-
 def test_saved_as_the_command_saves(slimmed, tmp_path, command, name):
     folder = slimmed.save_pretrained(tmp_path / "python")
     text = ["--samples", "8", "--length", "64", "--calibration", pages("calibration")]
@@ -416,8 +412,6 @@ def test_a_search_returns_a_result(tmp_path, name):
 
 
 # --- other processes -----------------------------------------------------------------------------
-
-
 def unpickled(file):
     """In another process, which has made no such classes."""
     *models, tokens, wanted = pickle.loads(file.read_bytes())

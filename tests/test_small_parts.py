@@ -17,9 +17,8 @@ from moesaic.io.outputs import run_folder
 from moesaic.io.source import headers_of_model
 from moesaic.observation import files
 
+
 # --- commands ------------------------------------------------------------------------------------
-
-
 def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
@@ -29,8 +28,6 @@ def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
 
 
 # --- what is shown -------------------------------------------------------------------------------
-
-
 def shown(view):
     console = Console(file=io.StringIO(), width=120)
     console.print(view)
@@ -51,8 +48,6 @@ def test_candidates_come_in_the_order_of_their_loss():
 
 
 # --- what becomes of errors ----------------------------------------------------------------------
-
-
 class OutOfMemoryError(RuntimeError):
     """As torch calls it."""
 
@@ -83,8 +78,6 @@ def test_errors_have_their_own_codes(error, code, said, capsys, monkeypatch):
 
 
 # --- models and files ----------------------------------------------------------------------------
-
-
 def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
     (tmp_path / "model").mkdir()
     yes = ["tiny-moe", "smollm2", "you/model", "x.gguf", "you/m.odel", str(tmp_path / "model")]
@@ -130,8 +123,6 @@ def test_names_are_found_where_they_are(tmp_path, monkeypatch):
 
 
 # --- statistics ----------------------------------------------------------------------------------
-
-
 def test_nobody_returns_from_observe_before_the_file_is_there(monkeypatch, tmp_path):
     """Nor looks for finished layers before the first process has dropped what is left of others."""
     waited = []

@@ -36,8 +36,6 @@ class Case:
 
 
 # --- safetensors ---------------------------------------------------------------------------------
-
-
 def shards(folder: Path) -> list[Path]:
     """The weights of a model or of a plan."""
     plan = folder / "moesaic/plan.safetensors"
@@ -177,8 +175,6 @@ def integers(held: dict[str, Any]) -> None:
 
 
 # --- JSON and text -------------------------------------------------------------------------------
-
-
 def edited(name: str, edit: Callable[[Any], Any]) -> Change:
     """JSON with something else in it."""
 
@@ -203,7 +199,6 @@ TRICKS = ("../outside.safetensors", "../../outside.safetensors", "/etc/hostname"
 
 
 # --- the cases -----------------------------------------------------------------------------------
-
 TEXT = ("--calibration", "TEXT", "--samples", "4", "--length", "32", "--no-eval")
 CARVE = ("carve", "IN", "out", *TEXT)
 PRUNE = ("prune", "IN", "out", "--keep", "6", *TEXT)

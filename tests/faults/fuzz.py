@@ -54,8 +54,6 @@ class Kind:
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
 def deep(levels: int) -> Any:
     value: Any = []
     for _ in range(levels):
@@ -412,8 +410,6 @@ KINDS = (
 
 
 # --- running --------------------------------------------------------------------------------------
-
-
 class TooLong(BaseException):
     """A case takes more time than it has."""
 

@@ -152,8 +152,6 @@ def ran(
 
 
 # --- what is on disk -----------------------------------------------------------------------------
-
-
 def tree(folder: Path, *without: Path) -> dict[str, tuple[int, int]]:
     """Size and time of change of every file under a folder, by its path."""
     result = {}
