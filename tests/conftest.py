@@ -237,11 +237,12 @@ def done(command: Callable[..., CommandOutcome]) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(command: Callable[..., CommandOutcome]) -> Callable[..., str]:
-    """Run ``moesaic`` with arguments that it must refuse in these words; its whole message."""
+    """Run ``moesaic`` with arguments that it must refuse in these words, or that end with another
+    code and them; its whole message."""
 
-    def call(words: str, *arguments: Any) -> str:
-        code, _, err = command(*arguments)
-        assert (code, words in err) == (2, True), (arguments, err)
+    def call(words: str, *arguments: Any, code: int = 2) -> str:
+        ended, _, err = command(*arguments)
+        assert (ended, words in err) == (code, True), (arguments, err)
         return err
 
     return call

@@ -490,15 +490,12 @@ def test_blocks_that_do_not_divide_stay_plain(base, form, plain, request, tmp_pa
     assert torch.equal(new[1], old[1][:24])
 
 
-def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, command):
+def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, refused):
     """Before anything is observed; without a wish, widths are a multiple of the block."""
     ask = ("slim", mxfp4, tmp_path / "out", "--no-eval", "--score", "magnitude")
-    code, _, errors = command(*ask, "--keep", "0.5", "--multiple", "8")
-    assert code == 2
-    assert "--multiple 8: this checkpoint stores experts in blocks of 32" in errors
-    code, _, errors = command(*ask, "--keep", "0.7")
-    assert code == 2
-    assert "--keep 0.7 is out of reach with multiple 32 of 64 neurons" in errors
+    said = "--multiple 8: this checkpoint stores experts in blocks of 32"
+    refused(said, *ask, "--keep", "0.5", "--multiple", "8")
+    refused("--keep 0.7 is out of reach with multiple 32 of 64 neurons", *ask, "--keep", "0.7")
 
 
 def test_a_mixed_checkpoint_is_read(int4, tmp_path):

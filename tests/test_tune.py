@@ -319,7 +319,7 @@ def test_gradients_are_clipped_at_what_is_said():
 
 @pytest.mark.parametrize("verb", ["tune", "tomoe", "slim"])
 def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
-    verb, llama_folder, tmp_path, command
+    verb, llama_folder, tmp_path, refused
 ):
     lines = {
         "tune": ["tune", "-o", "what=all", "-o", "steps=1", "-o", "length=300"],
@@ -328,9 +328,8 @@ def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
     }
     first, *options = lines[verb]
     for how in (["--dry-run"], []):
-        code, _, err = command(first, llama_folder, tmp_path / "out", *options, *how)
-        assert code == 2, err
-        assert "is beyond the model's 256 positions" in err
+        said = "is beyond the model's 256 positions"
+        refused(said, first, llama_folder, tmp_path / "out", *options, *how)
     assert not (tmp_path / "out").exists()
 
 
