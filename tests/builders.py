@@ -223,6 +223,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
 
 
+def stored(model: Any, folder: Path, **options: Any) -> Path:
+    """Save a model as a user would have it, with a tokenizer; its folder."""
+    model.save_pretrained(folder, **options)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @cache
 def pages(name: str) -> str:
     """A text file of a few pages of prose to calibrate on, or to measure on.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import DENSE, VOCAB, launch, local_tasks, pages, tiny_model, tiny_moe
+from builders import DENSE, VOCAB, launch, local_tasks, pages, stored, tiny_model, tiny_moe
 from safetensors.torch import save_file
 from torch.utils import collect_env
 from transformers import AutoModelForCausalLM
@@ -50,12 +50,9 @@ def questions(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def other_folder(tmp_path_factory, tokenizer):
+def other_folder(tmp_path_factory):
     """Another llama of the same tokenizer."""
-    folder = tmp_path_factory.mktemp("other") / "llama"
-    tiny_model("llama", seed=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return stored(tiny_model("llama", seed=1), tmp_path_factory.mktemp("other") / "llama")
 
 
 # --- tasks of a local file -----------------------------------------------------------------------
@@ -260,11 +257,10 @@ def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, token
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
-def test_an_embedding_that_is_the_head_counts_once_either_way(family, tokens, tokenizer, tmp_path):
+def test_an_embedding_that_is_the_head_counts_once_either_way(family, tokens, tmp_path):
     made = tiny_model if family in DENSE else tiny_moe
     for name, seed in (("ours", 0), ("theirs", 1)):
-        made(family, seed=seed, tie_word_embeddings=True).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+        stored(made(family, seed=seed, tie_word_embeddings=True), tmp_path / name)
     names = {"model": tmp_path / "ours", "against": tmp_path / "theirs", "data": tokens}
     whole = moesaic.evaluate(**names).as_json()
     assert moesaic.evaluate(**names, stream=True).as_json() == whole

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from builders import pages, predicting, quantise, tiny_moe, weights
+from builders import pages, predicting, quantise, stored, tiny_moe, weights
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -57,12 +57,9 @@ def recipe_of(out, model="tiny-moe", samples=4):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory, tokenizer):
+def small(tmp_path_factory):
     """A random mixture, smaller than those that ship, where what is tried needs no trained one."""
-    folder = tmp_path_factory.mktemp("small") / "mixtral"
-    tiny_moe("mixtral").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return stored(tiny_moe("mixtral"), tmp_path_factory.mktemp("small") / "mixtral")
 
 
 def smaller_than(folder):
@@ -570,11 +567,10 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path):
             find(Search(recipe, FitConfig(memory=1), tmp_path))
 
 
-def test_windows_are_as_the_model_can_read_them(tokenizer, tmp_path):
+def test_windows_are_as_the_model_can_read_them(tmp_path):
     """No longer than its positions by default; what it cannot read is refused before all else."""
     folder, file = tmp_path / "base", tmp_path / "ids.safetensors"
-    tiny_moe("mixtral", max_position_embeddings=64).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    stored(tiny_moe("mixtral", max_position_embeddings=64), folder)
     save_file({"input_ids": torch.arange(20 * 65).view(20, 65)}, file)
     source = resolve(str(folder))
     assert Texts(Calibration(pages("calibration")), source, 4).drawn.length == 64

@@ -27,6 +27,7 @@ from builders import (
     nightly,
     pages,
     predicting,
+    stored,
     tiny_model,
     tiny_moe,
     weights,
@@ -279,16 +280,14 @@ ROTARY: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("which", ROTARY)
-def test_rotary_scaling_is_read_or_refused(which, tmp_path, tokenizer, tokens):
+def test_rotary_scaling_is_read_or_refused(which, tmp_path, tokens):
     """transformers reads none of it."""
     needs_llamacpp(converter=True)
     scaling, read = ROTARY[which]
     rope = {"rope_theta": 500_000.0, **scaling}
     model = model_of("llama", rope_parameters=rope, max_position_embeddings=16384)
-    folder, file = tmp_path / "model", tmp_path / "model.gguf"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    moesaic.export(folder, file)
+    file = tmp_path / "model.gguf"
+    moesaic.export(stored(model, tmp_path / "model"), file)
     if read:
         assert torch.equal(logits(resolve(str(file)).load(), tokens), logits(model, tokens))
     else:
@@ -301,8 +300,7 @@ def test_from_a_file_to_a_result(tmp_path, tokenizer, command):
     file = written(model_of("qwen2_moe"), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
     plain = model_of("qwen2_moe")  # transformers saves what it read of a file under other names
     plain.load_state_dict(theirs(file, resolve(str(file)).config).state_dict())
-    plain.save_pretrained(tmp_path / "plain")
-    tokenizer.save_pretrained(tmp_path / "plain")
+    stored(plain, tmp_path / "plain")
     text = pages("calibration")
     wanted = "--keep", "3", "--samples", "4", "--length", "16", "--no-eval", "--calibration", text
     for base, out in ((file, "a"), (tmp_path / "plain", "b")):
@@ -318,8 +316,7 @@ def test_a_file_is_as_large_as_it_is(tmp_path, tokenizer, done):
     """Not as the folder that it is unpacked into, in float32."""
     model = model_of("llama")
     file = written(model, tokenizer, tmp_path / "model.gguf", Type.Q8_0)
-    model.save_pretrained(tmp_path / "plain")
-    tokenizer.save_pretrained(tmp_path / "plain")
+    stored(model, tmp_path / "plain")
     text = "--data", pages("evaluation"), "--length", "16", "--max-tokens", "200"
     said = done("eval", file, "--against", tmp_path / "plain", *text)
     assert "smaller on disk" in said
@@ -437,8 +434,7 @@ def test_hybrids_are_converted_tensor_by_tensor(model_type, tmp_path, tokenizer,
     wanted_model = theirs(file, source.config)
     assert same(source.load(), wanted_model)
     assert source.config.model_type == model_type
-    wanted_model.save_pretrained(tmp_path / "plain")
-    tokenizer.save_pretrained(tmp_path / "plain")
+    stored(wanted_model, tmp_path / "plain")
     text = "--samples", "4", "--length", "16", "--no-eval", "--calibration", pages("calibration")
     wanted = ("prune", "--keep", "6") if "moe" in model_type else ("slim", "--keep", "0.5")
     for base, out in ((file, "a"), (tmp_path / "plain", "b")):
@@ -610,9 +606,7 @@ def rounding(tmp_path, tokenizer, tokens):
         model = model_of(model_type, experts=2, hidden_size=256, intermediate_size=width)
         with torch.no_grad():
             change(model)
-        folder, file = tmp_path / "model", tmp_path / "whole.gguf"
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        folder, file = stored(model, tmp_path / "model"), tmp_path / "whole.gguf"
         written(model, tokenizer, file)
         found = Rounding(folder, file)
         found.tokens = tokens.rows(slice(2))
@@ -738,13 +732,12 @@ def test_a_smaller_models_file_has_the_estimated_tensors(model_type, verb, tmp_p
     assert files.size(result, args) - 32 <= made["bytes"] <= files.size(result, args)
 
 
-def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokenizer, tokens):
+def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
     """llama.cpp has them in two tensors, by head, of which the keys are transposed."""
     needs_llamacpp(converter=True)
     heads = {"qk_nope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64}
-    small_model("deepseek_v3", **heads).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    files, file = Files(resolve(str(tmp_path / "base")), "", tmp_path), tmp_path / "made.gguf"
+    base = stored(small_model("deepseek_v3", **heads), tmp_path / "base")
+    files, file = Files(resolve(str(base)), "", tmp_path), tmp_path / "made.gguf"
     files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
     types, size = files.uniform(None, "iq3_xxs")
     made = files.make(None, file, ExportArgs(to="gguf", type="iq3_xxs"))

@@ -27,6 +27,7 @@ from builders import (
     carved_layer,
     finish,
     saved,
+    stored,
     tiny_model,
     tiny_moe,
     tiny_tokenizer,
@@ -297,9 +298,7 @@ def test_layers_of_different_widths_in_narrow_types(asked, uneven, tmp_path):
 def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_path):
     """Those of Qwen3-Next, reduced as the last layer is; the converter asks for them otherwise."""
     model = small_model("qwen3_next", head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32)
-    model.save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    file = tmp_path / "base/model.safetensors"
+    file = stored(model, tmp_path / "base") / "model.safetensors"
     tensors, last = load_file(file), "model.layers.3."
     if predicting:
         more = {n.replace(last, "mtp.layers.0."): t for n, t in tensors.items() if last in n}

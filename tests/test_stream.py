@@ -13,6 +13,7 @@ from builders import (
     routed_sites,
     site_of,
     statistics,
+    stored,
     stream_of,
     tiny_model,
     tiny_moe,
@@ -214,11 +215,9 @@ def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
     assert {name: getattr(moe.config, name) for name in ASKING} == ASKING
 
 
-def test_models_that_ask_for_router_logits_are_scored_and_measured(tokens, tokenizer, tmp_path):
+def test_models_that_ask_for_router_logits_are_scored_and_measured(tokens, tmp_path):
     model = tiny_moe("qwen2_moe", output_router_logits=True)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    name = str(tmp_path / "model")
+    name = str(stored(model, tmp_path / "model"))
     for verb, config in (
         (moesaic.slim, SlimConfig(keep=0.5, score="energy")),
         (moesaic.condense, CondenseConfig(count=1, metric="ppl", keep="attention")),

@@ -20,7 +20,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import OLD, converted, documents, pages, tiny_model, tiny_tokenizer, whole_plan
+from builders import (
+    OLD,
+    converted,
+    documents,
+    pages,
+    stored,
+    tiny_model,
+    tiny_tokenizer,
+    whole_plan,
+)
 from safetensors.torch import save_file
 from shrunken import small_whole
 from tokenizers import Regex, normalizers
@@ -948,9 +957,7 @@ def test_a_multimodal_mixture_that_sees_text_alone_is_warned_of(
 ):
     """By every verb that calibrates, on the card and in the record; a mixture of text is not."""
     words = "is multimodal and calibrated only on text"
-    folder = tmp_path / "whole"
-    small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = stored(small_whole("qwen3_vl_moe", "qwen3_vl_moe_text"), tmp_path / "whole")
     text = ["--calibration", pages("calibration"), "--samples", 4, "--length", 24]
     done("prune", folder, tmp_path / "out", "--keep", 0.5, *text, "--no-eval")
     assert words in caplog.text
