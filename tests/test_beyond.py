@@ -22,12 +22,7 @@ from builders import (
 import moesaic
 from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch
-from moesaic.carving.budget import (
-    LayerSize,
-    active_ratio,
-    solved_top_k,
-    split_for_target,
-)
+from moesaic.carving.budget import LayerSize, active_ratio, solved_top_k, split_for_target
 from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer
 from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import fit_router, neuron_weights, petal_energies

@@ -172,8 +172,7 @@ def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "model_type",
-    ["qwen2_moe", *map(nightly, ("gemma4_text", "llama4_text", "nemotron_h"))],
+    "model_type", ["qwen2_moe", *map(nightly, ("gemma4_text", "llama4_text", "nemotron_h"))]
 )
 def test_what_passes_experts_is_what_their_view_says(model_type):
     """The same tokens enter each expert, with the same activations."""

@@ -181,10 +181,7 @@ def test_equally_many_are_removed_from_each_group():
     assert len(sets_CE) == subsets(8, 4, 2) == 36
     assert (sets_CE.view(-1, 2, 4).sum(2) == 2).all()
     start_E = torch.ones(8, dtype=torch.bool)
-    for found in (
-        exhaustive(losses, 8, 4, 2),
-        swap(losses, greedy(losses, start_E, 4, 2), 2),
-    ):
+    for found in (exhaustive(losses, 8, 4, 2), swap(losses, greedy(losses, start_E, 4, 2), 2)):
         assert found.kept_E.view(2, 4).sum(1).tolist() == [2, 2]
     assert best_scores(torch.arange(8.0), 4, 2).tolist() == [False, False, True, True] * 2
 
@@ -303,8 +300,7 @@ def test_shares_add_up(total, weights):
 # --- counts that differ --------------------------------------------------------------------------
 @settings(deadline=None, max_examples=30)
 @given(
-    st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=4),
-    st.data(),
+    st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=4), st.data()
 )
 def test_allocation_is_the_best_of_all(curves, data):
     losses = {i: dict(enumerate(curve, 2)) for i, curve in enumerate(curves)}
@@ -329,8 +325,7 @@ def test_allocation_is_the_best_of_all(curves, data):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("moe_type", "groups"),
-    [("gpt_oss", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 2)],
+    ("moe_type", "groups"), [("gpt_oss", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 2)]
 )
 def test_padding_is_native_and_never_chosen(moe_type, groups, tokens, tmp_path):
     """S3: with router groups, padding went to the end of all, so that experts changed group."""

@@ -31,13 +31,7 @@ from moesaic.api import evaluate, verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.formats import (
-    BlockFp8,
-    CompressedTensors,
-    Mxfp4,
-    Mxfp4Experts,
-    e4m3,
-)
+from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4, Mxfp4Experts, e4m3
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.methods.prune.config import PruneConfig

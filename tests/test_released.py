@@ -24,10 +24,7 @@ from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 TEXT = Tokens(torch.randint(1, 290, (8, 16), generator=torch.Generator().manual_seed(1)))
-HALVED: list[tuple[str, Any]] = [
-    ("prune", PruneConfig(keep=4)),
-    ("slim", SlimConfig(keep=0.5)),
-]
+HALVED: list[tuple[str, Any]] = [("prune", PruneConfig(keep=4)), ("slim", SlimConfig(keep=0.5))]
 CHANGED: list[tuple[str, Any]] = [
     ("skip", TopKConfig(top_k=1)),
     ("condense", CondenseConfig(count=1, keep="attention")),

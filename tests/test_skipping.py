@@ -65,9 +65,7 @@ def test_at_two_experts_both_rules_are_one(seed, q, tokens):
 def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
     """App. A.2 by a plain loop."""
     for weights_K, kept_K in zip(
-        falling(8, top_k, seed),
-        survivors(falling(8, top_k, seed), beta, "tail"),
-        strict=True,
+        falling(8, top_k, seed), survivors(falling(8, top_k, seed), beta, "tail"), strict=True
     ):
         total = weights_K.sum()
         for i in range(1, top_k + 1):

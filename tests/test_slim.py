@@ -214,8 +214,7 @@ def shape_of(layer):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "experts"),
-    [("mixtral", False), ("mixtral", True), ("llama", False)],
+    ("model_type", "experts"), [("mixtral", False), ("mixtral", True), ("llama", False)]
 )
 def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
     """The budget is met, the result is moesaic_<base>, and no uniform width has less error."""

@@ -42,13 +42,7 @@ from moesaic.data import reader
 from moesaic.data.reader import check_apart, open_rows, shipped_texts
 from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, pair_of, text_of
 from moesaic.data.sources import DOMAINS, MIXES, Mix, TextSource, sources_of, text_sources
-from moesaic.data.text import (
-    IGNORED,
-    Tokens,
-    calibration_tokens,
-    evaluation_tokens,
-    windows,
-)
+from moesaic.data.text import IGNORED, Tokens, calibration_tokens, evaluation_tokens, windows
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.forward import InMemory
@@ -329,12 +323,7 @@ def test_the_only_split_gives_up_rows_for_measuring(folder, way, split):
     assert not trained & measured
     assert read(f"{name}:::{split}", "calibration") == trained
     taken = open_rows(TextSource(name), "evaluation").taken
-    assert taken.as_json() == {
-        "source": name,
-        "split": split,
-        "rows": [0, held],
-        "held_out": True,
-    }
+    assert taken.as_json() == {"source": name, "split": split, "rows": [0, held], "held_out": True}
 
 
 def test_shards_of_a_stream_hold_rows_out_too(folder, monkeypatch):

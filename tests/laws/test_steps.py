@@ -12,11 +12,7 @@ from cases import KEYS, config_of, make_start, model_of, result_of
 from moesaic.errors import MoesaicError
 from moesaic.surgery import headers_of
 
-SECOND = {
-    "prune.naee": {"keep": 4},
-    "skip.top-k": {"top_k": 1},
-    "tune.sft": {"what": "all"},
-}
+SECOND = {"prune.naee": {"keep": 4}, "skip.top-k": {"top_k": 1}, "tune.sft": {"what": "all"}}
 """Settings of a second step that do something after any first."""
 FIRST_TOO = {
     "prune.naee, counts differ": ("prune.naee", {"allocate": "layers", "keep": 5.5}),
