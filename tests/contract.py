@@ -17,11 +17,10 @@ from shrunken import small_config, small_model, small_whole
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING
 
+from moesaic import MoesaicError, Tokens
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.carving.carved_layer import CarvedLayer
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source, language_model
 from moesaic.plans.cut import CutLayer

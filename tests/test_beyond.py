@@ -20,18 +20,14 @@ from builders import (
 )
 
 import moesaic
+from moesaic import CondenseConfig, MoesaicError, MoREConfig, PruneConfig, Tokens
 from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import LayerSize, active_ratio, solved_top_k, split_for_target
 from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer
-from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import fit_router, neuron_weights, petal_energies
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide
 from moesaic.io.source import resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.score import model_size, score
 from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job

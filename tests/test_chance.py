@@ -9,9 +9,8 @@ from builders import VOCAB, carved_layer, configured, converted, tiny_model
 from cases import config_of, many_tokens
 
 import moesaic
+from moesaic import Tokens, ToMoEConfig
 from moesaic.carving.routers import Router
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
 from moesaic.metrics.forward import InMemory, Layerwise

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, PruneConfig
 from moesaic.io.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -28,7 +28,6 @@ from moesaic.io.checkpoint import (
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import whole_folder
 from moesaic.io.source import resolve
-from moesaic.methods.prune.config import PruneConfig
 
 
 def test_shards_hold_what_was_added(tmp_path):

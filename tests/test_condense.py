@@ -9,12 +9,10 @@ import torch
 from builders import MOE, same, stream_of, tiny_moe, tiny_tokenizer
 from shrunken import small_model
 
+from moesaic import CondenseConfig, MoesaicError, Plan, Tokens
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.condense.search import (
     ExpertSearch,
     LayerSearch,
@@ -26,7 +24,6 @@ from moesaic.methods.condense.search import (
     tail_exponent,
     weight_scores,
 )
-from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.sizes import weight_bytes
 from moesaic.surgery import converted_copy

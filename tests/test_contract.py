@@ -15,25 +15,28 @@ from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
+from moesaic import (
+    FitConfig,
+    MoesaicError,
+    PruneConfig,
+    SkipConfig,
+    SlimConfig,
+    Tokens,
+    TopKConfig,
+    TuneConfig,
+)
 from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import tap
 from moesaic.fitting.candidates import forms
-from moesaic.fitting.config import FitConfig
 from moesaic.io.models import predicts_tokens
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.method import obstacle
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import count_routing
 from moesaic.observation.stats import Tally, square_sums, tally_of
 from moesaic.plans.cut import CutLayer
-from moesaic.train.tune.config import TuneConfig
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 TEXT = Tokens(TOKENS)

@@ -9,10 +9,8 @@ from builders import edited, loaded, logits, tiny_moe, tiny_tokenizer, weights
 from torch import Tensor, nn
 
 import moesaic
-from moesaic.errors import MoesaicError
+from moesaic import CondenseConfig, MoesaicError, PruneConfig
 from moesaic.io.source import resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
 
 Weights = dict[str, Tensor]
 

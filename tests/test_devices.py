@@ -26,15 +26,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import CondenseConfig, Evaluation, MoesaicError, PruneConfig, RunArgs
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.carved_layer import CarvedFFN
 from moesaic.carving.overlapping_layer import OverlappingLayer, set_form
-from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source, resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.measurement import Measurement, bench

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from builders import VOCAB, WAYS, configured, converted, force, losses_of, masked, tiny_model
 
 import moesaic
+from moesaic import DSMoEConfig, MoesaicError, Recipe, Tokens
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import layer_sizes
 from moesaic.carving.carved_layer import CarvedFFN
-from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.carving.dsmoe.method import DSMoE, SparseObjective, imbalance, sparsity
 from moesaic.carving.routers import (
     SoftmaxRouter,
@@ -25,11 +25,8 @@ from moesaic.carving.routers import (
     thresholded,
 )
 from moesaic.data.sources import MIXES, Mix
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.metrics.score import score
 from moesaic.pipeline import run_recipe
-from moesaic.recipe import Recipe
 from moesaic.train.text import PackedText
 
 BLOCKS = 4

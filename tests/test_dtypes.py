@@ -11,15 +11,11 @@ from builders import examples, pages, tiny_moe, weights
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import moesaic
-from moesaic.config import Calibration, Evaluation
-from moesaic.errors import MoesaicError
+from moesaic import Calibration, Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig
 from moesaic.io import models
 from moesaic.io.models import has_products, working_type
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.pipeline import run_recipe
-from moesaic.recipe import Recipe
 from moesaic.sizes import estimate
-from moesaic.train.tune.config import TuneConfig
 
 QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
 CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)

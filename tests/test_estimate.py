@@ -11,9 +11,7 @@ import torch
 from builders import loaded, pages, tiny_moe
 from safetensors.torch import load_file, save_file
 
-from moesaic import sizes
-from moesaic.config import Calibration, Evaluation
-from moesaic.errors import MoesaicError
+from moesaic import Calibration, Evaluation, MoesaicError, sizes
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
 from moesaic.io.models import sizes_in, working_type
 from moesaic.io.source import resolve

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import moesaic
-from moesaic import pipeline
+from moesaic import CondenseConfig, FitConfig, PruneConfig, SlimConfig, pipeline
 from moesaic.api import verb
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
@@ -31,16 +31,12 @@ from moesaic.families import Family, Shape
 from moesaic.fitting import gguf_files, run, search, trials
 from moesaic.fitting import prices as prices_module
 from moesaic.fitting.candidates import Candidate, Form, ending, forms, simplest
-from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, key_of, priced_configs
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.formats import Mxfp4Experts
 from moesaic.io.source import resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.estimates import PricedLayer
 from moesaic.recipe import Recipe, load_recipe

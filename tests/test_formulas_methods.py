@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import drawn, stream_of, tiny_moe
 
+from moesaic import CondenseConfig, MoesaicError, Plan, RunArgs
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.carving.budget import LayerSize, split_for_share
@@ -20,9 +21,6 @@ from moesaic.carving.more.formulas import (
     prototypes,
     spectral_embedding,
 )
-from moesaic.config import RunArgs
-from moesaic.errors import MoesaicError
-from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.condense.search import cosine, js, kl, tail_exponent
 from moesaic.methods.layered import recover
 from moesaic.methods.prune.subsets import every_set, exhaustive
@@ -30,7 +28,6 @@ from moesaic.methods.slim.config import SCORES, Neurons
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import FinishedLayers, Job
 from moesaic.observation.stats import tally_of
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 from moesaic.train.tune.method import factors

@@ -37,28 +37,24 @@ from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import FitConfig, MoesaicError, PruneConfig, Recipe, SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation, ExportArgs
-from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
 from moesaic.exports.rounder import least
-from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import gguf_engine
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.gguf_engine import library
 from moesaic.metrics.score import qualities
 from moesaic.observation.estimates import estimates
 from moesaic.observation.stream import LayerStream
-from moesaic.recipe import Recipe
 from moesaic.sizes import Skeleton
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,10 +9,8 @@ import torch
 from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
 
 import moesaic
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
+from moesaic import CondenseConfig, PruneConfig, TuneConfig
 from moesaic.metrics.speed import free_bytes
-from moesaic.train.tune.config import TuneConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,21 +21,17 @@ import numpy as np
 import pytest
 from builders import SERVER, few_forms, pages, run_command
 
-from moesaic import pipeline
+from moesaic import Calibration, FitConfig, MoesaicError, SlimConfig, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import Goal, Point
-from moesaic.config import Calibration
-from moesaic.errors import MoesaicError
 from moesaic.families import Shape
 from moesaic.fitting import search
 from moesaic.fitting.candidates import Candidate, pareto_front
-from moesaic.fitting.config import FitConfig
 from moesaic.fitting.prices import Price, Prices, key_of, priced_configs
 from moesaic.fitting.run import open_search
 from moesaic.fitting.trials import Trials, _key
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import measurement
 from moesaic.metrics.evaluate import quantise_in_place
 from moesaic.recipe import Recipe, command_of

@@ -26,22 +26,25 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import hub
-from moesaic.carving.dsmoe.config import DSMoEConfig
-from moesaic.carving.more.config import MoREConfig
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
+from moesaic import (
+    Calibration,
+    CondenseConfig,
+    DSMoEConfig,
+    MoesaicError,
+    MoREConfig,
+    Plan,
+    PruneConfig,
+    Recipe,
+    SkipConfig,
+    Tokens,
+    ToMoEConfig,
+    TuneConfig,
+    hub,
+)
 from moesaic.io import checkpoint
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig
 from moesaic.pipeline import run_recipe
-from moesaic.plan import Plan
-from moesaic.recipe import Calibration, Recipe
-from moesaic.train.tune.config import TuneConfig
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours

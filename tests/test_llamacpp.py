@@ -39,25 +39,19 @@ from shrunken import small_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from moesaic import export
+from moesaic import FitConfig, MoesaicError, MoREConfig, PruneConfig, Recipe, SlimConfig, export
 from moesaic.api import carve, slim, verb
 from moesaic.arch.lookup import base_arch
-from moesaic.carving.more.config import MoREConfig
 from moesaic.config import Calibration, Evaluation, ExportArgs, GgufType, by_text
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.native import NEAR
 from moesaic.exports.quantiser import quantise, tensors_of
-from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.io.source import resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.gguf_engine import split_otherwise
 from moesaic.plans.cut import CutLayer
-from moesaic.recipe import Recipe
 from moesaic.sizes import Skeleton
 
 pytestmark = [

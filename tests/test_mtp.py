@@ -21,16 +21,12 @@ from builders import (
 )
 
 import moesaic
+from moesaic import CondenseConfig, PruneConfig, SkipConfig, SlimConfig, TopKConfig, TuneConfig
 from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
 from moesaic.io.formats import BlockFp8
 from moesaic.io.source import Source
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.plans.cut import CutLayer
-from moesaic.train.tune.config import TuneConfig
 
 BEHIND_3 = BEHIND.format(number=3)
 LAYOUTS = {"deepseek_v3": BEHIND_3, "glm4_moe": BEHIND_3, "qwen3_moe": "mtp.layers.0."}

@@ -7,13 +7,12 @@ from builders import MOE, site_of, statistics, stream_of, tiny_moe
 from shrunken import small_model
 
 import moesaic
+from moesaic import SkipConfig, Tokens
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.data.text import Tokens
 from moesaic.methods.prune.config import CRITERIA, PruneConfig
 from moesaic.methods.prune.reconstruction import Law, Reconstruction, law_of
 from moesaic.methods.prune.subsets import Neighbours, greedy, swap
-from moesaic.methods.skip.config import SkipConfig
 from moesaic.observation.files import FILED
 from moesaic.observation.stats import tally_of
 

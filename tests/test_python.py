@@ -24,12 +24,10 @@ from transformers.utils.logging import (
 )
 
 import moesaic
-from moesaic import api
+from moesaic import MoesaicError, SlimConfig, api
 from moesaic.config import RunArgs, parse_bytes
-from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.methods import VERBS, methods_of
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))

@@ -27,15 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from moesaic import MoesaicError, PruneConfig, SlimConfig, Tokens
 from moesaic.api import evaluate, verb
 from moesaic.arch.lookup import dense_arch, moe_arch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4, Mxfp4Experts, e4m3
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
 

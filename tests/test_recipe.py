@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.carving.more.config import MoREConfig
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, MoREConfig, ToMoEConfig
 from moesaic.methods import METHODS
 from moesaic.recipe import load_recipe, parse_recipe, step_config
 

@@ -8,19 +8,21 @@ import torch
 from builders import OLD, inside, loaded, nightly
 from released import PUBLISHED, rebuilt
 
+from moesaic import (
+    CondenseConfig,
+    MoesaicError,
+    MoREConfig,
+    PruneConfig,
+    Recipe,
+    SlimConfig,
+    Tokens,
+    TopKConfig,
+)
 from moesaic.api import evaluate, inspect
 from moesaic.api import verb as verb_of
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.carving.more.config import MoREConfig
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import TopKConfig
-from moesaic.methods.slim.config import SlimConfig
-from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 TEXT = Tokens(torch.randint(1, 290, (8, 16), generator=torch.Generator().manual_seed(1)))

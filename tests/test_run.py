@@ -13,20 +13,25 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import pipeline
+from moesaic import (
+    Calibration,
+    Evaluation,
+    MoesaicError,
+    MoREConfig,
+    Plan,
+    PruneConfig,
+    RunArgs,
+    SkipConfig,
+    SlimConfig,
+    TopKConfig,
+    pipeline,
+)
 from moesaic.arch.lookup import base_arch
-from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.method import MoRE
-from moesaic.config import Calibration, Evaluation, RunArgs
 from moesaic.data.text import calibration_tokens, evaluation_tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import measurement as measuring
 from moesaic.pipeline import run_recipe
-from moesaic.plan import Plan
 from moesaic.progress import Log
 from moesaic.recipe import Recipe, step_config
 from moesaic.surgery import apply_plan

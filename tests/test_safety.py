@@ -21,8 +21,8 @@ from shrunken import TYPES
 from transformers.models.auto import CONFIG_MAPPING
 
 import moesaic
+from moesaic import MoesaicError, PruneConfig
 from moesaic.config import ExportArgs
-from moesaic.errors import MoesaicError
 from moesaic.exports import llamacpp
 from moesaic.io import outputs
 from moesaic.io.outputs import (
@@ -36,7 +36,6 @@ from moesaic.io.outputs import (
 )
 from moesaic.io.source import resolve
 from moesaic.io.trust import check_counts
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.plans.cut import CutLayer
 
 Command = Callable[..., tuple[int, str, str]]

@@ -8,18 +8,14 @@ import torch
 from builders import equal, loaded, logits, stream_of, tiny_tokenizer, weights
 from shrunken import small_model
 
+from moesaic import CondenseConfig, PruneConfig, SlimConfig, Tokens, TuneConfig
 from moesaic.api import condense, observe, prune, slim, tune
 from moesaic.arch.dense import FFNNames
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.data.text import Tokens
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.stats import GRAM, gram_room, layer_stats
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import of_stacked
 from moesaic.surgery import apply_layer, layer_uses
-from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.method import factors
 
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))

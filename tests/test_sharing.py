@@ -14,11 +14,8 @@ from huggingface_hub import constants, file_download, snapshot_download
 from huggingface_hub.file_download import _create_symlink, _get_pointer_path, repo_folder_name
 
 import moesaic
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, Plan, PruneConfig, Record
 from moesaic.io.source import headers_of_model, resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.plan import Plan
-from moesaic.record import Record
 
 TOKEN, COMMIT = "hf_standin", "0" * 40
 

@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from shrunken import small_model
 
 import moesaic
+from moesaic import MoesaicError, Plan, SkipConfig, SlimConfig, TopKConfig
 from moesaic.arch.lookup import moe_arch
-from moesaic.errors import MoesaicError
 from moesaic.hub import native_config
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.skip.method import mean_calls, quantile, ratios
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import count_routing
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import skip, survivors
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 

@@ -21,9 +21,8 @@ from builders import (
 from cases import many_tokens
 
 import moesaic
+from moesaic import MoesaicError, Tokens
 from moesaic.arch.lookup import base_arch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.methods.slim.config import BUILT_IN, SCORES, Neurons, SlimConfig
 from moesaic.methods.slim.neurons import highest_in_layer, losses, removal_costs
 from moesaic.metrics.score import model_size

@@ -14,17 +14,15 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import MoesaicError, PruneConfig, Tokens
 from moesaic.api import evaluate, verb
 from moesaic.data.sources import DOMAINS
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io import names
 from moesaic.io.gguf import packaged_file
 from moesaic.io.names import FOLDER, SHIPPED, misread
 from moesaic.io.outputs import whole_file, whole_folder
 from moesaic.io.source import resolve
 from moesaic.io.trust import copy_side_files
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.forward import jsd
 
 

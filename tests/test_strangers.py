@@ -14,12 +14,10 @@ from builders import edited, few_forms
 from jinja2 import TemplateError
 
 import moesaic
+from moesaic import MoesaicError, Plan, PruneConfig
 from moesaic.data.text import calibration_tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.observation.files import StatsFile, observe
-from moesaic.plan import Plan
 from moesaic.recipe import parse_recipe
 
 Command = Callable[..., tuple[int, str, str]]

@@ -22,15 +22,11 @@ from safetensors.torch import load_file, safe_open, save_file
 from shrunken import small_model
 
 import moesaic
-from moesaic import observe
+from moesaic import CondenseConfig, MoesaicError, PruneConfig, SlimConfig, observe
 from moesaic.api import prune
 from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.data.text import process_share
-from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import InMemory
 from moesaic.modules.running import SpilledList
 from moesaic.observation import stats as module

@@ -11,13 +11,11 @@ from safetensors.torch import save_file
 from shrunken import small_model
 from transformers import AutoConfig
 
+from moesaic import PruneConfig, Tokens, TopKConfig
 from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replace_removed
-from moesaic.data.text import Tokens
 from moesaic.exports.llamacpp import lacking
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import TopKConfig
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
 

@@ -36,14 +36,13 @@ from tokenizers import Regex, normalizers
 from transformers import LlamaConfig
 
 import moesaic
+from moesaic import Calibration, MoesaicError, RunArgs
 from moesaic.arch.lookup import dense_arch
-from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader
 from moesaic.data.reader import check_apart, open_rows, shipped_texts
 from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, pair_of, text_of
 from moesaic.data.sources import DOMAINS, MIXES, Mix, TextSource, sources_of, text_sources
 from moesaic.data.text import IGNORED, Tokens, calibration_tokens, evaluation_tokens, windows
-from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import score, scores

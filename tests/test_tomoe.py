@@ -12,9 +12,9 @@ from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import MoesaicError, Plan, Tokens, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, set_form
-from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.method import (
     active_ratio,
@@ -24,10 +24,7 @@ from moesaic.carving.tomoe.method import (
     threshold_for,
 )
 from moesaic.carving.tomoe.student import MaskingHooks, Student, layer_shapes
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.metrics.score import model_size
-from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.loop import last_checkpoint
 

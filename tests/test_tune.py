@@ -10,18 +10,13 @@ import torch
 from builders import examples, losses_of, tiny_model, tiny_moe
 
 import moesaic
+from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.carving.more.config import MoREConfig
-from moesaic.errors import MoesaicError
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.skip.config import SkipConfig
 from moesaic.modules.running import always_skipping
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.train.learning import Schedule, collate, distillation_loss
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.text import training_text
-from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.method import factors, outside
 
 pytestmark = pytest.mark.filterwarnings(

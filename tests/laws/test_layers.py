@@ -31,14 +31,12 @@ from cases import config_of, many_tokens
 from torch import nn
 
 import moesaic
+from moesaic import MoesaicError, Plan, ToMoEConfig
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.carving.overlapping_layer import OverlappingLayer
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.metrics.score import model_size
 from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
 from moesaic.plans.base import KINDS, LayerPlan
 from moesaic.plans.condensed import NO_FFN, DroppedLayer
 from moesaic.plans.cut import CutLayer

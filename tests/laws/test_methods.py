@@ -22,15 +22,13 @@ from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, r
 from safetensors.torch import load_file, save_file
 
 import moesaic
+from moesaic import MoesaicError, Plan, Tokens
 from moesaic.api import verb
 from moesaic.config import MethodConfig, about
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.score import model_size
 from moesaic.observation.files import StatsFile
-from moesaic.plan import Plan
 from moesaic.recipe import Recipe, step_config
 from moesaic.sizes import estimate, weight_bytes
 

@@ -15,22 +15,18 @@ import torch
 from builders import equal, loaded, logits, same_model
 from shrunken import small_model
 
+from moesaic import CondenseConfig, MoesaicError, Recipe, SkipConfig, Tokens, TopKConfig
 from moesaic.api import verb as verb_of
 from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import set_top_k
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
-from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import CRITERIA, PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SCORES, SlimConfig
 from moesaic.metrics.score import model_size
 from moesaic.plans.condensed import CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.plans.cut import CutLayer
-from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 SOME = (

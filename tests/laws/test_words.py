@@ -18,12 +18,9 @@ from cases import KEYS, make_start, variants
 from rich.console import Console
 
 import moesaic
-from moesaic import report
+from moesaic import Calibration, Evaluation, Recipe, Record, report
 from moesaic.arch.lookup import base_arch
-from moesaic.config import Calibration, Evaluation
 from moesaic.methods import METHODS
-from moesaic.recipe import Recipe
-from moesaic.record import Record
 from moesaic.surgery import routed_modules
 
 SMALL = Evaluation(length=64, max_tokens=256, rounds=0, new_tokens=2)
