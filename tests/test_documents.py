@@ -6,7 +6,6 @@ Nothing here runs a command: each is read by the real command line and stopped b
 import ast
 import io
 import json
-import os
 import re
 import runpy
 import shlex
@@ -21,7 +20,6 @@ from statistics import mean, stdev
 import click
 import pytest
 import yaml
-from builders import launch
 
 import moesaic
 from moesaic.cli import app, conversions
@@ -426,27 +424,17 @@ def test_choosing_says_what_the_tables_say(benchmarks):
 
 
 # --- scripts -------------------------------------------------------------------------------------
-def imported(scripts, folder):
-    """Import scripts in this process and ask them for help."""
-    os.chdir(folder)
-    found = {}
-    for path in scripts:
-        sys.path.insert(0, str(path.parent))
-        try:
-            run = runpy.run_path(str(path), run_name="imported")
-            if "ArgumentParser" in path.read_text("utf-8") and "main" in run:
-                sys.argv = [str(path), "--help"]
-                with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
-                    run["main"]()
-                assert "usage" in out.getvalue(), "--help says nothing"
-        except BaseException as error:
-            found[path.name] = f"{type(error).__name__}: {error}"
-    assert not found, found
-
-
-def test_scripts_import_and_answer_help(tmp_path):
-    """One process for all; mypy checks the rest of them as it checks the package."""
-    launch(imported, [*SCRIPTS], tmp_path, count=1)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_imports_and_answers_help(path, tmp_path, monkeypatch):
+    """mypy checks the rest of it as it checks the package."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(path.parent)
+    run = runpy.run_path(str(path), run_name="imported")
+    if "ArgumentParser" in path.read_text("utf-8") and "main" in run:
+        monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+        with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
+            run["main"]()
+        assert "usage" in out.getvalue(), "--help says nothing"
 
 
 def test_scripts_in_documents_exist_with_their_options():
