@@ -17,6 +17,7 @@ import moesaic
 from moesaic import MoesaicError, PruneConfig, Tokens
 from moesaic.api import evaluate, verb
 from moesaic.data.sources import DOMAINS
+from moesaic.hub import save_live
 from moesaic.io import names
 from moesaic.io.gguf import packaged_file
 from moesaic.io.names import FOLDER, SHIPPED, misread
@@ -140,13 +141,16 @@ def test_tensors_that_transformers_would_not_find_are_refused(tokens, tmp_path):
         evaluate(base, data=text, stream=True)
 
 
-def test_at_the_top_lies_what_others_know(carved_folder):
+def test_at_the_top_lies_what_others_know(carved_folder, tmp_path):
+    """Of what is made from disk, and of a model that is saved from memory."""
+    save_live(loaded(carved_folder), None, tmp_path)
+    known = {"config.json", "generation_config.json", "modeling_moesaic.py", "model.safetensors"}
+    assert {f.name for f in tmp_path.iterdir()} == known
     top = {f.name for f in carved_folder.iterdir()}
-    assert {f for f in top if f.endswith(".safetensors")} == {"model.safetensors"}
-    known = {"config.json", "generation_config.json", "README.md", "modeling_moesaic.py", FOLDER}
-    assert top - known - {"model.safetensors"} <= {
+    assert top - known - {"README.md", FOLDER} <= {
         f for f in top if f.startswith(("tokenizer", "special_tokens", "chat_template"))
     }
+    assert top >= known
 
 
 @pytest.mark.parametrize(
