@@ -657,9 +657,8 @@ def test_an_expert_in_no_format_stays_so_under_another_number(
     for layer in (0, 1, 2):
         for new in (0, 2) if layer == 2 else (0, 1, 2):
             assert EXPERT.format(layer, new, "down_proj") in out._parts
-    routed_applied(
-        base, tmp_path / "others", partial(made, few=kept)
-    )  # in the place of those in none
+    # those that are kept stand in the place of those in no format
+    routed_applied(base, tmp_path / "others", partial(made, few=kept))
     others = resolve(str(tmp_path / "others")).checkpoint
     assert {EXPERT.format(2, i, "down_proj") for i in range(6)} <= others._parts.keys()
     assert config_of(tmp_path / "others")["quantization_config"][form.plainly] == ["lm_head"]
