@@ -633,17 +633,24 @@ def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, rounding, 
     assert (tmp_path / "made.gguf").stat().st_size == budget
 
 
-@pytest.mark.parametrize(("model_type", "width"), [("mixtral", 96), ("qwen2", 256)])
+@pytest.mark.parametrize(
+    ("model_type", "width", "low"),
+    [
+        ("mixtral", 96, "iq2_xxs"),
+        ("qwen2", 256, "iq2_xxs"),
+        pytest.param("mixtral", 96, "iq1_s", marks=pytest.mark.nightly),  # ggml takes long for it
+    ],
+)
 def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
-    model_type, width, rounding, tmp_path
+    model_type, width, low, rounding, tmp_path
 ):
     """Rows that blocks do not divide, and types that round by text, among them."""
     whole, file = rounding(model_type, width), tmp_path / "made.gguf"
     types = dict.fromkeys(whole.rounder.groups, "q2_k")
-    types |= {"attn 0": "iq1_s", "down 1": "iq2_xxs", "gate-up 0": "q3_k", "attn 1": "q6_k"}
+    types |= {"attn 0": low, "down 1": "iq2_xxs", "gate-up 0": "q3_k", "attn 1": "q6_k"}
     assert types.keys() == {*whole.layout.rounded.values()}
     batch = whole.tokens
-    for chosen in (types, dict.fromkeys(types, "iq1_s"), dict.fromkeys(types, "q5_k")):
+    for chosen in (types, dict.fromkeys(types, low), dict.fromkeys(types, "q5_k")):
         whole.mixed(file, chosen)
         assert file.stat().st_size == whole.layout.size(chosen)
         read = resolve(str(file)).load("cpu", torch.float32)
@@ -785,11 +792,11 @@ def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer)
     file, out = tmp_path / "whole.gguf", tmp_path / "made.gguf"
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     up = "blk.0.ffn_up.weight"
-    chosen = dict.fromkeys(tensors_of(file), "iq1_s")
+    chosen = dict.fromkeys(tensors_of(file), "iq2_xxs")
     tensors = quantise(gguf.GGUFReader(file), out, OTHERS, {up: torch.ones(256)}, chosen)
     assert tensors == tensors_of(out)
     types = {name: tensor.type for name, tensor in tensors.items()}
-    assert types[up] == "iq1_s"
+    assert types[up] == "iq2_xxs"
     assert types["token_embd.weight"] == types["blk.1.ffn_up.weight"] == "q2_k"
     with pytest.raises(MoesaicError, match="type=iq1_s rounds by text: leave calibration=none out"):
         ExportArgs(to="gguf", type="iq1_s", calibration="none")
