@@ -90,6 +90,16 @@ def test_at_first_every_expert_is_the_whole_ffn(model_type):
     assert loss["terms"]["parameters"].item() == pytest.approx(math.log(1 / 0.6), abs=1e-2)
 
 
+def test_masks_of_ones_are_the_dense_model_exactly():
+    model = tiny_model("llama")
+    dense = model(ids()).logits
+    student = Student(
+        model, dense_arch(model.config), configured(ToMoEConfig, bias=100.0, head_bias=100.0)
+    )
+    student.base.eval()
+    assert torch.equal(student.eval().logits(ids()), dense)
+
+
 def test_only_the_modules_learn():
     student = student_of(tiny_model("llama"))
     student.base.requires_grad_(False)
@@ -97,6 +107,18 @@ def test_only_the_modules_learn():
     assert all(p.grad is None for p in student.base.parameters())
     grads = {n: p.grad for n, p in student.masking.named_parameters()}
     assert all(g is not None and g.abs().sum() > 0 for g in grads.values()), grads.keys()
+
+
+def test_neurons_that_are_off_learn_from_the_teacher():
+    student = student_of(tiny_model("llama"), parameters=0.0, union=0.0, balance=0.0)
+    student.base.requires_grad_(False)
+    student.base.eval()
+    student(ids(), ids())["loss"].backward()
+    linear = student.masking.mlp[0].proj_d.linear
+    logits = student.masking.expert_logits(0)
+    never = (logits + student.masking.config.bias + 0.3665 < 0).all(0)
+    assert never.any()
+    assert (linear.weight.grad[never].abs().sum(-1) > 0).all()
 
 
 # --- conversion ----------------------------------------------------------------------------------
