@@ -71,6 +71,7 @@ DENSE = (
 """Dense architectures that the suites run over; ``test_contract.py`` runs over all."""
 
 # --- dense models --------------------------------------------------------------------------------
+
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -100,6 +101,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 
 # --- mixtures of experts -------------------------------------------------------------------------
+
 MOE_SMALL: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {
     "num_key_value_heads": 2,
     "num_hidden_layers": 3,
@@ -207,6 +209,8 @@ def predicting(model: Any, folder: Path, count: int = 1, start: str = BEHIND) ->
 
 
 # --- text ----------------------------------------------------------------------------------------
+
+
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer, trained on a little of the text that ships."""
@@ -245,6 +249,8 @@ def pages(name: str) -> str:
 
 
 # --- plans ---------------------------------------------------------------------------------------
+
+
 def whole_plan(model: Any, arch: Arch, top_k: int = 3, seed: int = 0) -> Plan:
     """Experts in a random order, of which ``top_k`` of 3 are run; with 3 every neuron is."""
     generator = torch.Generator().manual_seed(seed)
@@ -329,6 +335,8 @@ def applied(
 
 
 # --- few bits ------------------------------------------------------------------------------------
+
+
 def int4_config(group: int) -> dict[str, Any]:
     """The ``quantization_config`` of experts in groups of int4, as llm-compressor writes it."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
@@ -369,6 +377,8 @@ def quantise(folder: Path, form: Any, chosen: Callable[[str, Tensor], bool]) -> 
 
 
 # --- files ---------------------------------------------------------------------------------------
+
+
 def edited(file: Path, **changes: Any) -> None:
     """Change keys of a JSON file, or begin one."""
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
@@ -392,6 +402,8 @@ def finish(writer: Any) -> None:
 
 
 # --- layers with their tokens --------------------------------------------------------------------
+
+
 def stream_of(model: Any, tokens: Any, layers: Any = None, **options: Any) -> LayerStream[Any]:
     """A model's layers with the tokens that reach them, one after the other; some, or all."""
     arch = base_arch(model.config)
@@ -416,6 +428,8 @@ def site_of(model: Any, tokens: Any, index: int | None = None, **options: Any) -
 
 
 # --- comparisons ---------------------------------------------------------------------------------
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by name."""
     checkpoint = Checkpoint(Path(folder))
@@ -511,6 +525,8 @@ def few_forms(*given: Any) -> list[Form]:
 
 
 # --- processes -----------------------------------------------------------------------------------
+
+
 def examples(count: int = 16, length: int = 20, seed: int = 3) -> list[dict[str, list[int]]]:
     """Tokens to train on, all of which are predicted."""
     ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(seed))
@@ -619,6 +635,8 @@ def run_command(*arguments: Any) -> None:
 
 
 # --- carved modules ------------------------------------------------------------------------------
+
+
 class Wrapped(nn.Linear):
     """A projection of a class of its own, as adapters and quantisers put into models."""
 
@@ -647,6 +665,7 @@ def running(ffn: Any, x_TD: Tensor) -> Tensor:
 
 
 # --- several experts a token ---------------------------------------------------------------------
+
 WAYS = {
     "every neuron": {"CROWDED": -1},
     "petal by petal": {"NARROW": 0, "LAUNCHED": 0, "CROWDED": 2},

@@ -87,6 +87,7 @@ def _released(stored: str) -> str:
 
 
 # --- configs as published, small -----------------------------------------------------------------
+
 HIDDEN, DENSE, WIDE, EXPERTS = 64, 96, 32, 8
 DEPTHS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 ROUTED = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -311,6 +312,7 @@ def _in_format(name: str, tensor: Tensor, said: dict[str, Any] | None) -> dict[s
 
 
 # --- what was published --------------------------------------------------------------------------
+
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published.json").read_text()
 )

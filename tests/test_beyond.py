@@ -76,6 +76,8 @@ def _no_gradients():
 
 
 # --- ridge regression ----------------------------------------------------------------------------
+
+
 def test_noise_alone_is_not_fitted():
     """More features than tokens, and nothing to find: the strength stays infinite."""
     torch.manual_seed(0)
@@ -91,6 +93,8 @@ def test_noise_alone_is_not_fitted():
 
 
 # --- routers -------------------------------------------------------------------------------------
+
+
 def test_weighted_energy_bounds_what_a_petal_adds(tokens):
     site = dense_site(tokens)
     petals = [torch.arange(10), torch.arange(10, 64)]
@@ -138,6 +142,8 @@ def test_router_weights_solve_the_normal_equations(tokens):
 
 
 # --- execution -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("routing", "top_k"), [("linear", 3), ("cosine", 1)])
 @pytest.mark.parametrize("way", WAYS)
 def test_execution_is_what_was_fitted(tokens, routing, top_k, way, monkeypatch):
@@ -161,6 +167,8 @@ def test_execution_is_what_was_fitted(tokens, routing, top_k, way, monkeypatch):
 
 
 # --- refit ---------------------------------------------------------------------------------------
+
+
 def test_everything_kept_is_left_alone(tokens):
     site = dense_site(tokens)
     plan = petals_plan(top_k=4)
@@ -187,6 +195,7 @@ def test_infinite_strength_changes_nothing(tokens, monkeypatch):
 
 
 # --- prompts that run dense ----------------------------------------------------------------------
+
 FINE = MoREConfig(layers="all", active=0.7, experts=8, top_k=3, router="ridge")
 
 
@@ -260,6 +269,8 @@ def test_dense_prompts_have_no_native_form(tokens, tmp_path):
 
 
 # --- defaults, files -----------------------------------------------------------------------------
+
+
 def test_defaults_are_the_published_method(tokens):
     plan = moesaic.carve(tiny_model("llama"), MoREConfig(layers="all"), calibration=tokens).plan
     for layer in plan.layers.values():
@@ -304,6 +315,8 @@ def test_a_top_k_that_is_solved_for_meets_the_target():
 
 
 # --- pruned and condensed ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("config", [PruneConfig(keep=4), CondenseConfig(count=1)])
 def test_mixtures_are_refitted_unless_told_otherwise(config, tokens):
     model = tiny_moe("qwen2_moe")
@@ -341,6 +354,8 @@ def test_progressive_prune_refits_on_what_is_passed_on(tokens):
 
 
 # --- words ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("short_text")
 def test_an_addition_that_changed_nothing_is_not_claimed(tokens):
     model = tiny_moe("mixtral")

@@ -86,6 +86,8 @@ def shown(page, selector):
 
 
 # --- seen ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", ["many", "one", "mixture"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESK, TABLET, PHONE], ids=lambda size: str(size["width"]))
@@ -121,6 +123,8 @@ def test_on_paper_every_run_is_open(visit):
 
 
 # --- used ----------------------------------------------------------------------------------------
+
+
 def test_a_point_leads_to_its_run(visit):
     """Without a script: the browser opens what the link leads into."""
     page = visit("many", java_script_enabled=False)

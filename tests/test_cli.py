@@ -104,6 +104,7 @@ def test_condense_then_tune(done, moe_folder, tmp_path):
 
 
 # --- wrong requests ------------------------------------------------------------------------------
+
 AT_ONCE = """
 carve MODEL OUT --method magic | unknown method 'magic'; known: more
 carve MODEL OUT --method mor | Did you mean 'more'?
@@ -379,6 +380,8 @@ def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
 
 
 # --- failures ------------------------------------------------------------------------------------
+
+
 def test_what_stdout_cannot_write_costs_no_run_its_end(
     command, llama_folder, tmp_path, monkeypatch
 ):
@@ -444,6 +447,8 @@ def test_an_interruption_that_an_import_calls_an_error_is_one(command, monkeypat
 
 
 # --- help ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", [*app.commands, "tiny-moe"])
 def test_help_fits_a_screen_and_ends_with_an_example(command, done, name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")

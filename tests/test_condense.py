@@ -74,6 +74,8 @@ def seen(model, index, tokens):
 
 
 # --- formulas ------------------------------------------------------------------------------------
+
+
 def fitted(value):
     """Eq. 4 with k by the fix-finger method, in plain Python; eigenvalues in rising order."""
     low, high = math.log10(value[0]), math.log10(value[-1])
@@ -115,6 +117,8 @@ def test_an_expert_that_no_token_chose_is_left_out(tokens):
 
 
 # --- Alg. 1 --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("model_type", "metric"),
     [("qwen2_moe", "js"), ("mixtral", "kl"), ("deepseek_v2", "js"), ("granitemoeshared", "kl")],
@@ -183,6 +187,8 @@ def test_experts_by_their_weights_alone(search, tokens):
 
 
 # --- Alg. 2 --------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def last_hidden(model, tokens):
     out = model.base_model(tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False)
@@ -316,6 +322,8 @@ def test_perplexity_as_the_metric(padded, tmp_path):
 
 
 # --- the result ----------------------------------------------------------------------------------
+
+
 def test_what_he_et_al_call_layer_drop_leaves_the_attention():
     """Their Layer Drop takes the mixture out, their Block Drop attention as well."""
     named = {keep: CondenseConfig(keep=keep).base_label for keep in ("attention", "nothing")}

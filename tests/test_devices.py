@@ -43,6 +43,8 @@ from moesaic.train.loop import train
 
 
 # --- offloaded and hooked results ----------------------------------------------------------------
+
+
 def carved(**options):
     """A model of which every layer is carved."""
     layers = {i: carved_layer(*shape, seed=i, **options) for i, shape in EQUAL.items()}
@@ -136,6 +138,8 @@ def test_torchao_quantises_a_result(name, tokens):
 
 
 # --- a device that refuses tensors of another ----------------------------------------------------
+
+
 def test_the_other_device_refuses_tensors_of_this_one():
     with faraway.device():
         x = torch.ones(3).to(faraway.FAR)
@@ -222,6 +226,8 @@ def test_condensing_on_another_device(search, tokens):
 
 
 # --- which device --------------------------------------------------------------------------------
+
+
 def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert own_device("cuda") == "cuda"
@@ -298,6 +304,8 @@ def test_one_process_trains_on_the_one_gpu_that_was_asked_for(asked, expected, m
 
 
 # --- one model at a time -------------------------------------------------------------------------
+
+
 class Held:
     """Counts the models that are alive when another one is loaded."""
 

@@ -84,6 +84,8 @@ def spoken():
 
 
 # --- commands ------------------------------------------------------------------------------------
+
+
 def read(given, monkeypatch):
     """A command line as the real one reads it; a verb's as far as its recipe, checked."""
     recipes = []
@@ -180,6 +182,8 @@ def test_python_in_documents_names_what_exists():
 
 
 # --- length --------------------------------------------------------------------------------------
+
+
 def test_readme_and_pages_stay_short_enough_to_be_read():
     """What is added to a page is cut from another; what --help prints need not be on any."""
     pages = {page: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
@@ -190,6 +194,8 @@ def test_readme_and_pages_stay_short_enough_to_be_read():
 
 
 # --- links ---------------------------------------------------------------------------------------
+
+
 def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
@@ -249,6 +255,8 @@ def test_models_of_packages_are_installed_as_the_program_says():
 
 
 # --- tables --------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def option_tables():
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -282,6 +290,8 @@ def test_every_method_has_a_table(option_tables):
 
 
 # --- figures -------------------------------------------------------------------------------------
+
+
 def spread(mean_, deviation):
     return f"{mean_:.2f}" if deviation is None else f"{mean_:.2f} ± {deviation:.2f}"
 
@@ -424,6 +434,8 @@ def test_choosing_says_what_the_tables_say(benchmarks):
 
 
 # --- scripts -------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_imports_and_answers_help(path, tmp_path, monkeypatch):
     """mypy checks the rest of it as it checks the package."""

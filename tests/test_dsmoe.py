@@ -69,6 +69,8 @@ def gates_of(model):
 
 
 # --- the block -----------------------------------------------------------------------------------
+
+
 def test_open_gates_are_the_dense_block(model_type):
     """Also: the blocks' outputs add up to the dense block's (Eq. 6)."""
     torch.manual_seed(0)
@@ -186,6 +188,8 @@ def test_a_token_without_blocks_is_finite():
 
 
 # --- losses --------------------------------------------------------------------------------------
+
+
 def test_the_sparsity_loss_pushes_active_gates_alone():
     """Eq. 19: also through S, whose gradient is one everywhere."""
     g = torch.tensor([[[0.7, 0.3], [0.2, 0.9]]], requires_grad=True)
@@ -249,6 +253,8 @@ def test_the_controller_reaches_its_target():
 
 
 # --- training ------------------------------------------------------------------------------------
+
+
 def interrupting(items, label, total=None):
     if label == "Training":
         raise KeyboardInterrupt
@@ -272,6 +278,8 @@ def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(llama
 
 
 # --- results -------------------------------------------------------------------------------------
+
+
 def test_activity_is_counted_on_real_tokens(tokens):
     model = carved(tiny_model("llama", mlp_bias=False), 20)
     with gates_of(model) as outs:
@@ -288,6 +296,8 @@ def test_activity_is_counted_on_real_tokens(tokens):
 
 
 # --- text ----------------------------------------------------------------------------------------
+
+
 def test_packed_text_is_mixed_by_weight_and_repeatable(tmp_path, tokenizer):
     for name, letter in (("a", "a"), ("b", "b")):
         lines = [json.dumps({"text": f"{letter} " * 30}) for _ in range(5)]

@@ -56,6 +56,8 @@ def other_folder(tmp_path_factory):
 
 
 # --- tasks of a local file -----------------------------------------------------------------------
+
+
 def by_hand(model, tokenizer, prompt, choice):
     """The log-likelihood of a choice after a prompt, token by token."""
     ids = tokenizer(f"{prompt} {choice}")["input_ids"]
@@ -99,6 +101,8 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
 
 
 # --- divergence ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_logits_of_one_batch_are_gone_before_those_of_the_next(whole, tmp_path):
     """Of a vocabulary of 262,144 those of a batch take a gigabyte. Of two models both are there."""
@@ -199,6 +203,8 @@ def test_other_vocabularies_are_refused_and_other_readers_compared(
 
 
 # --- generations ---------------------------------------------------------------------------------
+
+
 def test_generations_are_the_same_again_and_leave_random_numbers_alone(llama_folder, tokenizer):
     model = resolve(str(llama_folder)).load()
     torch.manual_seed(5)
@@ -238,6 +244,8 @@ def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):
 
 
 # --- layer by layer ------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kind", ["llama_folder", "moe_folder", "carved_folder"])
 def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, padded):
     source = resolve(str(request.getfixturevalue(kind)))
@@ -354,6 +362,8 @@ def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, qu
 
 
 # --- the command ---------------------------------------------------------------------------------
+
+
 def test_eval_prints_all_of_it(done, carved_folder, llama_folder, questions):
     given = ["eval", carved_folder, "--against", llama_folder]
     quick = ["--max-tokens", "320", "--length", "32", "--limit", "4", "--data", pages("evaluation")]
@@ -439,6 +449,8 @@ def test_every_task_of_the_papers_lists_is_lm_evals(monkeypatch):
 
 
 # --- recipes -------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_recipe_measures_tasks_and_reports_them(
     llama_folder, questions, tmp_path, stream, monkeypatch

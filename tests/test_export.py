@@ -151,6 +151,7 @@ def test_routers_stay_in_float32(tmp_path):
 
 
 # --- refused -------------------------------------------------------------------------------------
+
 Make = Callable[[Path], Source]
 GATES = {"routing": "threshold", "top_k": 4, "gate": {"tau": 0.5}}
 SLIDING = {"sliding_window": 8}
@@ -194,6 +195,8 @@ def test_unknown_targets(tmp_path):
 
 
 # --- layers that only lost neurons ---------------------------------------------------------------
+
+
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "phi", "gemma2"])
 def test_layers_without_petals_stay_in_their_architecture(model_type, tmp_path, tokens):
     layers = {i: carved_layer(width, (), seed=i) for i, width in enumerate((40, 48, 32, 40))}
@@ -211,6 +214,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 
 
 # --- mixtures ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
 def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, tokens):
     model = tiny_moe(model_type)
@@ -276,6 +281,8 @@ def test_blocks_that_are_gone_are_zeros(tmp_path, tokens):
 
 
 # --- the whole way -------------------------------------------------------------------------------
+
+
 def test_export_says_what_it_did(refused, done, tmp_path, own_process):
     source = carved(tmp_path / "carved")
     out = tmp_path / "native"
@@ -298,6 +305,7 @@ def test_an_export_that_is_not_the_same_is_refused(tmp_path):
 
 
 # --- engines -------------------------------------------------------------------------------------
+
 LLAMACPP = {
     "four times the hidden size": ("phi", {"intermediate_size": 64}, {"intermediate_size": 128}),
     "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
@@ -351,6 +359,7 @@ def test_what_llamacpp_would_read_otherwise(message):
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
+
 CONVERTER = """
 import sys
 from pathlib import Path

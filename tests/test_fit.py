@@ -95,6 +95,8 @@ def few(*_):
 
 
 # --- sizes ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("model", ["moe_folder", "llama_folder"])
 @pytest.mark.parametrize("native", [False, True])
 def test_every_form_can_be_carried_out_and_grows(model, native, request, looking):
@@ -170,6 +172,7 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native, looking):
 
 
 # --- files ---------------------------------------------------------------------------------------
+
 WIDE, NARROW = "q8_0", "q2_k"
 
 
@@ -486,6 +489,8 @@ def test_the_original_alone_may_be_best(small, plain, tmp_path, monkeypatch):
 
 
 # --- text ----------------------------------------------------------------------------------------
+
+
 def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path):
     config = FitConfig(memory=1, windows=6)
     looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
@@ -576,6 +581,8 @@ def test_windows_are_as_the_model_can_read_them(tmp_path):
 
 
 # --- the search ----------------------------------------------------------------------------------
+
+
 def test_the_best_is_chosen_and_written(small, tmp_path, monkeypatch):
     shared = form_of("shared", [CondenseConfig(count=1, keep="shared")])
     monkeypatch.setattr(search, "forms", lambda *_: [*few()[:2], shared])
@@ -833,6 +840,8 @@ def test_the_smallest_within_a_loss(tmp_path, monkeypatch):
 
 
 # --- estimates -----------------------------------------------------------------------------------
+
+
 def test_what_was_condensed_before_may_be_slimmed_to_a_budget(tokens, tmp_path):
     config = CondenseConfig(count=1, keep="shared+routed", refit=False)
     moesaic.condense(tiny_moe("mixtral"), config, text=tokens).save(tmp_path / "condensed")

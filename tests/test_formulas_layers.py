@@ -42,6 +42,7 @@ def used(layer):
 
 
 # --- sizes ---------------------------------------------------------------------------------------
+
 four = torch.stack([torch.arange(24) + i for i in range(4)])
 USES = {
     "uneven experts": (
@@ -137,6 +138,8 @@ def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen():
 
 
 # --- routing -------------------------------------------------------------------------------------
+
+
 def test_hooks_of_a_router_see_nothing_of_its_routing_function():
     """Devices' hooks would move what it is asked about; users' would be called with no token."""
     model = tiny_moe("ernie4_5_moe")
@@ -225,6 +228,8 @@ def test_a_skipped_place_has_the_number_after_the_last_expert():
 
 
 # --- regression ----------------------------------------------------------------------------------
+
+
 def ridge_of(x_TF, y_TO, strength):
     """(X^T X + lambda m)^-1 X^T Y, m the mean square sum; 0 at infinity."""
     if strength == math.inf:
@@ -332,6 +337,8 @@ def test_one_block_alone_takes_one_iteration():
 
 
 # --- the refit of a mixture ----------------------------------------------------------------------
+
+
 def linear_site(target_TD, *experts):
     """A site of one batch, all of whose target is missing.
 

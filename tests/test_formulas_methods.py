@@ -34,6 +34,8 @@ from moesaic.train.tune.method import factors
 
 
 # --- divergences ---------------------------------------------------------------------------------
+
+
 def shares(x):
     whole = sum(math.exp(v) for v in x.tolist())
     return [math.exp(v) / whole for v in x.tolist()]
@@ -71,6 +73,8 @@ def test_equal_states_are_at_no_distance_and_far_ones_at_ln_2():
 
 
 # --- clusters ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("count", "dims"), [(30, 3), (8, 3)], ids=["Lanczos", "few"])
 @pytest.mark.parametrize("large", [False, True], ids=["", "by blocks"])
 def test_embeddings_are_leading_eigenvectors(count, dims, large, monkeypatch):
@@ -124,6 +128,8 @@ def test_distances_are_those_to_every_centre():
 
 
 # --- budgets and tails ---------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_a_share_needs_some_petals_to_run_and_some_to_idle(top_k):
     with pytest.raises(MoesaicError, match="at least 1 and below experts 4"):
@@ -151,6 +157,8 @@ def test_an_experts_prototype_is_of_its_tokens_in_every_batch():
 
 
 # --- neurons -------------------------------------------------------------------------------------
+
+
 def test_scores_of_neurons_by_hand():
     squares = {"energy": [4.0, 9.0], "reach": [3.0, 1.0], "size": [5.0, 7.0]}
     energy, reach, size = (torch.tensor([v]).double() for v in squares.values())
@@ -166,6 +174,8 @@ def test_scores_of_neurons_by_hand():
 
 
 # --- budgets -------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("keep", ["shared", "nothing"])
 def test_what_condensing_leaves_is_counted_as_in_the_result(tokens, keep):
     model = tiny_moe("qwen2_moe")
@@ -177,6 +187,8 @@ def test_what_condensing_leaves_is_counted_as_in_the_result(tokens, keep):
 
 
 # --- choices -------------------------------------------------------------------------------------
+
+
 def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn():
     together = torch.zeros(8, 8)
     together[0, 1] = together[1, 0] = together[2, 3] = together[3, 2] = 5.0

@@ -58,6 +58,8 @@ def on(logits, bias):
 
 
 # --- noise and masks -----------------------------------------------------------------------------
+
+
 def test_noise_is_gumbels():
     """exp(-exp(-x)) of it is below x, at every decile; its mean is Euler's constant."""
     torch.manual_seed(0)
@@ -103,6 +105,8 @@ def test_a_tokens_expert_by_hand(monkeypatch):
 
 
 # --- regularisers --------------------------------------------------------------------------------
+
+
 def test_regularisers_by_hand():
     assert f_reg(torch.tensor(0.2), 0.6).item() == pytest.approx(math.log(0.601 / 0.201), rel=1e-5)
     assert f_reg(torch.tensor(0.9), 0.6).item() == pytest.approx(math.log(0.901 / 0.601), rel=1e-5)
@@ -147,6 +151,8 @@ def test_the_objectives_terms_by_hand():
 
 
 # --- what a layer's masks are --------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @torch.no_grad()
 def test_an_ffns_masks_by_hand(index):

@@ -565,6 +565,8 @@ def test_architectures_and_types_that_are_not_read(tmp_path, tokenizer, monkeypa
 
 
 # --- types layer by layer ------------------------------------------------------------------------
+
+
 def test_the_least_loss_within_a_budget_is_that_of_every_choice_tried():
     rng = np.random.default_rng(0)
     for _ in range(20):

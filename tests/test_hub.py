@@ -106,6 +106,8 @@ def test_lora_adapts_petals_too(tokens):
 
 
 # --- compiled: the same values, and no compiling anew for every split ----------------------------
+
+
 @pytest.fixture
 def _fresh():
     torch._dynamo.reset()

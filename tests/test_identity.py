@@ -67,6 +67,8 @@ def changed(source, out, change):
 
 
 # --- fingerprints --------------------------------------------------------------------------------
+
+
 def test_a_fingerprint_is_of_names_shapes_types_and_values(tmp_path):
     """Division into files does not matter; everything else does."""
     model = tiny_moe("mixtral")
@@ -135,6 +137,8 @@ def test_only_a_sample_of_a_large_tensor_is_read(tmp_path):
 
 
 # --- progress, statistics, plans ------------------------------------------------------------------
+
+
 @pytest.fixture
 def pair(tmp_path):
     """Two mixtures of one shape and other weights."""
@@ -282,6 +286,8 @@ def test_a_step_that_was_saved_is_used_only_if_it_is_the_same(pair, tokens, tmp_
 
 
 # --- training -------------------------------------------------------------------------------------
+
+
 def tuned(folder, **changes):
     """A short training in a folder, some things changed."""
     given = {"seed": 0, "text": examples(8, 16), "config": {}, "teacher": None, **changes}
@@ -324,6 +330,8 @@ def test_a_training_that_is_whole_takes_no_step_more(tmp_path):
 
 
 # --- nothing random -------------------------------------------------------------------------------
+
+
 def drop(tensors):
     del tensors["model.layers.1.mlp.up_proj.weight"]
 
@@ -367,6 +375,8 @@ def test_any_model_with_a_weight_missing_is_refused(refused, tokenizer, tmp_path
 
 
 # --- one type for all that is compared ------------------------------------------------------------
+
+
 def test_scores_compare_in_one_type(tokens, tmp_path):
     """A float32 result was measured beside a bfloat16 original."""
     tiny_model("llama").bfloat16().save_pretrained(tmp_path / "base")
@@ -383,6 +393,8 @@ def test_scores_compare_in_one_type(tokens, tmp_path):
 
 
 # --- keys of config.json --------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("keep", [6, 5])
 def test_configs_keep_their_sources_keys(keep, tokens, tmp_path):
     """Num_experts came out as num_local_experts alone, of which others know nothing."""

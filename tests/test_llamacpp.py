@@ -512,6 +512,8 @@ def test_no_file_takes_more_than_was_told(config, tmp_path):
 
 
 # --- rounding ------------------------------------------------------------------------------------
+
+
 def layers_of(file, arch, layers, experts, key_heads, width, tied):
     """A file with the tensors of a model whose rows are few."""
     writer, generator = GGUFWriter(file, arch), np.random.default_rng(0)

@@ -235,6 +235,8 @@ def test_a_backbone_of_no_neurons_is_counted(tokens):
 
 
 # --- budget --------------------------------------------------------------------------------------
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     width=st.integers(512, 4096),

@@ -107,6 +107,8 @@ def test_scripts_are_short():
 
 
 # --- what the scripts compute --------------------------------------------------------------------
+
+
 def test_rank_correlation(scripts):
     table = scripts("table")
     figures = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}

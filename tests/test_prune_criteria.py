@@ -54,6 +54,8 @@ def brute_force(site, keep):
 
 
 # --- Eq. 3 ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("moe_type", ["mixtral", "qwen2_moe", "deepseek_v3", "phimoe"])
 def test_enumeration_is_brute_force(moe_type, tokens):
     changes = {"n_group": 1, "topk_group": 1} if moe_type == "deepseek_v3" else {}
@@ -130,6 +132,8 @@ def test_progressive_is_layerwise_at_the_first_layer_and_follows_after(tokens):
 
 
 # --- search --------------------------------------------------------------------------------------
+
+
 def quadratic(seed, n):
     """A loss with interactions: dropping S costs 1_S^T Q 1_S."""
     a = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -217,6 +221,8 @@ def test_beyond_the_limit_greedy_with_swaps_is_near_the_best(tokens):
 
 
 # --- criteria ------------------------------------------------------------------------------------
+
+
 def test_packing_is_undone():
     gram = torch.randn(3, 5, 5)
     gram = gram + gram.transpose(1, 2)
@@ -236,6 +242,8 @@ def test_compared_criteria_are_those_alone(tokens):
 
 
 # --- observe once, decide many -------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("moe_type", ["qwen2_moe", "deepseek_v3", "ernie4_5_moe"])
 def test_stats_decide_as_the_model_does(moe_type, tokens, tmp_path, monkeypatch):
     model = tiny_moe(moe_type)
@@ -289,6 +297,8 @@ def test_poor_statistics_are_refused(tokens, tmp_path):
 
 
 # --- runs ----------------------------------------------------------------------------------------
+
+
 @given(st.integers(0, 500), st.lists(st.floats(0.1, 9), min_size=1, max_size=5))
 def test_shares_add_up(total, weights):
     parts = split_evenly(total, weights)
@@ -298,6 +308,8 @@ def test_shares_add_up(total, weights):
 
 
 # --- counts that differ --------------------------------------------------------------------------
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=4), st.data()
@@ -358,6 +370,8 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens):
 
 
 # --- requests that cannot be met -----------------------------------------------------------------
+
+
 def test_a_reduced_model_is_not_pruned_again(tokens):
     model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
     with pytest.raises(MoesaicError, match="prune the original, then skip"):

@@ -163,6 +163,8 @@ def test_the_search_runs_on_the_device_that_was_named(model_type):
 
 
 # --- what is observed for it ---------------------------------------------------------------------
+
+
 @pytest.fixture
 def work(monkeypatch):
     """How often outputs of experts are computed one by one, and side by side with all others."""

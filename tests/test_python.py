@@ -47,6 +47,8 @@ def slimmed(name):
 
 
 # --- calls ---------------------------------------------------------------------------------------
+
+
 def test_options_are_given_by_name(slimmed, name):
     assert slimmed.method.config.keep == 0.5
     assert slimmed.job.args.calibration.samples == 8
@@ -240,6 +242,8 @@ def test_revision_and_token_reach_the_hub(monkeypatch):
 
 
 # --- results -------------------------------------------------------------------------------------
+
+
 def test_saved_as_the_command_saves(slimmed, tmp_path, command, name):
     folder = slimmed.save_pretrained(tmp_path / "python")
     text = ["--samples", "8", "--length", "64", "--calibration", pages("calibration")]
@@ -410,6 +414,8 @@ def test_a_search_returns_a_result(tmp_path, name):
 
 
 # --- other processes -----------------------------------------------------------------------------
+
+
 def unpickled(file):
     """In another process, which has made no such classes."""
     *models, tokens, wanted = pickle.loads(file.read_bytes())

@@ -126,6 +126,8 @@ def routed_applied(folder, out, make, **options):
 
 
 # --- the formats ---------------------------------------------------------------------------------
+
+
 def test_every_code_of_fp8_is_what_torch_reads():
     codes = torch.arange(1 << 8, dtype=torch.uint8).view(torch.float8_e4m3fn)
     torch.testing.assert_close(e4m3(codes), codes.half(), rtol=0, atol=0, equal_nan=True)
@@ -327,6 +329,8 @@ def test_choosing_carries_bytes():
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
+
+
 def test_read_as_transformers_reads_it(quantised):
     model = plainly_loaded(quantised)
     naming = resolve(str(quantised)).naming
@@ -533,6 +537,8 @@ def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
 
 
 # --- bad input -----------------------------------------------------------------------------------
+
+
 def damaged(folder, out, change):
     shutil.copytree(folder, out)
     with opened(out) as tensors:
@@ -603,6 +609,7 @@ def test_other_formats_are_refused(fp8):
 
 
 # --- what is in no format, and what nothing is known of ------------------------------------------
+
 FEW = torch.tensor([0, 5, 7])
 EXPERT = "model.layers.{}.mlp.experts.{}.{}.weight"
 MODULE = "model.layers.2.mlp.experts.{}"

@@ -190,6 +190,8 @@ def printed(record, width=80):
 
 
 # --- one run -------------------------------------------------------------------------------------
+
+
 def test_a_record_is_the_same_after_json():
     plain = json.loads(json.dumps(make().as_json()))
     again = Record.from_json({**plain, "layers": [{**x, "new": 1} for x in plain["layers"]]})
@@ -317,6 +319,8 @@ def test_perplexities_that_are_no_numbers():
 
 
 # --- plain words ---------------------------------------------------------------------------------
+
+
 def test_every_form_begins_with_what_came_of_it():
     record = make()
     record.measured["files"] = {"original": 300 * 2**20, "result": 200 * 2**20}
@@ -441,6 +445,8 @@ def test_every_comparison_is_told_in_words():
 
 
 # --- several runs --------------------------------------------------------------------------------
+
+
 def test_several_runs():
     other = make(result=31.2)
     other.model = "org/other"
@@ -464,6 +470,8 @@ def test_runs_far_apart_are_drawn_on_a_logarithmic_scale():
 
 
 # --- terminal, card -------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_terminal_fits(width):
     record = make()
@@ -594,6 +602,8 @@ def test_the_card_says_how_it_was_made():
 
 
 # --- drawings that suit a step -------------------------------------------------------------------
+
+
 def test_learned_experts_are_drawn():
     seen = {
         "expert_widths": [30, 40, 50, 60],

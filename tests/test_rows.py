@@ -126,6 +126,7 @@ def test_plain_text_that_is_blank_stays_a_line_of_its_text(tokenizer):
 
 
 # --- conversations -------------------------------------------------------------------------------
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"default": None}}}}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
 CALLING = [

@@ -63,6 +63,8 @@ def mine(moe_folder, tmp_path):
 
 
 # --- what may be replaced ------------------------------------------------------------------------
+
+
 def test_out_is_never_what_is_read(refused, mine, monkeypatch):
     """Not even with --overwrite: neither the model, nor a folder that holds it or a text."""
     home = mine.parent
@@ -180,6 +182,8 @@ def test_an_old_result_comes_back_if_the_new_one_gets_no_name(tmp_path, monkeypa
 
 
 # --- one run at a time, and names that nobody foresees -------------------------------------------
+
+
 def test_a_second_run_of_one_out_is_refused_at_once(command, moe_folder, tmp_path):
     out = tmp_path / "deep" / "out"
     with output_lock(out):
@@ -322,6 +326,8 @@ def test_a_link_is_not_replaced_by_a_folder(refused, moe_folder, tmp_path):
 
 
 # --- pages and drawings --------------------------------------------------------------------------
+
+
 def test_a_page_replaces_no_file_but_a_page_of_ours(command, refused, carved_folder, tmp_path):
     for name in ("thesis.html", "thesis.txt", "thesis", "model.safetensors", "thesis.svg"):
         (tmp_path / name).write_text("<html>precious</html>")
@@ -337,6 +343,8 @@ def test_a_page_replaces_no_file_but_a_page_of_ours(command, refused, carved_fol
 
 
 # --- single files --------------------------------------------------------------------------------
+
+
 def test_a_file_is_replaced_by_one_of_its_kind_alone(refused, moe_folder, tmp_path, tokens):
     stats, empty, gguf = tmp_path / "a.stats", tmp_path / "empty", tmp_path / "a.gguf"
     empty.touch()
@@ -357,6 +365,7 @@ def test_a_file_is_replaced_by_one_of_its_kind_alone(refused, moe_folder, tmp_pa
 
 
 # --- models of strangers -------------------------------------------------------------------------
+
 EVIL = "import pathlib\npathlib.Path({!r}).touch()\n"
 
 
@@ -434,6 +443,8 @@ def test_links_within_a_model_are_followed(theirs, moe_folder, tmp_path):
 
 
 # --- plans of strangers --------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "kept",
     [[-5, -4, 1, 2, 3, 4], [0, 1, 2, 99], [0, 1, *[-1] * 3_000_000]],
@@ -488,6 +499,7 @@ def test_no_known_type_is_too_large():
 
 
 # --- files that are opened -----------------------------------------------------------------------
+
 OPENED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "spiece.model"),
@@ -600,6 +612,8 @@ def test_what_a_config_asks_for_is_computed_by_torch(done, theirs, tmp_path, mon
 
 
 # --- names that are known ------------------------------------------------------------------------
+
+
 def test_a_folder_that_has_a_known_models_name_is_said(
     command, refused, moe_folder, tmp_path, monkeypatch, caplog
 ):
@@ -616,6 +630,8 @@ def test_a_folder_that_has_a_known_models_name_is_said(
 
 
 # --- killed --------------------------------------------------------------------------------------
+
+
 def killed_after(steps, out, exchanges):
     """A run that replaces an output, in a process of its own that is killed.
 
@@ -692,6 +708,8 @@ def test_an_empty_folder_is_taken(tmp_path, monkeypatch):
 
 
 # --- what a result takes over --------------------------------------------------------------------
+
+
 def test_every_file_of_a_tokenizer_and_processor_is_taken_over(theirs, tmp_path):
     taken = {
         "additional_chat_templates/tool.jinja": "{{ tools }}",

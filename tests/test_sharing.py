@@ -318,6 +318,8 @@ def test_no_more_than_the_hubs_library_lays_is_followed(cache, moe_folder, tmp_p
 
 
 # --- what is fetched -----------------------------------------------------------------------------
+
+
 @pytest.fixture
 def asked(hub, monkeypatch):
     """The files that were fetched whole from the stand-in of the hub."""

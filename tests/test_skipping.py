@@ -34,6 +34,8 @@ def calls(model, tokens):
 
 
 # --- the rules -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("rule", "top_k"), [("top2", 2), ("tail", 2), ("tail", 4)])
 def test_the_median_skips_for_half_of_the_tokens(rule, top_k):
     weights_TK = falling(1000, top_k)
@@ -83,6 +85,8 @@ def test_weights_of_few_bits_are_shared_out_exactly_and_rounded_once():
 
 
 # --- models --------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def test_skipped_experts_do_not_run(tokens):
     """What a skipping model computes is what its survivors alone give."""
@@ -158,6 +162,8 @@ def top_ks(model):
 
 
 # --- layers that differ ---------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def test_a_config_that_takes_a_list_holds_them(tokens, tmp_path):
     """hunyuan's class has one number for all layers, or a list."""
@@ -193,6 +199,8 @@ def test_skipping_after_it_counts_the_experts_that_are_left(tokens):
 
 
 # --- asked for -----------------------------------------------------------------------------------
+
+
 def test_the_command(tmp_path, done):
     """From a folder with its native config."""
     out = tmp_path / "out"

@@ -38,6 +38,8 @@ def slimmed(model, tokens, *, compare=(), **options):
 
 
 # --- every architecture --------------------------------------------------------------------------
+
+
 def test_result_is_native_and_what_it_computes_is_the_original_without_neurons(
     model_type, tokens, tmp_path
 ):
@@ -69,6 +71,8 @@ def silence(model, plan):
 
 
 # --- formulas ------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "granitemoeshared", "llama"])
 def test_energy_is_what_a_neuron_writes(model_type, tokens):
@@ -180,6 +184,8 @@ def output(view, x_TD):
 
 
 # --- budgets -------------------------------------------------------------------------------------
+
+
 def test_experts_and_neurons_share_one_budget(tokens):
     model = tiny_moe("qwen3_moe")
     result = slimmed(model, tokens, keep=0.5, experts="4")
@@ -396,6 +402,8 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
 
 
 # --- experts that no token reached ----------------------------------------------------------------
+
+
 @torch.no_grad()
 def unreached(layer=1, expert=0):
     """A mixture with an expert that is never chosen, whose first neurons hardly write anything."""
@@ -439,6 +447,8 @@ def test_a_refit_makes_up_for_neurons_of_an_expert_that_no_token_reached(tokens)
 
 
 # --- refit ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("short_text")
 def test_layers_that_a_refit_leaves_alone_are_of_the_same_architecture(monkeypatch):
     """One of two, whose held-out tokens do not gain."""
@@ -466,6 +476,8 @@ def test_few_tokens_change_no_expert_that_they_reach(padded):
 
 
 # --- wrong requests ------------------------------------------------------------------------------
+
+
 def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkeypatch):
     """Surgeon and refit; where that cannot be, the next best, in one sentence."""
     model = tiny_moe("qwen2_moe")

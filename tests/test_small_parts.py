@@ -19,6 +19,8 @@ from moesaic.observation import files
 
 
 # --- commands ------------------------------------------------------------------------------------
+
+
 def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
@@ -28,6 +30,8 @@ def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
 
 
 # --- what is shown -------------------------------------------------------------------------------
+
+
 def shown(view):
     console = Console(file=io.StringIO(), width=120)
     console.print(view)
@@ -48,6 +52,8 @@ def test_candidates_come_in_the_order_of_their_loss():
 
 
 # --- what becomes of errors ----------------------------------------------------------------------
+
+
 class OutOfMemoryError(RuntimeError):
     """As torch calls it."""
 
@@ -78,6 +84,8 @@ def test_errors_have_their_own_codes(error, code, said, capsys, monkeypatch):
 
 
 # --- models and files ----------------------------------------------------------------------------
+
+
 def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
     (tmp_path / "model").mkdir()
     yes = ["tiny-moe", "smollm2", "you/model", "x.gguf", "you/m.odel", str(tmp_path / "model")]
@@ -123,6 +131,8 @@ def test_names_are_found_where_they_are(tmp_path, monkeypatch):
 
 
 # --- statistics ----------------------------------------------------------------------------------
+
+
 def test_nobody_returns_from_observe_before_the_file_is_there(monkeypatch, tmp_path):
     """Nor looks for finished layers before the first process has dropped what is left of others."""
     waited = []

@@ -97,6 +97,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 
 
 # --- head and embedding --------------------------------------------------------------------------
+
+
 def rewritten(folder, change):
     """A checkpoint with what a function makes of its tensors."""
     save_file(change(weights(folder)), folder / "model.safetensors", {"format": "pt"})

@@ -33,6 +33,8 @@ def is_message(err):
 
 
 # --- messages ------------------------------------------------------------------------------------
+
+
 def test_no_name_steers_the_terminal(refused, theirs):
     index = theirs / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -79,6 +81,8 @@ def test_tables_titles_and_cards_are_printable(command, carved_folder, tmp_path)
 
 
 # --- headers -------------------------------------------------------------------------------------
+
+
 def with_header(file, edit):
     raw = file.read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
@@ -208,6 +212,7 @@ def test_a_plan_of_other_types_is_refused(moe_folder, tmp_path):
 
 
 # --- JSON of models ------------------------------------------------------------------------------
+
 CONFIGS = {
     "a list of numbers of layers": {"num_hidden_layers": [2]},
     "words": {"hidden_size": "32"},
@@ -286,6 +291,7 @@ def test_json_beyond_what_any_file_holds_is_refused(refused, theirs, tmp_path, n
 
 
 # --- recipes -------------------------------------------------------------------------------------
+
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -317,6 +323,8 @@ def test_a_recipe_may_repeat_itself():
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
+
+
 def gguf_text(text):
     return struct.pack("<Q", len(text)) + text
 
@@ -355,6 +363,7 @@ def test_a_gguf_header_that_never_ends_is_refused(refused, tmp_path, content, li
 
 
 # --- chat templates ------------------------------------------------------------------------------
+
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 50}]
 SOUND = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -416,6 +425,7 @@ def test_a_daemon_renders_chat_templates_too(tokenizer, monkeypatch):
 
 
 # --- records -------------------------------------------------------------------------------------
+
 HEAT = {"section": "s", "title": "t", "kind": "heat", "columns": ["0"],
         "rows": [{"label": "0", "values": [0.5]}]}  # fmt: skip
 MEASURED = {"scores": {"result": {"perplexity": 3.0}}}
@@ -450,6 +460,8 @@ def test_a_record_of_any_numbers_is_answered(
 
 
 # --- any change ----------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     """The folder that the faults of ``make faults`` start from."""

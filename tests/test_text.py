@@ -89,6 +89,7 @@ def read(spec, use):
 
 
 # --- S6: rows ------------------------------------------------------------------------------------
+
 PAPERS_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "MetaMathQA": (
         {"query": "1+1?", "response": "The answer is: 2", "type": "GSM", "original_question": "?"},
@@ -161,6 +162,8 @@ def test_unknown_columns_are_named_and_never_guessed(tokenizer):
 
 
 # --- files ---------------------------------------------------------------------------------------
+
+
 def test_shipped_text_has_every_domain_apart():
     everything = shipped_texts("calibration")
     parts = [shipped_texts("calibration", d) for d in DOMAINS]
@@ -259,6 +262,8 @@ def test_damaged_parquet(tmp_path):
 
 
 # --- names ---------------------------------------------------------------------------------------
+
+
 def test_names_of_text():
     """And names that are none."""
     assert text_sources("allenai/c4:en") == (TextSource("allenai/c4", "en"),)
@@ -301,6 +306,8 @@ def test_a_recipe_may_give_text_as_a_mapping(tmp_path):
 
 
 # --- S7: no row in two uses ----------------------------------------------------------------------
+
+
 def test_a_set_with_a_test_split_is_measured_on_it(folder, way):
     name = folder(train=numbered(0, 50), validation=numbered(50, 60), test=numbered(60, 70))
     assert read(name, "calibration") == {f"{i}" for i in range(50)}
@@ -384,6 +391,7 @@ def test_text_that_is_trained_on_is_not_measured_on(folder, tmp_path):
 
 
 # --- conversations, and mixes by name ------------------------------------------------------------
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'tool'] %}"
     "{{ raise_exception('none') }}{% endif %}"
@@ -564,6 +572,8 @@ def test_text_is_measured_by_the_domains_of_its_rows(tokenizer):
 
 
 # --- S8: mixes and whole sets for all verbs ------------------------------------------------------
+
+
 def test_a_large_source_is_drawn_from_all_over(tokenizer, tmp_path, monkeypatch):
     file = rows_file(tmp_path / "a.jsonl", [{"text": f"{i:05d} " * 8} for i in range(2000)])
     everything = calibration_tokens(str(file), tokenizer, 20, 16)
@@ -580,6 +590,8 @@ def test_a_large_source_is_drawn_from_all_over(tokenizer, tmp_path, monkeypatch)
 
 
 # --- documents and masks -------------------------------------------------------------------------
+
+
 def test_documents_are_windows_of_their_own(tokenizer):
     texts = ["one two three", "a much longer document that is cut at some point", "x"]
     tokens = calibration_tokens(texts, tokenizer, 3, 8, documents=True)
@@ -665,6 +677,8 @@ def test_options_hold_for_token_files(tmp_path):
 
 
 # --- windows -------------------------------------------------------------------------------------
+
+
 def test_calibration_is_drawn_without_replacement_and_seeded(tokenizer):
     one = calibration_tokens("prose", tokenizer, 20, 32, seed=1)
     assert one.input_ids.shape == (20, 32)
@@ -743,6 +757,8 @@ def test_padding_is_not_learned():
 
 
 # --- S10: order ----------------------------------------------------------------------------------
+
+
 def numbers_of(stream, tokenizer, count):
     ids = [i for window in islice(stream, count) for i in window["input_ids"]]
     parts = tokenizer.decode(ids).split(tokenizer.eos_token)[1:-1]
@@ -811,6 +827,8 @@ def test_a_source_of_empty_rows_does_not_hang(tokenizer, tmp_path):
 
 
 # --- C9: eval ------------------------------------------------------------------------------------
+
+
 def test_eval_takes_16384_tokens_and_says_so(done, llama_folder):
     """C9: bdfe050 took all of the text."""
     figures = json.loads(done("eval", llama_folder, "--json"))

@@ -78,6 +78,8 @@ def decided(student, tokens, threshold=0.0):
 
 
 # --- the student ---------------------------------------------------------------------------------
+
+
 def test_at_first_every_expert_is_the_whole_ffn(model_type):
     model = tiny_model(model_type)
     dense = model(ids()).logits
@@ -122,6 +124,8 @@ def test_neurons_that_are_off_learn_from_the_teacher():
 
 
 # --- conversion ----------------------------------------------------------------------------------
+
+
 class ByHand:
     """Masks of several experts of equal widths and of top-K dimensions, as a plan says.
 
@@ -296,6 +300,8 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path):
 
 
 # --- training ------------------------------------------------------------------------------------
+
+
 def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path):
     for step in (8, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

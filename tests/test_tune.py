@@ -254,6 +254,8 @@ def test_a_processor_with_a_number_is_one(tmp_path):
 
 
 # --- what is predicted ---------------------------------------------------------------------------
+
+
 def test_padding_is_not_predicted(tokenizer):
     """Nor are prompts: test_text.py. Of plain text every token is."""
     data = [{"question": "Why?", "answer": "Because of it."}, {"text": "plain text " * 200}]
@@ -287,6 +289,8 @@ def test_loss_is_the_mean_over_answers_alone(tokens):
 
 
 # --- the stated loss, and what it is trained with ------------------------------------------------
+
+
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 @pytest.mark.parametrize(("model_type", "what"), [("mixtral", "all"), ("qwen2_moe", "lora")])
 def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(model_type, what):

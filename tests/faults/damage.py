@@ -36,6 +36,8 @@ class Case:
 
 
 # --- safetensors ---------------------------------------------------------------------------------
+
+
 def shards(folder: Path) -> list[Path]:
     """The weights of a model or of a plan."""
     plan = folder / "moesaic/plan.safetensors"
@@ -175,6 +177,8 @@ def integers(held: dict[str, Any]) -> None:
 
 
 # --- JSON and text -------------------------------------------------------------------------------
+
+
 def edited(name: str, edit: Callable[[Any], Any]) -> Change:
     """JSON with something else in it."""
 
@@ -199,6 +203,7 @@ TRICKS = ("../outside.safetensors", "../../outside.safetensors", "/etc/hostname"
 
 
 # --- the cases -----------------------------------------------------------------------------------
+
 TEXT = ("--calibration", "TEXT", "--samples", "4", "--length", "32", "--no-eval")
 CARVE = ("carve", "IN", "out", *TEXT)
 PRUNE = ("prune", "IN", "out", "--keep", "6", *TEXT)

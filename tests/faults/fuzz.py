@@ -54,6 +54,8 @@ class Kind:
 
 
 # --- values ---------------------------------------------------------------------------------------
+
+
 def deep(levels: int) -> Any:
     value: Any = []
     for _ in range(levels):
@@ -410,6 +412,8 @@ KINDS = (
 
 
 # --- running --------------------------------------------------------------------------------------
+
+
 class TooLong(BaseException):
     """A case takes more time than it has."""
 

@@ -152,6 +152,8 @@ def ran(
 
 
 # --- what is on disk -----------------------------------------------------------------------------
+
+
 def tree(folder: Path, *without: Path) -> dict[str, tuple[int, int]]:
     """Size and time of change of every file under a folder, by its path."""
     result = {}

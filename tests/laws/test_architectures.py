@@ -53,6 +53,8 @@ def some_sets(count, groups):
 
 
 # --- all -----------------------------------------------------------------------------------------
+
+
 def test_every_entry_is_registered():
     known = architectures()
     assert {*DENSE} <= {*known["dense"]}
@@ -137,6 +139,8 @@ def test_reading_from_disk_is_loading(any_type, tokens, tmp_path):
 
 
 # --- dense ---------------------------------------------------------------------------------------
+
+
 def test_all_experts_are_the_dense_model(model_type, tokens):
     dense = tiny_model(model_type).double()
     carved = copy.deepcopy(dense)
@@ -161,6 +165,8 @@ def test_weights_are_the_bases_own_only_permuted(model_type):
 
 
 # --- mixtures of experts -------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def test_an_experts_weights_are_its_output(moe):
     x_TD = torch.randn(8, 32)

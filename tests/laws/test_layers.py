@@ -208,6 +208,8 @@ def test_every_kind_has_samples():
 
 
 # --- one conversion ------------------------------------------------------------------------------
+
+
 def test_live_is_disk_bitwise(sample, tokens, tmp_path):
     """Converted in memory and saved, or converted tensor by tensor from disk to disk."""
     model, layers = sample
@@ -309,6 +311,8 @@ def test_a_second_layer_is_added_to_the_first(sample):
 
 
 # --- what is said of it --------------------------------------------------------------------------
+
+
 def own_modules(layer, plan, arch):
     """The modules under what the plan changes, routers left out."""
     routed = type(plan).routed(layer, arch, plan.header())
@@ -389,6 +393,8 @@ def test_words_and_numbers_of_a_layer(sample):
 
 
 # --- refit ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("short_text")
 def test_refit_says_so_or_is_refused(sample, tokens):
     """Weights that were solved for are never called the base's own, and never get worse."""
@@ -412,6 +418,7 @@ def test_refit_says_so_or_is_refused(sample, tokens):
 
 
 # --- what cannot be ------------------------------------------------------------------------------
+
 HOSTILE = [("overlapping", "attention"), ("cut", "a shared path"), ("cut", "and padded")]
 HOSTILE += [
     pytest.param(kind, name, marks=pytest.mark.nightly)

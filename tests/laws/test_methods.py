@@ -107,6 +107,8 @@ def check_same(found, wanted, exact=True):
 
 
 # --- what a method says of itself ----------------------------------------------------------------
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_method_says_what_it_is(key):
     config = METHODS[key]
@@ -153,6 +155,8 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
 
 
 # --- one result ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_from_disk_is_from_memory(key, place):
     """What is saved, and what it computes before."""

@@ -248,6 +248,8 @@ def seen(request):
 
 
 # --- prune ---------------------------------------------------------------------------------------
+
+
 def test_prune_by_every_criterion(seen):
     """Eq. 3's loss is that of the block as it is pruned, and no other criterion has a lower one."""
     names = tuple(name for name in CRITERIA if name != "reconstruction")
@@ -334,6 +336,8 @@ def test_prune_by_counts_that_differ(seen):
 
 
 # --- slim ----------------------------------------------------------------------------------------
+
+
 def test_slim_by_every_score(seen):
     scores = tuple(name for name in SCORES if name != "energy")
     result = seen.refused(
@@ -372,6 +376,8 @@ def test_a_refit_never_raises_the_error_of_slimming(seen):
 
 
 # --- condense ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("keep", ["shared", "shared+routed", "attention", "nothing"])
 def test_condense(keep, seen):
     """Eq. 3, or nothing; greedy choices are what running each candidate gives."""
@@ -407,6 +413,8 @@ def test_condense(keep, seen):
 
 
 # --- skip ----------------------------------------------------------------------------------------
+
+
 def test_skip(seen):
     result = seen.refused("skip", SkipConfig(), INWARD)
     if result is not None:
@@ -417,6 +425,8 @@ def test_skip(seen):
 
 
 # --- in the types of releases ---------------------------------------------------------------------
+
+
 def released(model_type, dtype, folder):
     """A checkpoint in few bits a weight; what the class keeps in float32 is so."""
     model = small_model(model_type).to(dtype)
@@ -467,6 +477,8 @@ def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
 
 
 # --- from disk, estimated beforehand, exported ---------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("verb", "options"),
     [
