@@ -50,6 +50,7 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.plans.base import LayerPlan
 from moesaic.plans.condensed import CondensedLayer
+from moesaic.result import save_applied
 from moesaic.surgery import apply_plan, base_shape
 
 TESTS = Path(__file__).parent
@@ -64,40 +65,24 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 DENSE = (
-    "gemma2",
-    "gemma3_text",
-    "granite",
-    "llama",
-    "mistral",
-    "olmo2",
-    "phi",
-    "phi3",
-    "qwen2",
+    "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2",
     "qwen3",
-)
+)  # fmt: skip
 """Dense architectures that the suites run over; ``test_contract.py`` runs over all."""
 
 # --- dense models --------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 EXTRA: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
-    "qwen3": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "qwen3": {"head_dim": 8},
     "llama": {"mlp_bias": True},
     "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0},
-}
+}  # fmt: skip
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
@@ -124,71 +109,43 @@ MOE_SMALL: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_key_val
 }
 
 COUNT: dict[str, str] = {
-    "mixtral": "num_local_experts",
-    "qwen2_moe": "num_experts",
-    "qwen3_moe": "num_experts",
-    "olmoe": "num_experts",
-    "deepseek": "n_routed_experts",
-    "deepseek_v2": "n_routed_experts",
-    "deepseek_v3": "n_routed_experts",
-    "glm4_moe": "n_routed_experts",
-    "ernie4_5_moe": "moe_num_experts",
-    "granitemoe": "num_local_experts",
-    "granitemoeshared": "num_local_experts",
-    "gpt_oss": "num_local_experts",
+    "mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts",
+    "olmoe": "num_experts", "deepseek": "n_routed_experts", "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts", "glm4_moe": "n_routed_experts",
+    "ernie4_5_moe": "moe_num_experts", "granitemoe": "num_local_experts",
+    "granitemoeshared": "num_local_experts", "gpt_oss": "num_local_experts",
     "phimoe": "num_local_experts",
-}
+}  # fmt: skip
 MOE = tuple(COUNT)
 """Mixtures of experts that the suites run over; ``test_contract.py`` runs over all."""
 MLA = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "routed_scaling_factor": 2.5,
-}
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 MOE_EXTRA: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 24,
-        "mlp_only_layers": [1],
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1],
     },
     "qwen3_moe": {"moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
-    "deepseek": {
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek": {"moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2": {
-        **MLA,
-        "n_group": 2,
-        "topk_group": 1,
-        "topk_method": "group_limited_greedy",
+        **MLA, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
         "n_shared_experts": 1,
     },
     "deepseek_v3": {**MLA, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     "glm4_moe": {
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "head_dim": 8,
-        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "head_dim": 8, "first_k_dense_replace": 1,
     },
     "ernie4_5_moe": {
-        "moe_intermediate_size": 16,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
+        "moe_intermediate_size": 16, "moe_num_shared_experts": 1, "moe_layer_start_index": 1,
         "moe_k": 2,
     },
     "granitemoeshared": {"shared_intermediate_size": 24},
     "gpt_oss": {"head_dim": 8, "sliding_window": 8},
     "phimoe": {"router_jitter_noise": 0.01, "input_jitter_noise": 0.0},
-}
+}  # fmt: skip
 
 
 def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) -> Any:
@@ -268,6 +225,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     raw.train_from_iterator(shipped_texts("calibration", "prose")[:5], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
+
+
+def stored(model: Any, folder: Path, **options: Any) -> Path:
+    """Save a model as a user would have it, with a tokenizer; its folder."""
+    model.save_pretrained(folder, **options)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @cache
@@ -351,6 +315,25 @@ def saved(folder: Path, model: Any, layers: dict[int, LayerPlan]) -> Source:
     return resolve(str(folder))
 
 
+def applied(
+    base: Any, model: Any, layers: dict[int, LayerPlan], out: Path, **options: Any
+) -> Source:
+    """A checkpoint with layers converted from disk to disk.
+
+    Args:
+        base: its folder, or source.
+        model: the same in memory.
+        layers: what is converted.
+        out: a new folder.
+        options: of ``save_applied``.
+    """
+    source = base if isinstance(base, Source) else Source(base.name, base)
+    plan = Plan("test", base_shape(model, base_arch(model.config)), layers)
+    out.mkdir()
+    save_applied(source, plan, out, **options)
+    return Source(out.name, out)
+
+
 # --- few bits ------------------------------------------------------------------------------------
 
 
@@ -421,13 +404,24 @@ def finish(writer: Any) -> None:
 # --- layers with their tokens --------------------------------------------------------------------
 
 
+def stream_of(model: Any, tokens: Any, layers: Any = None, **options: Any) -> LayerStream[Any]:
+    """A model's layers with the tokens that reach them, one after the other; some, or all."""
+    arch = base_arch(model.config)
+    return LayerStream(model, arch, tokens, layers, view=arch.view, **options)
+
+
+def routed_sites(model: Any, tokens: Any, **options: Any) -> LayerStream[Any]:
+    """The layers that route."""
+    routed = base_shape(model, base_arch(model.config)).routed
+    return stream_of(model, tokens, [*routed], **options)
+
+
 def site_of(model: Any, tokens: Any, index: int | None = None, **options: Any) -> Any:
     """A layer with the tokens that reach it: if no other is asked for the first that routes, of a
     dense model the first."""
-    arch = base_arch(model.config)
     if index is None:
-        index = next((i for i, n in enumerate(base_shape(model, arch).experts) if n), 0)
-    layers = iter(LayerStream(model, arch, tokens, [index], view=arch.view, **options))
+        index = next(iter(base_shape(model, base_arch(model.config)).routed), 0)
+    layers = iter(stream_of(model, tokens, [index], **options))
     site: Any = next(layers)
     site.stream = layers  # which clears the site's tokens when it ends
     return site
@@ -531,6 +525,12 @@ def few_forms(*given: Any) -> list[Form]:
 
 
 # --- processes -----------------------------------------------------------------------------------
+
+
+def examples(count: int = 16, length: int = 20, seed: int = 3) -> list[dict[str, list[int]]]:
+    """Tokens to train on, all of which are predicted."""
+    ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
 
 
 def documents(source: str, use: Use = "calibration") -> list[str]:
@@ -648,6 +648,20 @@ def masked(ffn: nn.Module) -> nn.Module:
         if type(module) is nn.Linear:
             module.__class__ = Wrapped
     return twin
+
+
+@torch.no_grad()
+def running(ffn: Any, x_TD: Tensor) -> Tensor:
+    """What enters a carved block's down projection, neuron by neuron, idle ones zero (T, M)."""
+    h_TM = ffn.view().hidden(x_TD)
+    on_TM = torch.zeros_like(h_TM)
+    on_TM[:, : ffn.backbone] = 1
+    for t, given_R in enumerate(ffn.router(x_TD)):
+        active = given_R.nonzero().flatten().tolist()
+        for e in active:
+            place = ffn.experts[e] if hasattr(ffn, "experts") else slice(*ffn.slices[e])
+            on_TM[t, place] = given_R[e].to(h_TM) * (len(given_R) / len(active)) ** ffn.weighs
+    return h_TM * on_TM
 
 
 # --- several experts a token ---------------------------------------------------------------------

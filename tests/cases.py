@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from builders import VOCAB, loaded, tiny_model, tiny_moe, tiny_tokenizer
 
-from moesaic import hub
+from moesaic import MoesaicError, Plan, Tokens, hub
 from moesaic.api import verb
 from moesaic.config import MethodConfig, about, choices
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.names import PLAN, our_path
 from moesaic.methods import METHODS, VERBS, implementation
-from moesaic.plan import Plan
 
 QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "length": 32}
 """Settings of options that decide how long a method takes, where it has them."""

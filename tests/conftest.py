@@ -21,7 +21,7 @@ import builders
 import psutil
 import pytest
 import torch
-from builders import DENSE, MOE, VOCAB, loaded, pages, tiny_model, tiny_moe, tiny_tokenizer
+from builders import DENSE, MOE, VOCAB, loaded, pages, stored, tiny_model, tiny_moe, tiny_tokenizer
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
@@ -149,25 +149,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def llama_folder(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
-) -> Path:
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama as a user would have it: sharded safetensors and a tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    tiny_model("llama").save_pretrained(folder, max_shard_size="60KB")
-    tokenizer.save_pretrained(folder)
-    return folder
+    return stored(tiny_model("llama"), folder, max_shard_size="60KB")
 
 
 @pytest.fixture(scope="session")
-def moe_folder(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
-) -> Path:
+def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny mixture of experts with a shared path, as a user would have it."""
     folder = tmp_path_factory.mktemp("models") / "moe"
-    tiny_moe("qwen2_moe").save_pretrained(folder, max_shard_size="60KB")
-    tokenizer.save_pretrained(folder)
-    return folder
+    return stored(tiny_moe("qwen2_moe"), folder, max_shard_size="60KB")
 
 
 @pytest.fixture(scope="session")
@@ -237,11 +229,12 @@ def done(command: Callable[..., CommandOutcome]) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(command: Callable[..., CommandOutcome]) -> Callable[..., str]:
-    """Run ``moesaic`` with arguments that it must refuse in these words; its whole message."""
+    """Run ``moesaic`` with arguments that it must refuse in these words, or that end with another
+    code and them; its whole message."""
 
-    def call(words: str, *arguments: Any) -> str:
-        code, _, err = command(*arguments)
-        assert (code, words in err) == (2, True), (arguments, err)
+    def call(words: str, *arguments: Any, code: int = 2) -> str:
+        ended, _, err = command(*arguments)
+        assert (ended, words in err) == (code, True), (arguments, err)
         return err
 
     return call

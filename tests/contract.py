@@ -11,26 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import converted, equal, loaded, saved, statistics, weights
+from builders import applied, converted, equal, loaded, saved, stream_of, weights
 from safetensors.torch import save_file
 from shrunken import small_config, small_model, small_whole
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING
 
+from moesaic import MoesaicError, Tokens
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.carving.carved_layer import CarvedLayer
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source, language_model
-from moesaic.methods.prune.reconstruction import Law, Reconstruction, law_of
-from moesaic.methods.prune.subsets import Neighbours
-from moesaic.modules.running import LayerTokens
-from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 
 TOKENS = torch.randint(1, 384, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -128,7 +121,7 @@ def routing(model: Any, arch: Any) -> None:
 @torch.no_grad()
 def stream(model: Any, arch: Any) -> None:
     """Layers one by one, each with its tokens, are the whole model."""
-    live = LayerStream(model, arch, Tokens(TOKENS), view=arch.view)
+    live = stream_of(model, Tokens(TOKENS))
     states, kwargs = live.record()
     for block in live.blocks(kwargs):
         block.run(states)
@@ -149,8 +142,7 @@ def nothing_changes(model: Any, arch: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         base, out = Path(folder, "base"), Path(folder, "out")
         model.save_pretrained(base)
-        out.mkdir()
-        save_applied(Source("base", base), Plan("test", shape, layers), out)
+        applied(base, model, layers, out)
         if isinstance(arch, MoEArch):
             assert equal(weights(base), weights(out))
         close(logits(loaded(out)), before, 1e-5)
@@ -189,8 +181,7 @@ def reduced(model: Any, arch: Any, slim: bool) -> None:
         tied = slim and arch.width == "intermediate_size" and any(shape.plain_widths.values())
         if isinstance(arch, MoEArch) and not tied:
             assert again.config.model_type == model.config.model_type, "not native"
-        out.mkdir()
-        save_applied(Source("base", base), Plan("test", shape, layers), out)
+        applied(base, model, layers, out)
         assert equal(weights(live), weights(out)), "rewritten on disk it is another model"
 
 
@@ -252,10 +243,9 @@ def beside(model_type: str, language: str) -> None:
                 i: torch.randperm(width)[: width // 2] for i, width in enumerate(shape.widths)
             }
             layers = {i: CarvedLayer(h, len(h), (), 0, None) for i, h in halves.items()}
-        plan = Plan("test", shape, layers)
-        out.mkdir()
-        save_applied(source, plan, out)
-        close(logits(Source("out", out).load()), logits(converted(text, layers)), 1e-5)
+        close(
+            logits(applied(source, text, layers, out).load()), logits(converted(text, layers)), 1e-5
+        )
         before, after = weights(base), weights(out)
         names = Naming(source.checkpoint, language)
         state = text.state_dict()
@@ -324,24 +314,3 @@ def _said(error: Exception) -> str:
     text = " ".join(str(error).split()).partition(" `moesaic inspect`")[0]
     text = re.sub(r"/\S+/(base|live|out)\b", "The checkpoint", text)
     return (text.partition("is not supported. ")[2] or text)[:400]
-
-
-def neighbours(site: LayerTokens[MoEFFN]) -> Tensor:
-    """Whether sets that differ in one expert have the losses of whole sets, along a walk of sets.
-
-    Returns:
-        the set that the walk ends at, bool (E,).
-    """
-    stats, routing = statistics(site), site.view.routing
-    assert law_of(routing, stats["logits_TX"]) is Law.STAY
-    losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
-    for gone in (2, 5, 6):
-        every = kept_E.nonzero().flatten()
-        wanted = Neighbours.without(losses, kept_E, every)
-        torch.testing.assert_close(losses.without(kept_E, every), wanted)
-        kept_E = kept_E.clone()
-        kept_E[gone] = False
-    back = (~kept_E).nonzero().flatten()
-    wanted = Neighbours.having(losses, kept_E, back)
-    torch.testing.assert_close(losses.having(kept_E, back), wanted)
-    return kept_E

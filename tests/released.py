@@ -19,37 +19,23 @@ from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4Experts, stored_name
 
 FP8_FP4 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "scale_fmt": "ue8m0",
-    "activation_scheme": "dynamic",
+    "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
-}
+}  # fmt: skip
 """What DeepSeek-V4's config says of its weights; that experts are in FP4 stands beside it."""
 OWN_KEYS = {
-    "expert_dtype": "fp4",
-    "num_hash_layers": 2,
-    "compress_ratios": [0, 128, 4, 128],
-    "qk_rope_head_dim": 32,
-    "rope_theta": 10000,
+    "expert_dtype": "fp4", "num_hash_layers": 2, "compress_ratios": [0, 128, 4, 128],
+    "qk_rope_head_dim": 32, "rope_theta": 10000,
     "rope_scaling": {
-        "type": "yarn",
-        "factor": 16,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
+        "type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32,
         "beta_slow": 1,
     },
     "quantization_config": FP8_FP4,
-}
+}  # fmt: skip
 TRANSFORMERS_KEYS = (
-    "layer_types",
-    "mlp_layer_types",
-    "compress_rates",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "num_local_experts",
-    "intermediate_size",
-)
+    "layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor",
+    "num_local_experts", "intermediate_size",
+)  # fmt: skip
 _EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 _FP8 = re.compile(r"\.(attn\.w[a-z_]+|shared_experts\.w[123])\.weight$")
 
@@ -120,16 +106,10 @@ SMALLER: dict[str, int] = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period", "full_attention_interval"), 2),
     **dict.fromkeys(("num_global_key_value_heads", "swa_num_key_value_heads", "o_groups"), 2),
     **dict.fromkeys(("attn_layer_offset", "num_hash_layers", "n_groups", "mamba_n_groups"), 1),
-    **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads"), 4),
-    "kv_n_heads": 2,
-    "moe_latent_size": 48,
-    "rotary_dim": 8,
-    "mamba_expand": 1,
-    "expand": 1,
-    "mamba_dt_rank": 4,
-    "time_step_rank": 4,
-    "n_shared_experts": 2,
-}
+    **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads"), 4), "kv_n_heads": 2,
+    "moe_latent_size": 48, "rotary_dim": 8, "mamba_expand": 1, "expand": 1, "mamba_dt_rank": 4,
+    "time_step_rank": 4, "n_shared_experts": 2,
+}  # fmt: skip
 """Sizes of a small model by the names that published configs have for them."""
 PARTS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "mm_hidden_size"), 32),

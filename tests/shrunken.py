@@ -67,7 +67,6 @@ def sections(*sizes: int) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-HALF = ("full_attention", "linear_attention")
 MORE: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64},
@@ -75,8 +74,7 @@ MORE: dict[str, dict[str, Any]] = {
     "phimoe": {"router_jitter_noise": 0.01, "input_jitter_noise": 0.0},
     "mixtral": {"intermediate_size": 16},
     "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"] * 2,
-        "position_embedding_type": None,
+        "layer_types": ["mamba", "attention"] * 2, "position_embedding_type": None,
     },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
@@ -85,8 +83,7 @@ MORE: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "gemma4_text": {"enable_moe_block": True},
     "minimax_m3_vl_text": {
-        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-        "dense_intermediate_size": 48,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "dense_intermediate_size": 48,
     },
     "llama4_text": {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
     **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), sections(2, 1, 1)),
@@ -97,45 +94,26 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "dots3_note_text": {"layer_types": ["indexed_attention"] * 4},
     "dots3_note_vision_encoder": {
-        "mlp_layer_types": ["dense"] * 3 + ["sparse"],
-        "adapter_in_dim": 32,
-        "adapter_out_dim": 32,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"], "adapter_in_dim": 32, "adapter_out_dim": 32,
     },
     "dots3_note_audio_encoder": {
-        "adapter_input_size": 32,
-        "adapter_out_dim": 32,
-        "downsample_hidden_size": 16,
+        "adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 16,
     },
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2, "hc_lowrank": 8,
     },
     "inkling_text": {
-        "swa_head_dim": 8,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "d_rel": 4,
-        "rel_extent": 8,
-        "n_shared_experts": 2,
-        "logits_mup_width_multiplier": 1.0,
+        "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "d_rel": 4,
+        "rel_extent": 8, "n_shared_experts": 2, "logits_mup_width_multiplier": 1.0,
         "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     },
     "inkling2_text": {
-        "swa_head_dim": 8,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
     },
     "deepseek_v4": {
-        "num_key_value_heads": 1,
-        "intermediate_size": 16,
-        "partial_rotary_factor": 0.5,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "hc_mult": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "partial_rotary_factor": 0.5,
+        "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2,
         "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2,
         "layer_types": ["sliding_attention"]
         + ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
@@ -143,7 +121,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-}
+}  # fmt: skip
 """What some need beside, by model_type."""
 
 

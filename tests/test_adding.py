@@ -5,8 +5,6 @@ beforehand, a criterion in 1, a layer kind in 2, an architecture in 1 and a verb
 Moesaic is changed for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders import SMALL, pages, tiny_tokenizer
+from builders import SMALL, pages, stored
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -276,7 +274,7 @@ print(json.dumps({"said": said, "losses": losses}))
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
+def package(tmp_path_factory):
     """The toy package's place, as pip would leave it."""
     place = tmp_path_factory.mktemp("site")
     for files, _ in FILES.values():
@@ -295,8 +293,7 @@ def done(package, llama_folder, moe_folder, tmp_path_factory):
     """What every command said, and the losses of what they made, by the folder's name."""
     folder = tmp_path_factory.mktemp("adding")
     seed = AutoModelForCausalLM.from_config(CONFIG_MAPPING["seed_oss"](**SMALL, head_dim=8))
-    seed.save_pretrained(folder / "seed")
-    tiny_tokenizer().save_pretrained(folder / "seed")
+    stored(seed, folder / "seed")
     brief = ["--max-tokens", "256", "-o", "rounds=0", "-o", "new_tokens=2", "--json"]
     text = ["--samples", "8", "--length", "32", "--calibration", pages("calibration")]
     once = [*text, "--no-eval", "--json"]

@@ -6,31 +6,32 @@ from itertools import product
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, masked, same, same_model, site_of, tiny_model, tiny_moe
+from builders import (
+    VOCAB,
+    WAYS,
+    force,
+    masked,
+    same,
+    same_model,
+    site_of,
+    stream_of,
+    tiny_model,
+    tiny_moe,
+)
 
 import moesaic
+from moesaic import CondenseConfig, MoesaicError, MoREConfig, PruneConfig, Tokens
 from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch
-from moesaic.carving.budget import (
-    LayerSize,
-    active_ratio,
-    solved_top_k,
-    split_for_target,
-)
+from moesaic.carving.budget import LayerSize, active_ratio, solved_top_k, split_for_target
 from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer
-from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import fit_router, neuron_weights, petal_energies
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide
 from moesaic.io.source import resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import model_size, scores
 from moesaic.modules.running import always_skipping
 from moesaic.observation.job import Job
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.recovery import Ridge
 from moesaic.surgery import converted_copy
 from moesaic.types import cache_of
@@ -196,7 +197,6 @@ def test_infinite_strength_changes_nothing(tokens, monkeypatch):
 
 # --- prompts that run dense ----------------------------------------------------------------------
 
-
 FINE = MoREConfig(layers="all", active=0.7, experts=8, top_k=3, router="ridge")
 
 
@@ -298,8 +298,7 @@ def test_refit_takes_no_pass_of_its_own(tokens, monkeypatch):
     plain = moesaic.carve(model, config, calibration=tokens)
     whole = moesaic.carve(model, replace(config, refit=True), calibration=tokens)
     assert len(passes) == 2
-    arch = dense_arch(model.config)
-    for site in LayerStream(model, arch, tokens, range(4), view=arch.dense):
+    for site in stream_of(model, tokens, range(4)):
         expected, _ = plain.plan.layers[site.index].refit(site)
         assert same(expected, whole.plan.layers[site.index])
 

@@ -1,10 +1,7 @@
 """Choices that are drawn: functions of a token's id, position and layer, and of nothing else."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +9,8 @@ from builders import VOCAB, carved_layer, configured, converted, tiny_model
 from cases import config_of, many_tokens
 
 import moesaic
+from moesaic import Tokens, ToMoEConfig
 from moesaic.carving.routers import Router
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.data.text import Tokens
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
 from moesaic.metrics.forward import InMemory, Layerwise
@@ -24,7 +20,7 @@ from moesaic.types import cache_of
 IDS = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
-def drawn(kind: str) -> Any:
+def drawn(kind):
     """A tiny model whose routers draw."""
     if kind == "random":
         return converted(
@@ -41,20 +37,20 @@ def drawn(kind: str) -> Any:
 
 
 @pytest.fixture(scope="module", params=["random", "tossed"])
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request):
     return drawn(request.param).eval()
 
 
 @torch.no_grad()
-def logits(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+def logits(model, ids, **more):
     return model(ids, **more).logits
 
 
-def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+def near(a, b):
     return torch.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_a_prefix_alone_is_the_same_place_in_the_whole(model: Any) -> None:
+def test_a_prefix_alone_is_the_same_place_in_the_whole(model):
     whole = logits(model, IDS)
     for length in (1, 7, 23):
         assert near(logits(model, IDS[:, :length]), whole[:, :length])
@@ -62,7 +58,7 @@ def test_a_prefix_alone_is_the_same_place_in_the_whole(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_decoding_with_a_cache_is_the_whole(model: Any) -> None:
+def test_decoding_with_a_cache_is_the_whole(model):
     whole, out, cache = logits(model, IDS), [], {}
     for start, stop in ((0, 9), *((i, i + 1) for i in range(9, 40))):
         step = model(IDS[:, start:stop], **cache, use_cache=True)
@@ -71,7 +67,7 @@ def test_decoding_with_a_cache_is_the_whole(model: Any) -> None:
     assert near(torch.cat(out, 1), whole)
 
 
-def test_generated_text_is_that_of_the_whole_and_of_a_padded_batch(model: Any) -> None:
+def test_generated_text_is_that_of_the_whole_and_of_a_padded_batch(model):
     prompt = IDS[:1, :6]
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
     alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
@@ -84,7 +80,7 @@ def test_generated_text_is_that_of_the_whole_and_of_a_padded_batch(model: Any) -
     assert near(logits(model, padded, attention_mask=mask[:1])[:, 4:], logits(model, prompt))
 
 
-def test_layer_by_layer_is_the_whole(model: Any, tmp_path: Any) -> None:
+def test_layer_by_layer_is_the_whole(model, tmp_path):
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 30:] = False
     batch = Tokens(IDS, mask)
@@ -94,15 +90,15 @@ def test_layer_by_layer_is_the_whole(model: Any, tmp_path: Any) -> None:
     assert torch.equal(streamed[0][mask], whole[mask])
 
 
-def test_a_refit_sees_the_draws_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refit_sees_the_draws_of_the_result(monkeypatch):
     """Each batch's tokens reach the router that is refitted, without padding."""
     mask = torch.ones(4, 64, dtype=torch.bool)
     mask[2, 40:] = False
     tokens = Tokens(many_tokens().input_ids[:4], mask)
-    seen: list[torch.Tensor] = []
+    seen = []
     forward = Router.forward
 
-    def noted(self: Router, x_TD: torch.Tensor) -> torch.Tensor:
+    def noted(self, x_TD):
         seen.append(forward(self, x_TD))
         return seen[-1]
 
@@ -121,7 +117,7 @@ def test_a_refit_sees_the_draws_of_the_result(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(seen[0], chosen)
 
 
-def test_numbers_are_even_and_their_streams_apart() -> None:
+def test_numbers_are_even_and_their_streams_apart():
     passage = RunningTokens()
     passage.see(torch.full((1, 5000), 7), torch.arange(5000)[None], 2)
     device = torch.device("cpu")

@@ -12,11 +12,10 @@ import pytest
 import torch
 from builders import equal, inside, tiny_model, weights
 from safetensors.torch import load_file, save, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, PruneConfig
 from moesaic.io.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -29,8 +28,6 @@ from moesaic.io.checkpoint import (
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import whole_folder
 from moesaic.io.source import resolve
-from moesaic.io.trust import copy_side_files
-from moesaic.methods.prune.config import PruneConfig
 
 
 def test_shards_hold_what_was_added(tmp_path):
@@ -227,15 +224,6 @@ def test_a_bound_may_be_infinite(tmp_path):
         check_finite("factor", torch.tensor(float("nan")))
 
 
-@pytest.mark.parametrize("name", ["qwen.tiktoken", "tekken.json", "tiktoken.model", "spiece.model"])
-def test_every_tokenizers_files_are_carried_over(tmp_path, name):
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / name).write_text("words")
-    (tmp_path / "out").mkdir()
-    copy_side_files(tmp_path, tmp_path / "out")
-    assert (tmp_path / "out" / name).read_text() == "words"
-
-
 @pytest.mark.parametrize("shard", ["10MB", "60KB"])
 def test_a_further_shard_joins_those_that_are_there(shard, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size=shard)
@@ -248,16 +236,16 @@ def test_a_further_shard_joins_those_that_are_there(shard, tmp_path):
     assert equal(dict(resolve(str(tmp_path)).load().state_dict()), before)
 
 
-def test_experts_are_read_into_their_place(tmp_path: Path) -> None:
+def test_experts_are_read_into_their_place(tmp_path):
     """Of a layer that is many times its experts, no second copy lies beside it while it is read."""
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     checkpoint = Checkpoint(tmp_path)
     naming = Naming(checkpoint, "qwen3_moe")
-    alive: list[weakref.ref[Tensor]] = []
+    alive = []
     most = 0
 
-    def counted(tensor: Tensor) -> Tensor:
+    def counted(tensor):
         nonlocal most
         copied = tensor.clone()
         alive.append(weakref.ref(copied))

@@ -1,7 +1,5 @@
 """The command line as a user meets it: figures, exit codes, one clear message, soon."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -42,18 +40,6 @@ def test_carve_prints_one_json_object(done, llama_folder, tmp_path):
     assert record["steps"][0]["config"]["alpha"] == 1.0
     assert set(record["scores"]) == {"original", "result", "static"}
     assert "speed" not in record
-    out = done(
-        "eval", tmp_path / "out", "--data", text, "--max-tokens", 1024, "--json", "--against",
-        llama_folder,
-    )  # fmt: skip
-    figures = json.loads(out)
-    assert figures["perplexity"] == pytest.approx(record["scores"]["result"]["perplexity"])
-    assert figures.keys() >= {
-        "perplexity", "tokens", "total_parameters", "active_parameters", "active_ratio", "against",
-    }  # fmt: skip
-    assert figures["against"]["perplexity"] == pytest.approx(
-        record["scores"]["original"]["perplexity"]
-    )
 
 
 def test_inspect(done, carved_folder):
@@ -288,8 +274,8 @@ def test_wrong_requests_exit_2_with_one_message(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_each_part_of_a_message_names_its_option() -> None:
-    said = app.commands["fit"].in_flags  # type: ignore[attr-defined]
+def test_each_part_of_a_message_names_its_option():
+    said = app.commands["fit"].in_flags
     assert said("memory 1 is little; parameters 2, too; what", ()) == (
         "--memory 1 is little; --parameters 2, too; what"
     )
@@ -329,10 +315,10 @@ def test_a_file_without_text_is_refused_before_anything_is_computed(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_text_is_refused_in_words(command, refused, llama_folder, tmp_path):
+def test_a_folder_without_text_is_refused_in_words(refused, llama_folder, tmp_path):
     said = "is a folder in which no text can be read"
-    code, _, err = command("carve", llama_folder, tmp_path / "out", "--calibration", tmp_path)
-    assert (code, said in err, "dataset_name" in err) == (2, True, False), err
+    line = ("carve", llama_folder, tmp_path / "out", "--calibration", tmp_path)
+    assert "dataset_name" not in refused(said, *line)
     (tmp_path / "a.txt").write_bytes("Un café. ".encode("latin-1") * 90)
     refused(f"{said}: 'utf-8'", "eval", llama_folder, "--data", tmp_path)
 
@@ -342,25 +328,21 @@ def test_a_slash_after_the_name_of_a_model_that_ships_is_ignored(command):
         assert command(*words)[0] == 0
 
 
-def test_a_tilde_is_the_users_folder(command, llama_folder, tmp_path, monkeypatch):
+def test_a_tilde_is_the_users_folder(command, refused, llama_folder, tmp_path, monkeypatch):
     """Also where the shell leaves it alone, behind = and in quotes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").symlink_to(llama_folder)
     (tmp_path / "t.txt").write_text("A line of a text that is long enough. " * 90)
     command("carve", "~/model", "~/out", "--calibration=~/t.txt", "--no-eval", *QUICK[2:6])
     assert (tmp_path / "out" / "config.json").is_file()
-    code, _, err = command("inspect", "~/nowhere")
-    assert code == 2
-    assert f"No model folder at {tmp_path}/nowhere" in err or "~/nowhere" in err
+    refused("~/nowhere", "inspect", "~/nowhere")
 
 
 @pytest.mark.parametrize("name", ["o[/b]", "a[bold]one"])
-def test_brackets_in_a_name_are_a_name(command, done, llama_folder, tmp_path, name, monkeypatch):
+def test_brackets_in_a_name_are_a_name(refused, done, llama_folder, tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)  # so that names are short
     out = Path(name)
-    code, _, err = command("carve", llama_folder, out, *QUICK, "--no-eval")
-    assert code == 0, err
-    assert name in err
+    refused(name, "carve", llama_folder, out, *QUICK, "--no-eval", code=0)
     measured = ["eval", out, "--max-tokens", 64, "--length", 32, "--data", pages("evaluation")]
     for line, shown in ((["inspect", out], name), (measured, out.name)):
         said = done(*line)
@@ -421,52 +403,44 @@ def test_what_stdout_cannot_write_costs_no_run_its_end(
     assert b"before ? after" in written.getvalue()
 
 
-def test_full_disk_is_said(command, llama_folder, tmp_path, monkeypatch):
+def test_full_disk_is_said(refused, llama_folder, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
-    code, _, err = command("carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
-    assert code == 2
-    assert "disk is full" in err
+    refused("disk is full", "carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
-def test_a_fault_of_ours_exits_1_and_says_so(command, monkeypatch, tmp_path):
+def test_a_fault_of_ours_exits_1_and_says_so(refused, monkeypatch, tmp_path):
     def broken(*_, **__):
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(pipeline, "run_recipe", broken)
-    code, _, err = command("carve", "smollm2", tmp_path / "out")
-    assert code == 1
-    assert "ZeroDivisionError" in err
-    assert "fault of moesaic" in err
+    said = refused("ZeroDivisionError", "carve", "smollm2", tmp_path / "out", code=1)
+    assert "fault of moesaic" in said
 
 
-def test_interrupt(command, monkeypatch, tmp_path):
+def test_interrupt(command, refused, monkeypatch, tmp_path):
     """It says what is true: whether anything is kept."""
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pipeline, "run_recipe", interrupted)
-    code, _, err = command("carve", "smollm2", tmp_path / "out")
-    assert code == 130
-    assert "Nothing is finished yet" in err
+    carve = ["carve", "smollm2", tmp_path / "out"]
+    refused("Nothing is finished yet", *carve, code=130)
     kept = tmp_path / "out.partial"
     kept.mkdir()
     (kept / "layer-result-0.safetensors").touch()
-    code, _, err = command("carve", "smollm2", tmp_path / "out", "--resume")
-    assert code == 130
-    assert "--resume continues" in err
+    refused("--resume continues", *carve, "--resume", code=130)
     for place in ("moesaic.metrics.evaluate.evaluate", "moesaic.fitting.run.search_and_make"):
         monkeypatch.setattr(place, interrupted)
     assert command("eval", "tiny-moe")[::2] == (130, "Interrupted.")
     fit = ["fit", "tiny-moe", tmp_path / "fitted", "--memory", "9MB"]
     assert "Nothing is finished yet" in command(*fit)[2]
     (tmp_path / "fitted.search").mkdir()
-    code, _, err = command(*fit, "--resume")
-    assert (code, "--resume continues" in err) == (130, True)
+    refused("--resume continues", *fit, "--resume", code=130)
 
 
 def test_an_interruption_that_an_import_calls_an_error_is_one(command, monkeypatch):

@@ -1,25 +1,18 @@
 """Laws of condensing: the formulas, both searches against full forwards, files, sizes, errors."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import MOE, same, tiny_moe, tiny_tokenizer
+from builders import MOE, same, stream_of, tiny_moe, tiny_tokenizer
 from shrunken import small_model
-from torch import Tensor
 
+from moesaic import CondenseConfig, MoesaicError, Plan, Tokens
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.condense.search import (
     ExpertSearch,
     LayerSearch,
@@ -31,27 +24,23 @@ from moesaic.methods.condense.search import (
     tail_exponent,
     weight_scores,
 )
-from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
 from moesaic.plans.condensed import CondensedLayer
 from moesaic.sizes import weight_bytes
 from moesaic.surgery import converted_copy
 from moesaic.types import cache_of
 
 
-def routed_layer(model: Any) -> tuple[Any, int, Any]:
+def routed_layer(model):
     """The table entry, the number and the module of the last layer that routes."""
     arch = moe_arch(model.config)
     i = arch.moe_layers(model)[-1]
     return arch, i, arch.layers(model)[i]
 
 
-def searched(
-    model: Any, tokens: Tokens, **options: Any
-) -> tuple[dict[int, CondensedLayer], dict[int, Any]]:
+def searched(model, tokens, **options):
     """Each layer's plan and analysis, without the choice of layers."""
     arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.mixture)
+    stream = stream_of(model, tokens)
     config, found = CondenseConfig(count=1, **options), {}
     with torch.no_grad():
         hidden, kwargs = stream.record()
@@ -63,13 +52,13 @@ def searched(
 
 
 @torch.no_grad()
-def seen(model: Any, index: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
+def seen(model, index, tokens):
     """The real tokens entering a layer's block (T, D), and what runs the layer on its input."""
     arch = moe_arch(model.config)
     layer = arch.layers(model)[index]
-    kept: dict[str, Any] = {}
+    kept = {}
 
-    def note(_: Any, args: Any, kwargs: Any) -> None:
+    def note(_, args, kwargs):
         kept["args"], kept["kwargs"] = args, kwargs
 
     hooks = [
@@ -87,7 +76,7 @@ def seen(model: Any, index: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
 # --- formulas ------------------------------------------------------------------------------------
 
 
-def fitted(value: list[float]) -> float:
+def fitted(value):
     """Eq. 4 with k by the fix-finger method, in plain Python; eigenvalues in rising order."""
     low, high = math.log10(value[0]), math.log10(value[-1])
     counts = [0] * 100
@@ -106,7 +95,7 @@ def fitted(value: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_alpha_is_that_of_the_nearest_power_law(seed: int) -> None:
+def test_alpha_is_that_of_the_nearest_power_law(seed):
     """Against every x_min near the peak, one by one; and near the exponent that was planted."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(60, 80, generator=generator, dtype=torch.float64)
@@ -117,7 +106,7 @@ def test_alpha_is_that_of_the_nearest_power_law(seed: int) -> None:
     assert tail_exponent(planted.sort().values) == pytest.approx(2.5, abs=0.15)
 
 
-def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
+def test_an_expert_that_no_token_chose_is_left_out(tokens):
     model = tiny_moe("ernie4_5_moe", experts=4)
     _, i, layer = routed_layer(model)
     layer.mlp.gate.moe_statics.e_score_correction_bias.data[0, 2] = -100
@@ -134,9 +123,7 @@ def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
     ("model_type", "metric"),
     [("qwen2_moe", "js"), ("mixtral", "kl"), ("deepseek_v2", "js"), ("granitemoeshared", "kl")],
 )
-def test_cached_search_is_the_search_by_full_forwards(
-    model_type: str, metric: str, padded: Tokens
-) -> None:
+def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded):
     """K = 2; its first step is brute force over K = 1."""
     changes = {"residual_multiplier": 0.5} if model_type == "granitemoeshared" else {}
     model = tiny_moe(model_type, **changes)
@@ -147,8 +134,8 @@ def test_cached_search_is_the_search_by_full_forwards(
     g_E = w_TE.sum(0) / (w_TE != 0).sum(0)
     gated = view.shared_width if arch.shared_gate else 0
     divergence = {"js": js, "kl": kl}[metric]
-    chosen: list[int] = []
-    expected: list[float] = []
+    chosen = []
+    expected = []
     with torch.no_grad():
         reference = forward(layer)
         for _ in range(2):
@@ -172,7 +159,7 @@ def test_cached_search_is_the_search_by_full_forwards(
     assert found[i]["divergence"]["shared+routed"] == pytest.approx(expected[-1], rel=1e-3)
 
 
-def test_no_routed_experts_is_the_shared_path_alone(tokens: Tokens) -> None:
+def test_no_routed_experts_is_the_shared_path_alone(tokens):
     model = tiny_moe("deepseek_v2")
     none, _ = searched(model, tokens, keep="shared+routed", experts=0)
     shared, _ = searched(model, tokens, keep="shared")
@@ -181,7 +168,7 @@ def test_no_routed_experts_is_the_shared_path_alone(tokens: Tokens) -> None:
 
 
 @pytest.mark.parametrize("search", ["random", "l1", "pl_alpha_hill"])
-def test_experts_by_their_weights_alone(search: str, tokens: Tokens) -> None:
+def test_experts_by_their_weights_alone(search, tokens):
     model = tiny_moe("olmoe")
     arch, i, layer = routed_layer(model)
     view = arch.mixture(layer)
@@ -203,19 +190,19 @@ def test_experts_by_their_weights_alone(search: str, tokens: Tokens) -> None:
 
 
 @torch.no_grad()
-def last_hidden(model: Any, tokens: Tokens) -> torch.Tensor:
+def last_hidden(model, tokens):
     out = model.base_model(tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False)
     mask = tokens.attention_mask
     return out[0].flatten(0, 1) if mask is None else out[0][mask]
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "ernie4_5_moe"])
-def test_layer_search_is_the_search_by_full_forwards(model_type: str, padded: Tokens) -> None:
+def test_layer_search_is_the_search_by_full_forwards(model_type, padded):
     model = tiny_moe(model_type, num_hidden_layers=4)
     reference = last_hidden(model, padded)
     result = condense(model, CondenseConfig(count=2), calibration=padded)
     routed = moe_arch(model.config).moe_layers(model)
-    chosen: list[int] = []
+    chosen = []
     for step in result.summary["search"]:
         losses = {}
         for i in set(routed) - set(chosen):
@@ -229,21 +216,20 @@ def test_layer_search_is_the_search_by_full_forwards(model_type: str, padded: To
     assert result.summary["layers"] == chosen
 
 
-def test_a_race_takes_less_text_and_chooses_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_race_takes_less_text_and_chooses_the_same(tmp_path, monkeypatch):
     """Of six layers that matter unequally; a search that was stopped continues as it would."""
-    model = tiny_moe("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[], decoder_sparse_step=1)
+    changes = {"num_hidden_layers": 6, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    model = tiny_moe("qwen2_moe", experts=4, **changes)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.experts.down_proj.mul_(8 * torch.rand(1, generator=draw).item())
     tokens = Tokens(torch.randint(3, 60, (64, 8), generator=draw))
     assert [len(leg.input_ids) for leg in legs(tokens)] == [8, 24, 32]
-    windows: dict[str, int] = {"greedy": 0, "racing": 0}
+    windows = {"greedy": 0, "racing": 0}
     found, sums = {}, LayerSearch.sums
 
-    def counted(self: LayerSearch, chosen: Any, candidates: Any, leg: int) -> dict[int, Tensor]:
+    def counted(self, chosen, candidates, leg):
         result = sums(self, chosen, candidates, leg)
         windows[kind] += sum(of.shape[1] for of in result.values())
         return result
@@ -260,7 +246,7 @@ def test_a_race_takes_less_text_and_chooses_the_same(
 
     folder, rounds = tmp_path / "progress", 0
 
-    def stopped(self: LayerSearch, chosen: Any, candidates: Any, leg: int) -> dict[int, Tensor]:
+    def stopped(self, chosen, candidates, leg):
         nonlocal rounds
         rounds += leg == 0
         if rounds == 2:
@@ -275,10 +261,10 @@ def test_a_race_takes_less_text_and_chooses_the_same(
     assert condense(model, config, **run).summary == found["racing"]
 
 
-def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
+def test_the_losses_of_a_race_are_those_of_all_its_text(tokens):
     """Cut into legs or whole, with padding and without, by hidden states and by perplexity."""
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
-    arch, text = moe_arch(model.config), Tokens(tokens.input_ids.repeat(5, 1)[:16])
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
+    text = Tokens(tokens.input_ids.repeat(5, 1)[:16])
     mask = torch.ones_like(text.input_ids, dtype=torch.bool)
     mask[3:9, 5:] = False
     plans, _ = searched(model, tokens)
@@ -286,7 +272,7 @@ def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
         for metric in ("js", "ppl"):
             losses = []
             for parts in ([windows], legs(windows)):
-                streams = [LayerStream(model, arch, part, view=arch.mixture) for part in parts]
+                streams = [stream_of(model, part) for part in parts]
                 search = LayerSearch(streams, plans, metric)
                 found = [search.sums((), list(plans), leg) for leg in range(len(parts))]
                 sums = {i: torch.cat([leg[i] for leg in found], 1).sum(1) for i in plans}
@@ -294,18 +280,18 @@ def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
             assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_rankings_and_metrics(tokens: Tokens) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+def test_rankings_and_metrics(tokens):
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
     _, found = searched(model, tokens)
 
-    def order(**options: Any) -> list[int]:
-        result = condense(model, CondenseConfig(count=4, **options), calibration=tokens)
+    def order(**options):
+        config = CondenseConfig(count=4, refit=False, **options)
+        result = condense(model, config, calibration=tokens)
         return result.summary["layers"]
 
     local = {i: f["divergence"]["shared"] for i, f in found.items()}
     assert order(layer_search="rank") == sorted(local, key=lambda i: local[i])
-    arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.mixture)
+    stream = stream_of(model, tokens)
     plans, _ = searched(model, tokens)
     alone = LayerSearch([stream], plans).losses((), list(plans))
     assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
@@ -314,13 +300,13 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     assert order(layer_search="cosine") == sorted(cosines, key=lambda i: cosines[i])
 
 
-def test_perplexity_as_the_metric(padded: Tokens, tmp_path: Path) -> None:
+def test_perplexity_as_the_metric(padded, tmp_path):
     model = tiny_moe("granitemoeshared", tie_word_embeddings=True, logits_scaling=2.0)
     config = CondenseConfig(count=1, metric="ppl", refit=False)
     result = condense(model, config, calibration=padded)
 
     @torch.no_grad()
-    def perplexities(model: Any) -> torch.Tensor:
+    def perplexities(model):
         found = []
         for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
             row = ids[mask][None]
@@ -338,14 +324,14 @@ def test_perplexity_as_the_metric(padded: Tokens, tmp_path: Path) -> None:
 # --- the result ----------------------------------------------------------------------------------
 
 
-def test_what_he_et_al_call_layer_drop_leaves_the_attention() -> None:
+def test_what_he_et_al_call_layer_drop_leaves_the_attention():
     """Their Layer Drop takes the mixture out, their Block Drop attention as well."""
     named = {keep: CondenseConfig(keep=keep).base_label for keep in ("attention", "nothing")}
     assert named == {"attention": "Layer Drop", "nothing": "Block Drop"}
 
 
 @torch.no_grad()
-def test_the_first_layer_of_each_kind_of_attention_is_not_dropped(tokens: Tokens) -> None:
+def test_the_first_layer_of_each_kind_of_attention_is_not_dropped(tokens):
     """Of gpt-oss 0 and 1, whose caches say how large masks are."""
     model = tiny_moe("gpt_oss", num_hidden_layers=4)
     config = CondenseConfig(count=3, keep="nothing")
@@ -372,13 +358,8 @@ NATIVE = [
 
 @pytest.mark.parametrize(("model_type", "options", "changes"), NATIVE)
 def test_the_architecture_itself_holds_the_mix_where_it_can(
-    model_type: str,
-    options: Any,
-    changes: Any,
-    tokens: Tokens,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model_type, options, changes, tokens, tmp_path, monkeypatch
+):
     build = tiny_moe if model_type in MOE else small_model
     model = build(model_type, **changes)
     config = CondenseConfig(count=1, refit=False, **options)
@@ -395,7 +376,7 @@ def test_the_architecture_itself_holds_the_mix_where_it_can(
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == model_type
 
 
-def test_mean_gate_is_the_shared_path_times_a_number(tokens: Tokens) -> None:
+def test_mean_gate_is_the_shared_path_times_a_number(tokens):
     model = tiny_moe("qwen2_moe")
     _, i, layer = routed_layer(model)
     x_TD, _ = seen(model, i, tokens)
@@ -405,11 +386,11 @@ def test_mean_gate_is_the_shared_path_times_a_number(tokens: Tokens) -> None:
     assert plans[i].gated == 0
 
 
-def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+def test_targets_in_bytes_and_active_parameters(tokens):
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
 
-    def sizes(**target: int) -> tuple[int, Any]:
-        result = condense(model, CondenseConfig(**target), calibration=tokens)
+    def sizes(**target):
+        result = condense(model, CondenseConfig(**target, refit=False), calibration=tokens)
         parameters = sum(p.numel() for p in result.model.parameters())
         memory, active = (result.summary[k] for k in ("memory_bytes", "active_parameters"))
         assert memory["result"] == 4 * parameters
@@ -428,17 +409,18 @@ def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
         sizes(memory=10)
 
 
-def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
-    result = condense(model, CondenseConfig(count=3), calibration=tokens, compare=["1", "2"])
+def test_a_sweep_is_the_starts_of_one_search(tokens):
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
+    config = CondenseConfig(count=3, refit=False)
+    result = condense(model, config, calibration=tokens, compare=["1", "2"])
     for name in ("1", "2"):
-        alone = condense(model, CondenseConfig(count=int(name)), calibration=tokens)
+        alone = condense(model, replace(config, count=int(name)), calibration=tokens)
         plan = result.comparisons[name]
         assert plan.layers.keys() == alone.plan.layers.keys()
         assert all(same(plan.layers[i], alone.plan.layers[i]) for i in plan.layers)
 
 
-def test_all_layers_that_route_are_counted(tokens: Tokens) -> None:
+def test_all_layers_that_route_are_counted(tokens):
     """Those too that were none to choose from, such as the first one of a kind of attention."""
     model = tiny_moe("mixtral", num_hidden_layers=4)
     for options in ({"keep": "nothing"}, {"keep": "attention", "candidates": (1, 2)}):
@@ -446,11 +428,9 @@ def test_all_layers_that_route_are_counted(tokens: Tokens) -> None:
         assert result.current_record.steps[-1].title.startswith("1 of 4 ")
 
 
-def test_a_comparison_of_more_layers_is_refused_before_the_search(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_of_more_layers_is_refused_before_the_search(tokens, monkeypatch):
     """Where the number is given; where bytes are, it is known only after."""
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
     with pytest.raises(MoesaicError, match="at most the 0 condensed"):
         condense(model, CondenseConfig(memory=10**9), calibration=tokens, compare=["1"])
     monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))

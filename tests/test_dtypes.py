@@ -4,44 +4,38 @@ import copy
 import json
 import logging
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, pages, tiny_moe, weights
+from builders import examples, pages, tiny_moe, weights
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import moesaic
-from moesaic.config import Calibration, Evaluation
-from moesaic.errors import MoesaicError
+from moesaic import Calibration, Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig
 from moesaic.io import models
 from moesaic.io.models import has_products, working_type
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.pipeline import run_recipe
-from moesaic.recipe import Recipe
 from moesaic.sizes import estimate
-from moesaic.train.tune.config import TuneConfig
 
 QUICK = {"calibration": pages("calibration"), "samples": 12, "length": 32}
 CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
 
 
 @pytest.fixture
-def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_products(monkeypatch):
     """A processor that has no products of bfloat16."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     models._say.cache_clear()
 
 
 @pytest.fixture
-def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_products(monkeypatch):
     """A processor that has them."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
 
 
 @pytest.fixture
-def folder(moe_folder: Path, tmp_path: Path) -> Path:
+def folder(moe_folder, tmp_path):
     """A mixture in bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(moe_folder).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "narrow")
@@ -50,7 +44,7 @@ def folder(moe_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "narrow"
 
 
-def test_float32_stands_in_only_where_nothing_was_asked(without_products: None) -> None:
+def test_float32_stands_in_only_where_nothing_was_asked(without_products):
     narrow, wide = (PretrainedConfig(dtype=t) for t in (torch.bfloat16, torch.float32))
     assert working_type(narrow) == torch.float32
     assert working_type(narrow, torch.bfloat16) == torch.bfloat16
@@ -59,21 +53,17 @@ def test_float32_stands_in_only_where_nothing_was_asked(without_products: None) 
     assert has_products(torch.float32, "cpu")
 
 
-def test_the_own_type_is_kept_where_the_processor_has_it(with_products: None) -> None:
+def test_the_own_type_is_kept_where_the_processor_has_it(with_products):
     assert working_type(PretrainedConfig(dtype=torch.bfloat16)) is None
 
 
-def test_torch_without_onednn_has_none(
-    with_products: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_without_onednn_has_none(with_products, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not has_products(torch.bfloat16, "cpu")
     assert has_products(torch.float32, "cpu")
 
 
-def test_a_result_is_that_of_float32_rounded(
-    folder: Path, tmp_path: Path, without_products: None
-) -> None:
+def test_a_result_is_that_of_float32_rounded(folder, tmp_path, without_products):
     ours = moesaic.slim(str(folder), CONFIG, **QUICK)
     ours.save(tmp_path / "ours")
     wide = moesaic.slim(str(folder), CONFIG, dtype=torch.float32, **QUICK)
@@ -89,12 +79,8 @@ def test_a_result_is_that_of_float32_rounded(
 
 
 def test_it_is_measured_in_float32_and_said_once(
-    folder: Path,
-    tmp_path: Path,
-    without_products: None,
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder, tmp_path, without_products, capsys, monkeypatch
+):
     monkeypatch.setattr(logging.root, "handlers", [])
     text = Evaluation(pages("evaluation"), length=32, max_tokens=256, rounds=1, new_tokens=2)
     asked = Recipe(
@@ -121,9 +107,7 @@ def test_it_is_measured_in_float32_and_said_once(
         assert narrow.perplexity != score.perplexity
 
 
-def test_what_was_begun_in_one_type_is_not_continued_in_another(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_begun_in_one_type_is_not_continued_in_another(folder, tmp_path, monkeypatch):
     """As on another machine."""
     asked = {"resume_from": tmp_path / "work", **QUICK}
     supported = partial(monkeypatch.setattr, torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
@@ -134,14 +118,12 @@ def test_what_was_begun_in_one_type_is_not_continued_in_another(
         moesaic.slim(str(folder), CONFIG, **asked)
 
 
-def test_training_is_that_of_float32(without_products: None) -> None:
+def test_training_is_that_of_float32(without_products):
     """Two steps over the same values, which are rounded at the end."""
-    ids = torch.randint(1, VOCAB, (8, 20), generator=torch.Generator().manual_seed(3)).tolist()
-    rows = [{"input_ids": row, "labels": row} for row in ids]
     narrow = tiny_moe("mixtral").to(torch.bfloat16)
     wide = copy.deepcopy(narrow).float()
     config = TuneConfig(what="routers", teacher="given", steps=2, lr=1e-2)
-    options = {"text": rows, "teacher": tiny_moe("mixtral")}
+    options = {"text": examples(8), "teacher": tiny_moe("mixtral")}
     results = [moesaic.tune(model, config, **options) for model in (narrow, wide)]
     ours, want = (result.summary["training"]["losses"] for result in results)
     assert [step["loss"] for step in ours] == [step["loss"] for step in want]
@@ -150,7 +132,7 @@ def test_training_is_that_of_float32(without_products: None) -> None:
     assert all(torch.equal(got[name], exact[name].to(torch.bfloat16)) for name in got)
 
 
-def test_what_stands_in_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_takes_more_memory(monkeypatch):
     asked = Recipe(
         model="tiny-moe", out="out", steps=(SlimConfig(keep=0.5),), evaluation=Evaluation()
     )

@@ -1,10 +1,7 @@
 """Estimates: a result's shape and bytes are exact before a weight is read."""
 
-from __future__ import annotations
-
 import platform
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +11,14 @@ import torch
 from builders import loaded, pages, tiny_moe
 from safetensors.torch import load_file, save_file
 
-from moesaic import sizes
-from moesaic.config import Calibration, Evaluation
-from moesaic.errors import MoesaicError
+from moesaic import Calibration, Evaluation, MoesaicError, sizes
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
 from moesaic.io.models import sizes_in, working_type
 from moesaic.io.source import resolve
 from moesaic.metrics.score import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
-from moesaic.sizes import Estimate, Skeleton, estimate, on_headers, weight_bytes
+from moesaic.sizes import Skeleton, estimate, on_headers, weight_bytes
 from moesaic.types import give_back
 
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
@@ -41,16 +36,14 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
 ]
 
 
-def recipe_of(model: str, out: str, *steps: tuple[str, dict[str, Any]], **options: Any) -> Recipe:
+def recipe_of(model, out, *steps, **options):
     configs = tuple(step_config(verb, given) for verb, given in steps)
     calibration = Calibration(pages("calibration"), samples=2, length=32)
     return Recipe(model, out, configs, calibration, **{"evaluation": None, **options})
 
 
 @pytest.mark.parametrize(("model", "steps"), CASES, ids=lambda x: str(x)[:60])
-def test_what_comes_out_is_what_was_told(
-    model: str, steps: Any, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_what_comes_out_is_what_was_told(model, steps, request, tmp_path):
     name = str(request.getfixturevalue(model)) if model.endswith("_folder") else model
     out = tmp_path / "out"
     recipe = recipe_of(name, str(out), *steps)
@@ -61,11 +54,10 @@ def test_what_comes_out_is_what_was_told(
     assert sizes.output_parameters == size.total_parameters
     assert sizes.active_parameters == size.active_parameters
     assert sizes.active_ratio == size.active_ratio
-    assert record is not None
     assert (sizes.model_type, sizes.native) == (record.model_type, record.native)
 
 
-def test_later_steps_know_what_earlier_ones_made() -> None:
+def test_later_steps_know_what_earlier_ones_made():
     """Tuning what was condensed asks for its plan; only those layers learn."""
     condense, tune = ("condense", {"count": 2}), ("tune", {"what": "condensed", "steps": 3})
     before = estimate(recipe_of("tiny-shared-moe", "out", condense))
@@ -73,12 +65,12 @@ def test_later_steps_know_what_earlier_ones_made() -> None:
     assert after.output_parameters == before.output_parameters
 
 
-def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_but_headers(tmp_path, monkeypatch):
     """A checkpoint whose data are damaged is estimated as any other."""
     folder = tmp_path / "model"
     tiny_moe("mixtral").save_pretrained(folder)
 
-    def estimated() -> Estimate:
+    def estimated():
         recipe = recipe_of(str(folder), "out", ("slim", {"keep": 0.5}))
         return replace(estimate(recipe), peak_memory_bytes=0)
 
@@ -96,7 +88,7 @@ def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert alone.active_parameters == wanted.active_parameters
 
 
-def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
+def test_headers_are_those_of_safetensors(tmp_path):
     """Every type, in the order in which files hold them, with names that are not plain; and values
     begin at a whole cache line, once they are aligned."""
     tensors = {
@@ -122,16 +114,14 @@ def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
-def held(monkeypatch: pytest.MonkeyPatch, model: str, *steps: Any, **options: Any) -> int:
+def held(monkeypatch, model, *steps, **options):
     """Return what a run is estimated to hold beside libraries."""
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
     monkeypatch.setattr(sizes.psutil, "Process", lambda: process)
     return estimate(recipe_of(model, "out", *steps, **options)).peak_memory_bytes
 
 
-def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(monkeypatch):
     moe = Skeleton(resolve("tiny-moe").config, None)
     dtype = working_type(moe.config) or torch.bfloat16
     layer = max(sum(sizes_in(layer, dtype)) for layer in moe.model.model.layers)
@@ -151,7 +141,7 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(
 
 
 @pytest.mark.parametrize("verb", ["prune", "slim"])
-def test_layers_that_will_differ_are_told_to_differ(verb: str) -> None:
+def test_layers_that_will_differ_are_told_to_differ(verb):
     """Without statistics all have one loss; the result is none of the base's architecture."""
     recipe = recipe_of("tiny-moe", "out", (verb, {"keep": 0.75, "allocate": "layers"}))
     with on_headers(recipe) as (step,):
@@ -159,7 +149,7 @@ def test_layers_that_will_differ_are_told_to_differ(verb: str) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
-def test_freed_memory_is_returned() -> None:
+def test_freed_memory_is_returned():
     blocks = [bytearray(b"1" * 100_000) for _ in range(1000)]
     last = blocks.pop()  # on top of the heap, which does not shrink below it
     blocks.clear()
@@ -178,12 +168,12 @@ def test_freed_memory_is_returned() -> None:
         (("skip", {"calls": 9}), "runs 2 experts"),
     ],
 )
-def test_what_cannot_be_is_refused(step: Any, said: str) -> None:
+def test_what_cannot_be_is_refused(step, said):
     with pytest.raises(MoesaicError, match=said):
         estimate(recipe_of("tiny-moe", "out", step))
 
 
-def test_what_cannot_go_with_statistics_is_refused_beforehand() -> None:
+def test_what_cannot_go_with_statistics_is_refused_beforehand():
     recipe = recipe_of("tiny-moe", "out", ("prune", {"keep": 6, "progressive": True}))
     with pytest.raises(MoesaicError, match="cannot decide from stats"):
         estimate(replace(recipe, calibration=Calibration(stats="some.stats")))

@@ -1,22 +1,16 @@
 """What changes of layers do to a model's output, measured and estimated, and weighed inputs."""
 
-from __future__ import annotations
-
 import copy
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import MOE, any_model, equal, tiny_model, tiny_moe
+from builders import MOE, any_model, equal, stream_of, tiny_model, tiny_moe
 from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
-from moesaic.data.text import Tokens
 from moesaic.exports.rounder import importance, means
 from moesaic.io.source import resolve
 from moesaic.losses import divergence, log_probabilities, predicting
@@ -31,7 +25,7 @@ from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer, base_shape, converted_copy
 
 
-def narrower(model_type: str, width: int, shift: int = 0) -> Any:
+def narrower(model_type, width, shift=0):
     order = torch.arange(shift, shift + width)
     if model_type in MOE:
         return CutLayer(torch.arange(8), order.repeat(8, 1), 16)
@@ -39,7 +33,7 @@ def narrower(model_type: str, width: int, shift: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "olmoe"])
-def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) -> None:
+def test_divergences_are_those_of_whole_models(model_type, padded):
     """Of one layer, of several, of one layer in two ways, of a layer dropped, and of none."""
     model = any_model(model_type, num_hidden_layers=3)
     arch, shared = base_arch(model.config), narrower(model_type, 8)
@@ -50,7 +44,7 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
         {1: shared, 2: DroppedLayer()},
         {},
     ]
-    kl_CN = divergences(LayerStream(model, arch, padded, view=arch.view), changes)
+    kl_CN = divergences(stream_of(model, padded), changes)
     assert kl_CN.shape == (len(changes), len(padded.input_ids))
     found = kl_CN.mean(1).tolist()
     for change, kl in zip(changes, found, strict=True):
@@ -62,32 +56,30 @@ def test_divergences_are_those_of_whole_models(model_type: str, padded: Tokens) 
     assert len({round(kl, 6) for kl in found}) == len(found)
 
 
-def test_divergences_are_by_window(padded: Tokens) -> None:
+def test_divergences_are_by_window(padded):
     """Each window's is that of the window alone, weighed by its tokens."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
-    arch, changes = base_arch(model.config), [{0: narrower("mixtral", 8)}]
-    found = divergences(LayerStream(model, arch, padded, view=arch.view), changes)[0]
+    changes = [{0: narrower("mixtral", 8)}]
+    found = divergences(stream_of(model, padded), changes)[0]
     every = [padded.rows(slice(n, n + 1)) for n in range(len(padded.input_ids))]
-    alone = [
-        divergences(LayerStream(model, arch, w, view=arch.view), changes).item() for w in every
-    ]
+    alone = [divergences(stream_of(model, w), changes).item() for w in every]
     counts = torch.stack([predicting(window.labels).sum() for window in every]).double()
     assert len({*counts.tolist()}) > 1
     wanted = torch.tensor(alone) * counts / counts.mean()
     torch.testing.assert_close(found, wanted.double(), rtol=1e-4, atol=1e-8)
 
 
-def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
+def test_logits_are_of_one_window_at_a_time(tokens):
     """Those of a whole batch would take gigabytes of a vocabulary of today's size. Changes
     that come to the same model meet the head once."""
     model = tiny_moe("mixtral", num_hidden_layers=2)
-    arch, rows = base_arch(model.config), list[int]()
+    rows = list[int]()
 
-    def made(_: Any, __: Any, out: torch.Tensor) -> None:
+    def made(_, __, out):
         rows.append(len(out))
 
     model.lm_head.register_forward_hook(made)
-    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    stream = stream_of(model, tokens, tokens_per_batch=1 << 20)
     one, other = narrower("mixtral", 8), narrower("mixtral", 4)
     kl_CN = divergences(stream, [{0: one}, {}, {0: other}, {0: one}, {}])
     assert kl_CN.shape == (5, len(tokens.input_ids))
@@ -102,18 +94,18 @@ def test_logits_are_of_one_window_at_a_time(tokens: Tokens) -> None:
     assert rows == [1] * 3 * len(tokens.input_ids)
 
 
-def test_changes_of_one_kind_run_together(tokens: Tokens) -> None:
+def test_changes_of_one_kind_run_together(tokens):
     """The layers before a change, and those that changes share, run once for all."""
     model = tiny_moe("mixtral", num_hidden_layers=3)
     arch, calls = base_arch(model.config), [0, 0, 0]
     for i, layer in enumerate(arch.layers(model)):
 
-        def count(_: Any, __: Any, i: int = i) -> None:
+        def count(_, __, i=i):
             calls[i] += 1
 
         layer.mlp.register_forward_pre_hook(count)
     one, other = narrower("mixtral", 8), narrower("mixtral", 4)
-    stream = LayerStream(model, arch, tokens, view=arch.view, tokens_per_batch=1 << 20)
+    stream = stream_of(model, tokens, tokens_per_batch=1 << 20)
     found = branches(stream, [{0: one}, {0: one, 2: other}, {0: one, 2: one}, {0: one}])
     assert calls == [1, 1, 3]
     assert found[0] is found[3]
@@ -121,7 +113,7 @@ def test_changes_of_one_kind_run_together(tokens: Tokens) -> None:
 
 
 @contextmanager
-def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
+def noisy(layer, share):
     """The layer with noise of ``share`` of their spread on the FFN's down projections."""
     generator = torch.Generator().manual_seed(3)
     matrices = {p: p.detach().clone() for name, p in layer.named_parameters() if "down" in name}
@@ -135,13 +127,12 @@ def noisy(layer: nn.Module, share: float) -> Iterator[nn.Module]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "deepseek_v3"])
-def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens) -> None:
+def test_small_changes_are_estimated_as_measured(model_type, padded):
     """Of each layer alone and of all together, interactions included. Of mixtures whose routers
     are random only the last layer: after any other, experts change by chance."""
     model = any_model(model_type, num_hidden_layers=3)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, padded, view=arch.view)
-    changes: list[Any] = [{i: partial(noisy, share=0.1)} for i in range(3)]
+    stream = stream_of(model, padded)
+    changes = [{i: partial(noisy, share=0.1)} for i in range(3)]
     changes += [{0: changes[0][0], 1: changes[1][1], 2: changes[2][2]}, {}]
     measured = divergences(stream, changes).mean(1)
     found = estimates(stream, changes, draws=128).kl_CN.mean(1)
@@ -151,10 +142,9 @@ def test_small_changes_are_estimated_as_measured(model_type: str, padded: Tokens
     torch.testing.assert_close(found[some], measured[some], rtol=0.25, atol=1e-8)
 
 
-def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
+def test_larger_changes_are_in_the_measured_order(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     plans = [narrower("mixtral", width) for width in (4, 8, 12)]
     changes = [{i: plan} for i in range(3) for plan in plans]
     measured, found = (
@@ -167,24 +157,23 @@ def test_larger_changes_are_in_the_measured_order(tokens: Tokens) -> None:
         assert layer.argsort(descending=True).tolist() == [0, 1, 2]
 
 
-def test_layers_come_from_last_to_first_and_are_read_twice(tokens: Tokens) -> None:
+def test_layers_come_from_last_to_first_and_are_read_twice(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    arch = base_arch(model.config)
-    opened: list[int] = []
+    opened = []
 
     @contextmanager
-    def opening(i: int) -> Iterator[None]:
+    def opening(i):
         if i in range(3):  # a layer
             opened.append(i)
         yield
 
-    stream = LayerStream(model, arch, tokens, view=arch.view, opening=opening)
+    stream = stream_of(model, tokens, opening=opening)
     assert [part.place for part in priced_layers(stream)] == [2, 1, 0, BEFORE]
     assert opened == [0, 1, 2, 2, 1, 0]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
-def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, tokens: Tokens) -> None:
+def test_a_masked_layer_computes_what_a_converted_one_does(model_type, tokens):
     """No copy is made of what is only left out; the layer is as it was afterwards."""
     model = any_model(model_type, num_hidden_layers=2)
     arch, shape = base_arch(model.config), base_shape(model, base_arch(model.config))
@@ -193,7 +182,7 @@ def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, toke
     few = torch.arange(0, count, 2)
     plans = [CutLayer(few), CutLayer(few, narrow[few], width)] if count else []
     plans = plans or [CutLayer(None, narrow, width)]
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     states, kwargs = stream.record()
     for block in stream.blocks(kwargs):
         before = copy.deepcopy(block.layer.state_dict())
@@ -209,13 +198,13 @@ def test_a_masked_layer_computes_what_a_converted_one_does(model_type: str, toke
         block.run(states)
 
 
-def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_path: Path) -> None:
+def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens, tmp_path):
     """What remembers a layer's computation would keep its weights, beside those of the next one."""
     tiny_moe("mixtral", num_hidden_layers=3).save_pretrained(tmp_path)
     source = resolve(str(tmp_path))
     arch = base_arch(source.config)
     stream = LayerStream.from_disk(source.checkpoint, source.config, arch, tokens, view=arch.view)
-    seen: list[Any] = []
+    seen = []
     for part in priced_layers(stream, draws=2):
         assert not any(weight() is not None for weight in seen)
         if part.place != BEFORE:
@@ -223,10 +212,9 @@ def test_the_weights_of_one_layer_are_in_memory_at_a_time(tokens: Tokens, tmp_pa
         del part
 
 
-def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
+def test_draws_are_repeatable_and_differ(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=2)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     changes = [{0: narrower("mixtral", 8)}]
     one, again, other = (estimates(stream, changes, seed=seed).kl_CN for seed in (1, 1, 2))
     assert torch.equal(one, again)
@@ -234,10 +222,10 @@ def test_draws_are_repeatable_and_differ(tokens: Tokens) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "mixtral"])
-def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded: Tokens) -> None:
+def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type, padded):
     """Of logits that are capped (gemma2) or scaled (granite), too; draws are shared work."""
     model = any_model(model_type, num_hidden_layers=2)
-    arch, draws = base_arch(model.config), torch.Generator().manual_seed(3)
+    draws = torch.Generator().manual_seed(3)
     body, last = model.model, list[Tensor]()
     body.norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
     wanted_KBLD = []
@@ -250,7 +238,7 @@ def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded
         labels_TK = torch.searchsorted(below_TV.detach(), drawn_TK.detach())
         sums = logp_TV.gather(1, labels_TK).sum(0)
         wanted_KBLD.append([torch.autograd.grad(s, last[-1], retain_graph=True)[0] for s in sums])
-    stream = LayerStream(model, arch, padded, view=arch.view)
+    stream = stream_of(model, padded)
     parts = priced_layers(stream, draws=2, seed=3)
     part = next(parts)
     assert part.place == 1
@@ -258,13 +246,12 @@ def test_a_gradient_is_that_of_labels_drawn_by_the_model(model_type: str, padded
         torch.testing.assert_close(torch.cat([*spill]), torch.cat(wanted), rtol=1e-4, atol=1e-6)
 
 
-def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded: Tokens) -> None:
+def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded):
     model = tiny_model("llama", num_hidden_layers=2)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, padded, view=arch.view)
+    stream = stream_of(model, padded)
 
     @contextmanager
-    def changed(name: str, whole: nn.Module) -> Iterator[nn.Module]:
+    def changed(name, whole):
         weight = whole.get_parameter(name)
         before, generator = weight.detach().clone(), torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -272,7 +259,7 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
             yield whole
             weight.copy_(before)
 
-    def logits() -> torch.Tensor:
+    def logits():
         mask = padded.attention_mask
         with torch.no_grad():
             found = model(input_ids=padded.input_ids, attention_mask=mask).logits
@@ -288,14 +275,14 @@ def test_changed_embeddings_are_estimated_and_a_changed_head_is_measured(padded:
         assert kl == pytest.approx(measured, rel=tolerance)
 
 
-def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_path: Path) -> None:
+def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens, tmp_path):
     model = tiny_moe("mixtral", num_hidden_layers=3)
     arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     seen, killed = list[int](), [True]
 
     @contextmanager
-    def narrowed(place: int, layer: nn.Module) -> Iterator[nn.Module]:
+    def narrowed(place, layer):
         if killed[0] and place == 1:
             raise KeyboardInterrupt
         seen.append(place)
@@ -303,7 +290,7 @@ def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_
             assert other is not None
             yield other
 
-    changes: list[Any] = [{i: partial(narrowed, i)} for i in range(3)]
+    changes = [{i: partial(narrowed, i)} for i in range(3)]
     with pytest.raises(KeyboardInterrupt):
         estimates(stream, changes, 2, folder=tmp_path)
     assert seen == [2]
@@ -315,35 +302,32 @@ def test_finished_layers_of_a_killed_pass_are_not_run_again(tokens: Tokens, tmp_
     assert whole.kl_CN.mean(1).min() > 0
 
 
-def test_changes_of_several_layers_add_up(tokens: Tokens) -> None:
+def test_changes_of_several_layers_add_up(tokens):
     """Before they are squared: together they are what one change of all of them is."""
     model = tiny_moe("mixtral", num_hidden_layers=3)
-    arch = base_arch(model.config)
-    stream = LayerStream(model, arch, tokens, view=arch.view)
+    stream = stream_of(model, tokens)
     changes = [{i: narrower("mixtral", 4)} for i in range(3)]
     found = estimates(stream, [*changes, {i: changes[i][i] for i in range(3)}], 4)
     torch.testing.assert_close(found.v_CKN[:3].sum(0), found.v_CKN[3])
     assert not torch.allclose(found.kl_CN[:3].sum(0), found.kl_CN[3])
 
 
-def named(module: str) -> str | None:
+def named(module):
     """All but the head, by transformers' names."""
     return module if module.startswith("model.") else None
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "gpt_oss"])
-def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
-    model_type: str, tokens: Tokens, tmp_path: Path
-) -> None:
+def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(model_type, tokens, tmp_path):
     model = any_model(model_type)
     model.save_pretrained(tmp_path / "model")
     found = importance(resolve(str(tmp_path / "model")), tokens, named)
-    wanted: dict[str, Tensor] = {}
-    routed: dict[int, Tensor] = {}
+    wanted = {}
+    routed = {}
 
-    def entered(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def entered(name):
+        def hook(_, args):
             x_TI = args[0].flatten(0, -2)
             wanted[f"{name}.weight"] = (x_TI.double() ** 2).mean(0).float()
 
@@ -353,15 +337,15 @@ def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
         if isinstance(module, nn.Linear) and named(name):
             module.register_forward_pre_hook(entered(name))
     arch = base_arch(model.config)
-    layers = arch.moe_layers(model) if hasattr(arch, "moe_layers") else []  # type: ignore[operator]
+    layers = arch.moe_layers(model) if hasattr(arch, "moe_layers") else []
     for i in layers:
-        block = arch.mixture(arch.layers(model)[i]).block  # type: ignore[attr-defined]
+        block = arch.mixture(arch.layers(model)[i]).block
         block.register_forward_pre_hook(
             lambda _, args, i=i: routed.__setitem__(i, args[0].flatten(0, -2))
         )
     model.eval()(input_ids=tokens.input_ids)
     for i, x_TD in routed.items():
-        view = arch.mixture(arch.layers(model)[i])  # type: ignore[attr-defined]
+        view = arch.mixture(arch.layers(model)[i])
         _, _, chosen_TK = view.router(x_TD)
         inputs, hidden = [], []
         for e in range(view.count):
@@ -376,7 +360,7 @@ def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
         torch.testing.assert_close(found[name], mean, rtol=1e-4, atol=1e-7)
 
 
-def test_an_expert_that_no_token_reached_weighs_its_inputs_alike() -> None:
+def test_an_expert_that_no_token_reached_weighs_its_inputs_alike():
     tally = Tally()
     for x_NI in (torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[2.0, 1.0]])):
         tally.add("a.square_EI", x_NI.square().sum(0), 1, 2)

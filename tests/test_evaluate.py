@@ -3,14 +3,14 @@
 import copy
 import json
 import math
+import re
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import DENSE, VOCAB, launch, local_tasks, pages, tiny_model, tiny_moe
+from builders import DENSE, VOCAB, launch, local_tasks, pages, stored, tiny_model, tiny_moe
 from safetensors.torch import save_file
 from torch.utils import collect_env
 from transformers import AutoModelForCausalLM
@@ -50,12 +50,9 @@ def questions(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def other_folder(tmp_path_factory, tokenizer):
+def other_folder(tmp_path_factory):
     """Another llama of the same tokenizer."""
-    folder = tmp_path_factory.mktemp("other") / "llama"
-    tiny_model("llama", seed=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return stored(tiny_model("llama", seed=1), tmp_path_factory.mktemp("other") / "llama")
 
 
 # --- tasks of a local file -----------------------------------------------------------------------
@@ -259,7 +256,7 @@ def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, tokenizer, pad
 
 
 def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, tokenizer):
-    tokens = evaluation_tokens("", tokenizer, 48, 2048 + 512)
+    tokens = evaluation_tokens("code", tokenizer, 48, 2048 + 512)
     sources = [resolve(str(f)) for f in (carved_folder, llama_folder)]
     whole = scores([InMemory(s.load()) for s in sources], tokens)
     assert scores([Layerwise(s) for s in sources], tokens) == whole
@@ -268,11 +265,10 @@ def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, token
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
-def test_an_embedding_that_is_the_head_counts_once_either_way(family, tokens, tokenizer, tmp_path):
+def test_an_embedding_that_is_the_head_counts_once_either_way(family, tokens, tmp_path):
     made = tiny_model if family in DENSE else tiny_moe
     for name, seed in (("ours", 0), ("theirs", 1)):
-        made(family, seed=seed, tie_word_embeddings=True).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+        stored(made(family, seed=seed, tie_word_embeddings=True), tmp_path / name)
     names = {"model": tmp_path / "ours", "against": tmp_path / "theirs", "data": tokens}
     whole = moesaic.evaluate(**names).as_json()
     assert moesaic.evaluate(**names, stream=True).as_json() == whole
@@ -329,10 +325,10 @@ def test_a_perplexity_beyond_float_is_a_number_that_json_has():
     assert 1e300 < _part(torch.tensor([4.0, 4000.0]), 0).perplexity < math.inf
 
 
-def share(options: dict[str, Any], out: Path, recipe: str) -> None:
+def share(options, out, recipe):
     """In one of several processes."""
     collect_env.get_pretty_env_info = str  # lm-eval asks pip what is there otherwise
-    tasking.task_manager = local_tasks  # type: ignore[assignment]
+    tasking.task_manager = local_tasks
     join_processes()
     found = moesaic.evaluate(**options, stream=True)
     routing = [(r.tokens, r.counts) for r in found.routing.values()]
@@ -343,8 +339,8 @@ def share(options: dict[str, Any], out: Path, recipe: str) -> None:
 def test_processes_share_the_batches(llama_folder, carved_folder, moe_folder, questions, tmp_path):
     """Each has one of two, also of a recipe, whose record is that of one process."""
     asked = (
-        f"model: {moe_folder}\nout: {tmp_path}/OUT\nsteps:\n- prune: {{keep: 6}}\n"
-        f"calibration: {{source: {pages('calibration')}, samples: 90, length: 24}}\n"
+        f"model: {moe_folder}\nout: {tmp_path}/OUT\n"
+        "steps: [{prune: {keep: 6, score: aimer, refit: false}}]\n"
         f"evaluation: {{data: {pages('evaluation')}, length: 48, max_tokens: 2100, rounds: 0, "
         f"new_tokens: 2, tasks: {questions}}}\n"
     )
@@ -417,8 +413,11 @@ def test_questions_of_a_file_are_a_task_of_lm_eval(questions, llama_folder, toke
 
 @pytest.mark.filterwarnings("ignore")
 def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr(tasking, "task_manager", task_manager)
+    """Of lm-eval's thousands of tasks two folders stand for all, which take seconds to read."""
+    there = pytest.importorskip("lm_eval.tasks")
+    some = [str(Path(there.__file__).with_name(name)) for name in ("arc", "sciq")]
+    manager = there.TaskManager(include_defaults=False, include_path=some)
+    monkeypatch.setattr(tasking, "task_manager", lambda named: manager if named else None)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     quick = {"length": 32, "max_tokens": 64}
     unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
@@ -435,13 +434,18 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_task_of_the_papers_lists_is_lm_evals():
-    pytest.importorskip("lm_eval")
-    known = {*task_manager(True).all_tasks}
+def test_every_task_of_the_papers_lists_is_lm_evals(monkeypatch):
+    there = pytest.importorskip("lm_eval.tasks")
+    files = Path(there.__file__).parent.rglob("*.y*ml")
+    lines = (re.findall(r"^(?:task|group): *(\S+)$", f.read_text("utf-8"), re.M) for f in files)
+    known = {name.strip("'\"") for found in lines for name in found}
     for preset in tasking.PRESETS:
         assert {task.name for task in wanted_tasks(preset)} <= known
     assert len(wanted_tasks("naee")) == 8
     assert [t.shots for t in wanted_tasks("more")] == [0, 0, 0, 0, 5]
+    monkeypatch.setattr(there, "TaskManager", dict)
+    for named in (True, False):
+        assert task_manager.__wrapped__(named) == {"include_defaults": named}
 
 
 # --- recipes -------------------------------------------------------------------------------------

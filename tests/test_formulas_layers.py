@@ -1,16 +1,13 @@
 """Layers' formulas by hand: sizes that are counted, regressions, norms and orders of neurons."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from builders import carved_layer, converted, drawn, tiny_model, tiny_moe
+from builders import carved_layer, converted, drawn, stream_of, tiny_model, tiny_moe
 from cases import many_tokens
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from moesaic.arch.dense import LayerUse
@@ -20,7 +17,6 @@ from moesaic.carving.carved_layer import CarvedLayer
 from moesaic.carving.overlapping_layer import OverlappingLayer
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import make_skipping, skip
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.recovery import (
     HELD_OUT,
@@ -40,7 +36,7 @@ ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 NEURON = 3 * 32
 
 
-def used(layer: Any) -> LayerUse:
+def used(layer):
     """What is counted of a layer of 64 neurons once it is converted."""
     return model_size(converted(tiny_model("llama"), {1: layer})).layers[1]
 
@@ -101,13 +97,13 @@ USES = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_what_a_layer_uses(name: str) -> None:
+def test_what_a_layer_uses(name):
     layer, wanted = USES[name]
     found = used(layer)
     assert {k: pytest.approx(v) for k, v in vars(wanted).items()} == vars(found)
 
 
-def test_more_neurons_than_there_were_are_copies() -> None:
+def test_more_neurons_than_there_were_are_copies():
     model = converted(tiny_model("llama"), {1: carved_layer(40, (12, 12))})
     arch = base_arch(model.config)
     use = CarvedLayer.use(arch.layers(model)[1], arch, {}, 48)
@@ -115,19 +111,18 @@ def test_more_neurons_than_there_were_are_copies() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_places_without_experts_are_at_the_end_of_each_group(groups: int) -> None:
+def test_places_without_experts_are_at_the_end_of_each_group(groups):
     down_E = torch.arange(1.0, 5.0).view(4, 1, 1)
     layer = CutLayer(torch.tensor([0, 2, 5, 7]), down_E=down_E).padded(8, groups)
     kept = {1: [0, 2, 5, 7, -1, -1, -1, -1], 2: [0, 2, -1, -1, 5, 7, -1, -1]}[groups]
     downs = {1: [1, 2, 3, 4, 0, 0, 0, 0], 2: [1, 2, 0, 0, 3, 4, 0, 0]}[groups]
     assert layer.kept == kept
     assert layer.experts.tolist() == [0, 2, 5, 7]
-    assert layer.down_E is not None
     assert layer.down_E.shape == (8, 1, 1)
     assert layer.down_E.flatten().tolist() == downs
 
 
-def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
+def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen():
     model = tiny_moe("gpt_oss")
     before = {n: t.clone() for n, t in model.model.layers[2].mlp.named_parameters()}
     down_E = drawn(2, *before["experts.down_proj"].shape[1:])
@@ -145,13 +140,13 @@ def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
 # --- routing -------------------------------------------------------------------------------------
 
 
-def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
+def test_hooks_of_a_router_see_nothing_of_its_routing_function():
     """Devices' hooks would move what it is asked about; users' would be called with no token."""
     model = tiny_moe("ernie4_5_moe")
     arch = moe_arch(model.config)
     view = arch.mixture(arch.layers(model)[1])
     router = view.router
-    seen: list[str] = []
+    seen = []
     for module in router.modules():
         module.register_forward_hook(lambda *_: seen.append("after"))
         module.register_forward_pre_hook(lambda *_: seen.append("before"))
@@ -166,11 +161,11 @@ def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
 class Asking(nn.Module):
     """A router that wants sentences, and of its block a bias to choose by and a temperature."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(drawn(4, 6, seed=1))
 
-    def forward(self, hidden_BTD: Tensor, heat: float, correction: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, hidden_BTD, heat, correction):
         _, _, _ = hidden_BTD.shape
         logits_NE = F.linear(hidden_BTD, self.weight).flatten(0, 1)
         scores_NE = (logits_NE / heat).sigmoid()
@@ -183,14 +178,14 @@ class Asked(nn.Module):
 
     heat, scale = 4.0, 2.5
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate = Asking()
         self.correction = nn.Parameter(torch.tensor([0.0, 3.0, 0.0, 0.1]))
 
 
 @pytest.mark.parametrize("gone", [None, 1])
-def test_a_router_is_given_all_that_its_block_gives_it(gone: int | None) -> None:
+def test_a_router_is_given_all_that_its_block_gives_it(gone):
     parts = RouterParts(choice_bias="correction", lifted=True, factor="scale")
     routing = RoutingFunction(Asked(), parts)
     logits_NE = drawn(7, 4)
@@ -210,7 +205,7 @@ def test_a_router_is_given_all_that_its_block_gives_it(gone: int | None) -> None
     assert torch.equal(routing.routed(logits_NE)[0], logits_NE)
 
 
-def test_each_token_skips_by_its_own_weights() -> None:
+def test_each_token_skips_by_its_own_weights():
     """Of eight experts: one token skips both of its tail, one the last, two none."""
     weights_TK = torch.tensor([[0.9, 0.05, 0.05], [0.1, 0.5, 0.4], [0.4, 0.3, 0.3], [0, 0, 0]])
     chosen_TK = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 0, 1], [2, 3, 4]])
@@ -220,7 +215,7 @@ def test_each_token_skips_by_its_own_weights() -> None:
     assert torch.equal(left_TK[2:], weights_TK[2:]), "to the bit, and no weights at all are zeros"
 
 
-def test_a_skipped_place_has_the_number_after_the_last_expert() -> None:
+def test_a_skipped_place_has_the_number_after_the_last_expert():
     model = tiny_moe("mixtral")
     arch = moe_arch(model.config)
     view = arch.mixture(arch.layers(model)[1])
@@ -235,7 +230,7 @@ def test_a_skipped_place_has_the_number_after_the_last_expert() -> None:
 # --- regression ----------------------------------------------------------------------------------
 
 
-def ridge_of(x_TF: Tensor, y_TO: Tensor, strength: float) -> Tensor:
+def ridge_of(x_TF, y_TO, strength):
     """(X^T X + lambda m)^-1 X^T Y, m the mean square sum; 0 at infinity."""
     if strength == math.inf:
         return torch.zeros(x_TF.shape[1], y_TO.shape[1], dtype=torch.float64)
@@ -245,7 +240,7 @@ def ridge_of(x_TF: Tensor, y_TO: Tensor, strength: float) -> Tensor:
 
 
 @pytest.mark.parametrize("noise", [0.3, 30.0, 0.0])
-def test_a_regression_is_the_best_strength_on_held_out_tokens(noise: float) -> None:
+def test_a_regression_is_the_best_strength_on_held_out_tokens(noise):
     batches = []
     for seed, tokens in enumerate((40, 23)):
         x_TF = drawn(tokens, 6, seed=seed)
@@ -269,7 +264,7 @@ def test_a_regression_is_the_best_strength_on_held_out_tokens(noise: float) -> N
     assert torch.allclose(found.weight_FO, ridge_of(*whole, STRENGTHS[best]), atol=1e-5)
 
 
-def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen() -> None:
+def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen():
     """Errors of few held-out tokens may have several valleys."""
     for seed in range(60):
         x_TF = drawn(30, 12, seed=seed) * torch.logspace(0, -3, 12)
@@ -285,7 +280,7 @@ def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen() -> None:
         assert ridge.solve().unexplained == pytest.approx(least.item(), rel=1e-3), seed
 
 
-def test_what_was_lost_and_what_came_back() -> None:
+def test_what_was_lost_and_what_came_back():
     assert recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
     assert recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)
     assert recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
@@ -302,7 +297,7 @@ def test_what_was_lost_and_what_came_back() -> None:
     assert found["strength"] == (fit.strength if math.isfinite(fit.strength) else None)
 
 
-def some_blocks(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> Blocks:
+def some_blocks(tokens, seed, dtype=torch.float64):
     """Three blocks of features, of which each token has some."""
     draw, features = torch.Generator().manual_seed(seed), {}
     for block, width in enumerate((4, 3, 5)):
@@ -311,7 +306,7 @@ def some_blocks(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> B
     return Blocks(torch.randn(tokens, 2, generator=draw, dtype=dtype), features)
 
 
-def written_out(blocks: Blocks) -> Tensor:
+def written_out(blocks):
     """X (T, F), float64."""
     parts = []
     for rows, x_NF in blocks.features.values():
@@ -322,7 +317,7 @@ def written_out(blocks: Blocks) -> Tensor:
 
 
 @pytest.mark.parametrize("strengths", [(0.1,), (3.0, 0.3, 0.1)])
-def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths: tuple[float, ...]) -> None:
+def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths):
     samples = [some_blocks(40, 1), some_blocks(25, 2)]
     x_TF = torch.cat([written_out(s) for s in samples])
     y_TO, start_FO = torch.cat([s.y_TO for s in samples]), drawn(12, 2).double()
@@ -333,7 +328,7 @@ def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths: tuple[flo
     torch.testing.assert_close(found_FO, expected_FO)
 
 
-def test_one_block_alone_takes_one_iteration() -> None:
+def test_one_block_alone_takes_one_iteration():
     alone = some_blocks(40, 1).only([2])
     rows, x_NF = alone.features[2]
     found = ridge_path([alone], torch.zeros(5, 2).double(), (1.0, 0.1), iterations=1)
@@ -344,7 +339,7 @@ def test_one_block_alone_takes_one_iteration() -> None:
 # --- the refit of a mixture ----------------------------------------------------------------------
 
 
-def linear_site(target_TD: Tensor, *experts: tuple[Tensor, Tensor]) -> Any:
+def linear_site(target_TD, *experts):
     """A site of one batch, all of whose target is missing.
 
     Args:
@@ -367,24 +362,23 @@ def linear_site(target_TD: Tensor, *experts: tuple[Tensor, Tensor]) -> Any:
     return SimpleNamespace(view=view, inputs=lambda: [every], targets=lambda: [target_TD])
 
 
-def refitted_all(site: Any) -> tuple[Tensor | None, Any]:
+def refitted_all(site):
     """New down projections, transposed (E, M, D), and the figures."""
     down_EDM, _, figures = refitted_downs(site, range(site.view.count), lambda *_: torch.arange(3))
     return (None if down_EDM is None else down_EDM.mT), figures
 
 
-def test_experts_that_run_the_same_tokens_are_solved_for_together() -> None:
+def test_experts_that_run_the_same_tokens_are_solved_for_together():
     """Their difference is what is missing, which neither can see alone."""
     first_TM, noise_TM, every = drawn(400, 3), drawn(400, 3, seed=1), torch.arange(400)
     target_TD = noise_TM @ drawn(3, 4, seed=2)
     experts = (every, first_TM), (every, first_TM + 0.3 * noise_TM)
     down_EMD, figures = refitted_all(linear_site(target_TD, *experts))
     assert figures["recovered"] > 0.99
-    assert down_EMD is not None
     torch.testing.assert_close(down_EMD[0], -down_EMD[1], atol=0.1, rtol=0.1)
 
 
-def test_what_came_back_is_told_of_tokens_that_the_fit_did_not_see() -> None:
+def test_what_came_back_is_told_of_tokens_that_the_fit_did_not_see():
     """Of few noisy tokens, for which it makes a difference."""
     h_TM, every = drawn(100, 3), torch.arange(100)
     y_TD = h_TM @ drawn(3, 2, seed=1) + drawn(100, 2, seed=2)
@@ -396,26 +390,24 @@ def test_what_came_back_is_told_of_tokens_that_the_fit_did_not_see() -> None:
     best = min(errors, key=errors.__getitem__)
     expected = 1 - errors[best] / y_TD[80:].square().sum().item()
     assert figures["recovered"] == pytest.approx(expected, rel=1e-4)
-    assert down_EMD is not None
     torch.testing.assert_close(down_EMD[0].double(), ridge_of(h_TM, y_TD, best), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("held", [15, 16])
-def test_an_expert_of_few_held_out_tokens_keeps_its_weights(held: int) -> None:
+def test_an_expert_of_few_held_out_tokens_keeps_its_weights(held):
     """The other one is solved for as if it were not there."""
     every, rows = torch.arange(400), torch.cat([torch.arange(60), torch.arange(400 - held, 400)])
     h_TM, few_NM = drawn(400, 3), drawn(60 + held, 3, seed=1)
     y_TD = h_TM @ drawn(3, 4, seed=2)
     y_TD[rows] += few_NM @ drawn(3, 4, seed=3)
     down_EMD, _ = refitted_all(linear_site(y_TD, (every, h_TM), (rows, few_NM)))
-    assert down_EMD is not None
     assert bool(down_EMD[1].any()) is (held == LEAST)
     if held < LEAST:
         strengths = [ridge_of(h_TM, y_TD, x).float() for x in PATH]
         assert any(torch.allclose(down_EMD[0], w_MD, atol=1e-4) for w_MD in strengths)
 
 
-def test_what_helps_by_chance_changes_nothing() -> None:
+def test_what_helps_by_chance_changes_nothing():
     """A strength is the best of several on held-out tokens, of noise too."""
     every, changed = torch.arange(100), 0
     for seed in range(20):
@@ -423,23 +415,20 @@ def test_what_helps_by_chance_changes_nothing() -> None:
         clear_TD = noise_TD + h_TM @ drawn(3, 4, seed=200 + seed)
         noise, clear = drawn(100, 3, seed=300 + seed), (every, h_TM)
         down_EMD, _ = refitted_all(linear_site(clear_TD, clear, (every, noise)))
-        assert down_EMD is not None
         assert down_EMD[0].any()
         changed += bool(down_EMD[1].any())
     assert changed <= 2
 
 
-def test_a_shared_path_without_some_neurons_is_refitted_with_the_experts() -> None:
+def test_a_shared_path_without_some_neurons_is_refitted_with_the_experts():
     """Alone where all experts are whole: its new columns are the regression of what is missing."""
     model = tiny_moe("qwen2_moe")
-    arch = moe_arch(model.config)
     layer = CutLayer(torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20))
-    for site in LayerStream(model, arch, many_tokens(), [2], view=arch.mixture):
+    for site in stream_of(model, many_tokens(), [2]):
         new, found = layer.refit(site)
         whole = site.view.shared_ffn
         assert isinstance(new, CutLayer)
         assert new.shared_DS is not None
-        assert whole is not None
         own = [(x, site.view.shared_weighted(x)) for x in site.inputs()]
         lost = [h[:, 20:] @ whole.down_DM[:, 20:].T for _, h in own if h is not None]
         left = [

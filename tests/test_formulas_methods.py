@@ -1,17 +1,14 @@
 """Formulas of methods by hand or by an independent few lines: divergences, searches, clusters."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import drawn, tiny_moe
-from torch import Tensor
+from builders import drawn, stream_of, tiny_moe
 
+from moesaic import CondenseConfig, MoesaicError, Plan, RunArgs
 from moesaic.api import condense
 from moesaic.arch.lookup import moe_arch
 from moesaic.carving.budget import LayerSize, split_for_share
@@ -24,10 +21,6 @@ from moesaic.carving.more.formulas import (
     prototypes,
     spectral_embedding,
 )
-from moesaic.config import RunArgs
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.condense.search import cosine, js, kl, tail_exponent
 from moesaic.methods.layered import recover
 from moesaic.methods.prune.subsets import every_set, exhaustive
@@ -35,8 +28,7 @@ from moesaic.methods.slim.config import SCORES, Neurons
 from moesaic.metrics.score import model_size
 from moesaic.observation.job import Job
 from moesaic.observation.stats import tally_of
-from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan, Progress
+from moesaic.plan import Progress
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 from moesaic.train.tune.method import factors
@@ -44,17 +36,17 @@ from moesaic.train.tune.method import factors
 # --- divergences ---------------------------------------------------------------------------------
 
 
-def shares(x: Tensor) -> list[float]:
+def shares(x):
     whole = sum(math.exp(v) for v in x.tolist())
     return [math.exp(v) / whole for v in x.tolist()]
 
 
-def kl_by_hand(p: list[float], q: list[float]) -> float:
+def kl_by_hand(p, q):
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 
 
 @pytest.mark.parametrize("apart", [1.0, 0.1])
-def test_divergences_of_hidden_states(apart: float) -> None:
+def test_divergences_of_hidden_states(apart):
     p_ND = drawn(5, 7)
     q_ND = p_ND + apart * drawn(5, 7, seed=1)
     kept = p_ND.clone(), q_ND.clone()
@@ -72,7 +64,7 @@ def test_divergences_of_hidden_states(apart: float) -> None:
     assert torch.equal(q_ND, kept[1])
 
 
-def test_equal_states_are_at_no_distance_and_far_ones_at_ln_2() -> None:
+def test_equal_states_are_at_no_distance_and_far_ones_at_ln_2():
     p_ND = torch.tensor([[0.0, 200.0], [3.0, 1.0]])
     assert 0 <= js(p_ND, p_ND.clone()).min() <= js(p_ND, p_ND.clone()).max() < 1e-7
     assert kl(p_ND, p_ND.clone()).tolist() == [0, 0]
@@ -85,9 +77,7 @@ def test_equal_states_are_at_no_distance_and_far_ones_at_ln_2() -> None:
 
 @pytest.mark.parametrize(("count", "dims"), [(30, 3), (8, 3)], ids=["Lanczos", "few"])
 @pytest.mark.parametrize("large", [False, True], ids=["", "by blocks"])
-def test_embeddings_are_leading_eigenvectors(
-    count: int, dims: int, large: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embeddings_are_leading_eigenvectors(count, dims, large, monkeypatch):
     """Of D^-1/2 C D^-1/2 over the members without the diagonal; rows of norm one."""
     if large:
         monkeypatch.setattr(formulas, "LARGE", 0)
@@ -123,14 +113,12 @@ FILLED = [
 
 
 @pytest.mark.parametrize(("distance", "least", "most", "label"), FILLED)
-def test_clusters_are_filled_within_bounds(
-    distance: list[list[float]], least: list[int], most: list[int], label: list[int]
-) -> None:
+def test_clusters_are_filled_within_bounds(distance, least, most, label):
     found = fill(np.array(distance, float), np.array(least), np.array(most))
     assert found.tolist() == label
 
 
-def test_distances_are_those_to_every_centre() -> None:
+def test_distances_are_those_to_every_centre():
     points = np.array([[0.0, 0], [0, 2], [9, 9], [9, 11]])
     label, distance = cluster(points, 2, seed=0)
     near, far = label[0], label[2]
@@ -143,22 +131,22 @@ def test_distances_are_those_to_every_centre() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
-def test_a_share_needs_some_petals_to_run_and_some_to_idle(top_k: int) -> None:
+def test_a_share_needs_some_petals_to_run_and_some_to_idle(top_k):
     with pytest.raises(MoesaicError, match="at least 1 and below experts 4"):
         split_for_share([LayerSize(0, 300, 100)], [0], 0.5, 4, top_k)
 
 
-def test_a_tail_begins_at_the_peak_where_nothing_is_near_it() -> None:
+def test_a_tail_begins_at_the_peak_where_nothing_is_near_it():
     """Bins of two decades: the last holds both, and its lower edge is far below them."""
     value_N = torch.tensor([1e-100, 5e98, 1e100], dtype=torch.float64)
     assert tail_exponent(value_N) == pytest.approx(1 + 1 / math.log(20))
 
 
-def test_an_experts_prototype_is_of_its_tokens_in_every_batch() -> None:
+def test_an_experts_prototype_is_of_its_tokens_in_every_batch():
     """Two tokens run the first expert, both in the first batch; their mean is not the strongest."""
     x_TD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
     h_TM = torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-    site: Any = SimpleNamespace(
+    site = SimpleNamespace(
         tokens=4,
         view=SimpleNamespace(up_MD=torch.zeros(2, 2)),
         activations=lambda: zip(x_TD.split(2), h_TM.split(2), strict=True),
@@ -171,7 +159,7 @@ def test_an_experts_prototype_is_of_its_tokens_in_every_batch() -> None:
 # --- neurons -------------------------------------------------------------------------------------
 
 
-def test_scores_of_neurons_by_hand() -> None:
+def test_scores_of_neurons_by_hand():
     squares = {"energy": [4.0, 9.0], "reach": [3.0, 1.0], "size": [5.0, 7.0]}
     energy, reach, size = (torch.tensor([v]).double() for v in squares.values())
     gram, down = torch.diag(energy[0])[None], torch.diag(reach[0])[None]
@@ -189,7 +177,7 @@ def test_scores_of_neurons_by_hand() -> None:
 
 
 @pytest.mark.parametrize("keep", ["shared", "nothing"])
-def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep: str) -> None:
+def test_what_condensing_leaves_is_counted_as_in_the_result(tokens, keep):
     model = tiny_moe("qwen2_moe")
     result = condense(model, CondenseConfig(count=1, keep=keep), calibration=tokens)
     for key, of in (("original", model), ("result", result.model)):
@@ -201,7 +189,7 @@ def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep
 # --- choices -------------------------------------------------------------------------------------
 
 
-def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn() -> None:
+def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn():
     together = torch.zeros(8, 8)
     together[0, 1] = together[1, 0] = together[2, 3] = together[3, 2] = 5.0
     petals = petals_of(together, torch.arange(8), 2, balanced=True, seed=0)
@@ -212,11 +200,11 @@ def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn() -> None:
 
 
 @pytest.mark.parametrize("best", [3, 1900])
-def test_the_best_of_all_sets_in_whatever_block_it_is(best: int) -> None:
+def test_the_best_of_all_sets_in_whatever_block_it_is(best):
     """2,002 sets of 9 of 14 come in two blocks."""
     numbers = iter(range(2002))
 
-    def losses(kept_CE: Tensor) -> Tensor:
+    def losses(kept_CE):
         return torch.tensor([float(abs(next(numbers) - best)) for _ in kept_CE])
 
     found = exhaustive(losses, 14, 9)
@@ -225,7 +213,7 @@ def test_the_best_of_all_sets_in_whatever_block_it_is(best: int) -> None:
     assert (found.loss, found.evaluated) == (0.0, 2002)
 
 
-def test_weights_are_kept_out_of_condensed_layers_alone() -> None:
+def test_weights_are_kept_out_of_condensed_layers_alone():
     model = tiny_moe("qwen2_moe")
     base = base_shape(model, moe_arch(model.config))
     plan = Plan("naee", base, {1: CutLayer(torch.arange(4))})
@@ -233,10 +221,9 @@ def test_weights_are_kept_out_of_condensed_layers_alone() -> None:
     assert factors(moe_arch(model.config), model.config, None) == {}
 
 
-def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
+def test_without_a_shared_path_there_is_nothing_of_it(tokens):
     model = tiny_moe("mixtral")
-    arch = moe_arch(model.config)
-    for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
+    for site in stream_of(model, tokens, [1]):
         stats = tally_of(site, {"shared_down_DS", "shared_gram_SS"}).stats()
         assert {name: tensor.numel() for name, tensor in stats.items()} == {
             "shared_down_DS": 0,
@@ -245,9 +232,7 @@ def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_each_plan_is_refitted_in_its_own_layers_and_once(
-    tokens: Tokens, again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_plan_is_refitted_in_its_own_layers_and_once(tokens, again, monkeypatch):
     model = tiny_moe("mixtral")
     job = Job(RunArgs(model, text=tokens), moe_arch)
     base = base_shape(model, moe_arch(model.config))
@@ -269,7 +254,7 @@ def test_each_plan_is_refitted_in_its_own_layers_and_once(
             recover(job, plans, finished)
 
 
-def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens: Tokens) -> None:
+def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens):
     model = tiny_moe("mixtral", num_hidden_layers=2)
     base = base_shape(model, moe_arch(model.config))
     plan = Plan("naee", base, {i: CutLayer(torch.arange(4)) for i in range(2)})

@@ -1,14 +1,11 @@
 """ToMoE's objective and masks against values computed by hand, or by a few lines of their own."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from builders import configured, tiny_model
-from torch import Tensor, nn
+from torch import nn
 
 from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.arch.lookup import dense_arch
@@ -38,7 +35,7 @@ SHAPES = (
 MEDIAN = 0.36651292058166435  # -ln ln 2
 
 
-def masking_of(**options: Any) -> MaskingModules:
+def masking_of(**options):
     """Modules of two layers, their embeddings and weights at random, about half of a mask off."""
     config = configured(ToMoEConfig, **{"experts": 3, "bias": 0.0, "head_bias": 0.1, **options})
     torch.manual_seed(0)
@@ -51,11 +48,11 @@ def masking_of(**options: Any) -> MaskingModules:
     return masking
 
 
-def inputs() -> Tensor:
+def inputs():
     return torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
 
 
-def on(logits: Tensor, bias: float) -> list[list[bool]]:
+def on(logits, bias):
     """Where a deterministic mask is on: the logit, b and the median of the noise exceed zero."""
     return [[v + bias + MEDIAN > 0 for v in row] for row in logits.tolist()]
 
@@ -63,7 +60,7 @@ def on(logits: Tensor, bias: float) -> list[list[bool]]:
 # --- noise and masks -----------------------------------------------------------------------------
 
 
-def test_noise_is_gumbels() -> None:
+def test_noise_is_gumbels():
     """exp(-exp(-x)) of it is below x, at every decile; its mean is Euler's constant."""
     torch.manual_seed(0)
     drawn = gumbel_like(torch.empty(200_000, dtype=torch.float64))
@@ -75,7 +72,7 @@ def test_noise_is_gumbels() -> None:
     assert math.exp(-math.exp(-masks.MEDIAN)) == pytest.approx(0.5)
 
 
-def test_a_neurons_mask_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neurons_mask_by_hand(monkeypatch):
     """Eq. 15: round(sigmoid((x + g + b) / tau)), with the gradient s (1 - s) / tau."""
     noise = torch.tensor([-1.0, 2.0, 0.25, -4.0])
     monkeypatch.setattr(masks, "gumbel_like", lambda like: noise)
@@ -90,7 +87,7 @@ def test_a_neurons_mask_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             assert slope == pytest.approx(soft * (1 - soft) / 0.4, rel=1e-3)
 
 
-def test_a_tokens_expert_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokens_expert_by_hand(monkeypatch):
     """Eq. 14: the one-hot of the largest x + g, with the softmax's gradient at temperature tau."""
     noise = torch.tensor([[2.5, 0.0, 0.0]])
     monkeypatch.setattr(masks, "gumbel_like", lambda like: noise)
@@ -110,7 +107,7 @@ def test_a_tokens_expert_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- regularisers --------------------------------------------------------------------------------
 
 
-def test_regularisers_by_hand() -> None:
+def test_regularisers_by_hand():
     assert f_reg(torch.tensor(0.2), 0.6).item() == pytest.approx(math.log(0.601 / 0.201), rel=1e-5)
     assert f_reg(torch.tensor(0.9), 0.6).item() == pytest.approx(math.log(0.901 / 0.601), rel=1e-5)
     s_NM = torch.tensor([[1.0, 0.5, 0.0, 0.0], [0.0, 0.5, 0.25, 0.0]])
@@ -123,7 +120,7 @@ def test_regularisers_by_hand() -> None:
     assert load_balance(chosen_TN, probability_TN).item() == pytest.approx(wanted)
 
 
-def test_the_objectives_terms_by_hand() -> None:
+def test_the_objectives_terms_by_hand():
     """Eqs. 7-10 from widths, unions and balances of two layers that differ."""
     masking = masking_of(active=0.5, parameters=16.0, union=2.0, balance=1.0)
     one = {"width": 4.0, "union": 0.7, "balance": 0.5}
@@ -158,7 +155,7 @@ def test_the_objectives_terms_by_hand() -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 @torch.no_grad()
-def test_an_ffns_masks_by_hand(index: int) -> None:
+def test_an_ffns_masks_by_hand(index):
     """Eq. 3, of the FFN's own expert embeddings; and what the terms are made of, padding out."""
     masking, x_BLD = masking_of(), inputs()
     valid_BL = torch.ones(2, 5, dtype=torch.bool)
@@ -188,7 +185,7 @@ def test_an_ffns_masks_by_hand(index: int) -> None:
 
 
 @torch.no_grad()
-def test_the_widest_toss_is_counted_where_the_paper_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_widest_toss_is_counted_where_the_paper_does(monkeypatch):
     """``noise``: the maximum over tokens of the neurons that each was tossed."""
     masking = masking_of(noise=True)
     masking.begin(torch.ones(2, 5, dtype=torch.bool), noise=True)
@@ -201,7 +198,7 @@ def test_the_widest_toss_is_counted_where_the_paper_does(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("index", [0, 1])
 @torch.no_grad()
-def test_attentions_masks_by_hand(index: int) -> None:
+def test_attentions_masks_by_hand(index):
     """Eqs. 4 and 5, of attention's own embeddings: pairs of Q and K, and each token's V and O."""
     masking, x_BLD = masking_of(), inputs()
     masking.valid_T[8:] = False
@@ -222,7 +219,7 @@ def test_attentions_masks_by_hand(index: int) -> None:
 
 
 @torch.no_grad()
-def test_masks_are_tossed_and_what_is_deployed_is_counted() -> None:
+def test_masks_are_tossed_and_what_is_deployed_is_counted():
     """Without ``noise`` the terms are those of the masks without noise."""
     quiet, tossed = masking_of(), masking_of()
     tossed.E_all = quiet.E_all
@@ -237,7 +234,7 @@ def test_masks_are_tossed_and_what_is_deployed_is_counted() -> None:
         assert terms[0]["union"] == terms[1]["union"]
 
 
-def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_the_load_balance(monkeypatch):
     """Eq. 9: N sum F P with F counted, which has no gradient, and P of the softmax before it is
     made one-hot, with its noise and temperature; whatever the tokens of the others are."""
     masking, x_BLD = masking_of(), inputs()
@@ -265,7 +262,7 @@ def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "phi"])
-def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
+def test_a_mask_in_three_places_is_eq_2(model_type):
     """sigma(X W_G S) * (X W_U S) S W_D: the value of one mask, the gradient of three factors."""
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
@@ -274,13 +271,13 @@ def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
     s_BLM = (torch.rand(1, 8, width, generator=torch.Generator().manual_seed(0)) > 0.4).float()
 
     class ByHand:
-        def __init__(self) -> None:
+        def __init__(self):
             self.given = [s_BLM.clone().requires_grad_() for _ in arch.layers(model)]
 
-        def attention(self, index: int, x_BLD: Tensor) -> dict[str, Tensor]:
+        def attention(self, index, x_BLD):
             return {}
 
-        def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
+        def ffn(self, index, x_BLD):
             self.x_BLD = x_BLD if index == 0 else self.x_BLD
             return self.given[index]
 
@@ -289,7 +286,7 @@ def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
         masker = ByHand()
         masked = MaskingHooks(model, arch, masker, projections)
         out = arch.ffn_of(arch.layers(model)[0])
-        seen: list[Tensor] = []
+        seen = []
         handle = out.register_forward_hook(lambda m, a, y, into=seen: into.append(y))
         logits.append(model(ids).logits)
         seen[0].sum().backward()
@@ -311,7 +308,7 @@ def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
 
 
 @torch.no_grad()
-def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
+def test_a_result_that_tosses_is_one_toss_of_its_logits():
     """Eqs. 11 and 15: the experts, Q and K of a result with noise; another seed is another toss."""
     masking, found = masking_of(noise=True, seed=7), {}
     for seed in (7, 7, 8):
@@ -330,7 +327,7 @@ def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
 
 
 @torch.no_grad()
-def test_routed_dimensions_are_tossed_too() -> None:
+def test_routed_dimensions_are_tossed_too():
     masking = masking_of(noise=True, attention="routed", seed=7)
     logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     first, second = (learned_logits(masking, {0: logits_TA})[0].vo_TA for _ in range(2))
@@ -343,7 +340,7 @@ def test_routed_dimensions_are_tossed_too() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("given", [False, True])
-def test_a_decision_says_how_its_layers_run(given: bool) -> None:
+def test_a_decision_says_how_its_layers_run(given):
     options = {"materialize": given, "noise": given}
     masking = masking_of(attention="none", **options)
     plans, _ = decide(masking, learned_logits(masking, {}), AttentionNames(), 0.0)
@@ -353,7 +350,7 @@ def test_a_decision_says_how_its_layers_run(given: bool) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("threshold", "routed"), [(-100.0, False), (0.0, True)])
-def test_values_are_routed_where_some_of_them_go(threshold: float, routed: bool) -> None:
+def test_values_are_routed_where_some_of_them_go(threshold, routed):
     masking = masking_of(attention="routed")
     logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     layers = {0: learned_logits(masking, {0: logits_TA})[0]}
@@ -362,7 +359,7 @@ def test_values_are_routed_where_some_of_them_go(threshold: float, routed: bool)
     assert bool(plans[0].head_router) == routed
 
 
-def test_a_head_router_that_tosses_prefers_what_its_logits_prefer() -> None:
+def test_a_head_router_that_tosses_prefers_what_its_logits_prefer():
     torch.manual_seed(0)
     quiet, noisy = (HeadRouter(6, 5, 4, 2, passage) for passage in (None, RunningTokens()))
     for parameter in quiet.parameters():

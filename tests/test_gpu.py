@@ -1,24 +1,16 @@
 """What only a GPU shows: ``pytest -m gpu``, on a machine that has one; some tests want two."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
-from torch import Tensor
 
 import moesaic
-from moesaic.data.text import Tokens
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
+from moesaic import CondenseConfig, PruneConfig, TuneConfig
 from moesaic.metrics.speed import free_bytes
-from moesaic.train.tune.config import TuneConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,15 +20,15 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(params=["cuda", pytest.param("cuda:1", marks=two)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     return str(request.param)
 
 
-def close(ours: Tensor, theirs: Tensor) -> bool:
+def close(ours, theirs):
     return bool((ours.cpu() - theirs.cpu()).norm() <= 1e-3 * theirs.norm())
 
 
-def test_carved_models_compute_the_same(device: str, tokens: Tokens) -> None:
+def test_carved_models_compute_the_same(device, tokens):
     for top_k in (0, 1, 2):
         layers = {i: carved_layer(*EQUAL[i], seed=i, top_k=top_k) for i in EQUAL}
         model = converted(tiny_model("llama"), layers)
@@ -47,7 +39,7 @@ def test_carved_models_compute_the_same(device: str, tokens: Tokens) -> None:
 
 
 @pytest.mark.usefixtures("spilling")
-def test_condensing_with_everything_spilled(device: str, tokens: Tokens) -> None:
+def test_condensing_with_everything_spilled(device, tokens):
     config = CondenseConfig(count=2)
     expected = moesaic.condense(tiny_moe("qwen2_moe"), config, text=tokens)
     found = moesaic.condense(tiny_moe("qwen2_moe").to(device), config, text=tokens)
@@ -55,7 +47,7 @@ def test_condensing_with_everything_spilled(device: str, tokens: Tokens) -> None
         assert found.analyses[i]["divergence"] == pytest.approx(seen["divergence"], abs=1e-3)
 
 
-def test_pruning_searches_on_the_gpu(device: str, tokens: Tokens) -> None:
+def test_pruning_searches_on_the_gpu(device, tokens):
     config = PruneConfig(keep=4, exhaustive_limit=0)
     expected = moesaic.prune(tiny_moe("qwen3_moe"), config, text=tokens)
     found = moesaic.prune(tiny_moe("qwen3_moe").to(device), config, text=tokens)
@@ -63,19 +55,19 @@ def test_pruning_searches_on_the_gpu(device: str, tokens: Tokens) -> None:
         assert found.plan.layers[i].kept == layer.kept
 
 
-def sft(tokens: Tokens, model: Any, **options: Any) -> Any:
+def sft(tokens, model, **options):
     config = TuneConfig(what="all", steps=2, batch=2, lr=1e-3)
     return moesaic.tune(model, config, text=tokens, **options)
 
 
-def test_training_on_the_gpu_that_was_named(device: str, tokens: Tokens) -> None:
+def test_training_on_the_gpu_that_was_named(device, tokens):
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.max_memory_allocated(device)
     sft(tokens, tiny_model("llama"), device=device)
     assert torch.cuda.max_memory_allocated(device) > before
 
 
-def test_a_live_model_trains_where_it_is(device: str, tokens: Tokens) -> None:
+def test_a_live_model_trains_where_it_is(device, tokens):
     model = tiny_model("llama").to(device)
     twin = copy.deepcopy(model)
     tuned = sft(tokens, model, inplace=True).model
@@ -86,7 +78,7 @@ def test_a_live_model_trains_where_it_is(device: str, tokens: Tokens) -> None:
 
 
 @two
-def test_each_process_has_its_own_gpu(tmp_path: Path) -> None:
+def test_each_process_has_its_own_gpu(tmp_path):
     script = tmp_path / "where.py"
     script.write_text(
         "import torch\n"
@@ -100,7 +92,7 @@ def test_each_process_has_its_own_gpu(tmp_path: Path) -> None:
     subprocess.run(run, check=True)
 
 
-def test_free_memory_counts_what_torch_only_keeps(device: str) -> None:
+def test_free_memory_counts_what_torch_only_keeps(device):
     free = free_bytes(device)
     block = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     assert free_bytes(device) <= free - (1 << 28) + (1 << 25)

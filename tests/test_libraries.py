@@ -1,7 +1,5 @@
 """Other libraries and processes: what is imported and when, what they have, what users install."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -10,12 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,25 +25,18 @@ from moesaic.distributed import join_processes, wait_for_all
 from moesaic.errors import MoesaicError
 
 ROOT = Path(__file__).parents[1]
-YOUNG = (
-    "transformers",
-    "huggingface_hub",
-    "accelerate",
-    "safetensors",
-    "gguf",
-    "pydantic",
-)
+YOUNG = "transformers", "huggingface_hub", "accelerate", "safetensors", "gguf", "pydantic"
 """Libraries of which a next release may do without what an earlier one had."""
 
 
 @cache
-def trees() -> dict[Path, ast.Module]:
+def trees():
     """The sources, by their paths in the package."""
     source = ROOT / "src/moesaic"
     return {f.relative_to(source): ast.parse(f.read_text()) for f in sorted(source.rglob("*.py"))}
 
 
-def walked(node: ast.AST) -> Iterator[ast.AST]:
+def walked(node):
     """All nodes but what is for a type checker alone."""
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
@@ -55,9 +44,9 @@ def walked(node: ast.AST) -> Iterator[ast.AST]:
             yield from walked(child)
 
 
-def imported() -> dict[str, dict[str, list[str]]]:
+def imported():
     """By module of another library the names that we take from it, and the files that do."""
-    found: dict[str, dict[str, list[str]]] = {}
+    found = {}
     for file, tree in trees().items():
         for node in walked(tree):
             library = getattr(node, "module", None) or ""
@@ -68,7 +57,7 @@ def imported() -> dict[str, dict[str, list[str]]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_imported_is_there() -> None:
+def test_what_is_imported_is_there():
     gone = {}
     for module, names in imported().items():
         for name, files in names.items():
@@ -79,7 +68,7 @@ def test_what_is_imported_is_there() -> None:
     assert not gone
 
 
-def private() -> dict[str, Any]:
+def private():
     """By attribute that is no library's public interface, or young, an object that has it."""
     model, linear = tiny_moe("mixtral"), torch.nn.Linear(1, 1)
     kept = ("parameters", "buffers", "modules", "apply")
@@ -106,15 +95,15 @@ LLAMA_CPP = ("_set_vocab_gpt2",)
 """Of llama.cpp, which is built apart (`make test-llamacpp`)."""
 
 
-def test_private_attributes_are_there() -> None:
+def test_private_attributes_are_there():
     known = private()
     gone = {name: type(owner).__name__ for name, owner in known.items() if not hasattr(owner, name)}
     assert not gone, f"torch {version('torch')}, transformers {version('transformers')}: {gone}"
 
 
-def test_no_private_attribute_is_used_that_is_not_listed_here() -> None:
-    used: dict[str, set[str]] = {}
-    ours: set[str] = set()
+def test_no_private_attribute_is_used_that_is_not_listed_here():
+    used = {}
+    ours = set()
     for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -130,7 +119,7 @@ def test_no_private_attribute_is_used_that_is_not_listed_here() -> None:
     assert not {name: files for name, files in used.items() if name not in ours | listed}
 
 
-def test_young_libraries_have_an_upper_bound_that_was_tried() -> None:
+def test_young_libraries_have_an_upper_bound_that_was_tried():
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     listed = project.partition("dependencies = [")[2].partition("[project.scripts]")[0]
     wanted = {r.name: r for r in map(Requirement, re.findall(r'"(.+?)"', listed)) if r.specifier}
@@ -170,7 +159,7 @@ assert type(model).__name__ == "MoesaicLlamaForCausalLM"
 """
 
 
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(code, folder):
     code = code.replace("FOLDER", repr(str(folder)))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
@@ -237,7 +226,7 @@ def test_products_are_remembered_as_the_user_says(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def try_install() -> Iterator[Any]:
+def try_install():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         yield import_module("try_install")
@@ -246,7 +235,7 @@ def try_install() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_the_demo_runs_in_an_environment_with_one_extra_alone() -> None:
+def test_the_demo_runs_in_an_environment_with_one_extra_alone():
     """Whatever else was set up before: what it shows is what a user of ``gguf`` gets."""
     commands = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"],
@@ -275,9 +264,7 @@ RECORD = {
         ("", "20 % smaller on disk", "said to be smaller"),
     ],
 )
-def test_words_that_figures_deny_are_found(
-    comment: str, printed: str, problem: str, try_install: Any, tmp_path: Path
-) -> None:
+def test_words_that_figures_deny_are_found(comment, printed, problem, try_install, tmp_path):
     (tmp_path / "out/moesaic").mkdir(parents=True)
     (tmp_path / "out/moesaic/result.json").write_text(json.dumps(RECORD))
     line = "moesaic carve smollm2 out --active 0.8"
@@ -285,7 +272,7 @@ def test_words_that_figures_deny_are_found(
     assert [problem in said for said in found] == [True] * bool(problem)
 
 
-def test_each_line_of_the_documents_is_run_or_left_out_with_a_reason(try_install: Any) -> None:
+def test_each_line_of_the_documents_is_run_or_left_out_with_a_reason(try_install):
     every = [line for page in try_install.DOCUMENTS for line, _ in try_install.lines(page)]
     assert len(every) > 14
     for line in every:
@@ -294,7 +281,7 @@ def test_each_line_of_the_documents_is_run_or_left_out_with_a_reason(try_install
         assert program in ("moesaic", "pip", "python") or left_out, line
 
 
-def ending(how: str, which: int) -> None:
+def ending(how, which):
     """In one of several processes, one of which ends early."""
     with exit_on_error():
         join_processes()
@@ -315,7 +302,7 @@ def ending(how: str, which: int) -> None:
         pytest.param("is killed", 1, marks=pytest.mark.nightly),
     ],
 )
-def test_the_other_process_says_the_true_reason(end: str, which: int) -> None:
+def test_the_other_process_says_the_true_reason(end, which):
     codes, said = zip(*launch(ending, end, which, ends=True), strict=True)
     errors, other = [" ".join(text.split()) for text in said], 1 - which
     assert "fault of moesaic" not in errors[other]

@@ -23,9 +23,11 @@ from builders import (
     LAST_HALF,
     UNEVEN,
     VOCAB,
+    applied,
     carved_layer,
     finish,
     saved,
+    stored,
     tiny_model,
     tiny_moe,
     tiny_tokenizer,
@@ -37,29 +39,20 @@ from shrunken import small_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from moesaic import export
+from moesaic import FitConfig, MoesaicError, MoREConfig, PruneConfig, Recipe, SlimConfig, export
 from moesaic.api import carve, slim, verb
 from moesaic.arch.lookup import base_arch
-from moesaic.carving.more.config import MoREConfig
 from moesaic.config import Calibration, Evaluation, ExportArgs, GgufType, by_text
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.errors import MoesaicError
 from moesaic.exports.native import NEAR
 from moesaic.exports.quantiser import quantise, tensors_of
-from moesaic.fitting.config import FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make as fit
-from moesaic.io.source import Source, resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
+from moesaic.io.source import resolve
 from moesaic.metrics.gguf_engine import split_otherwise
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.recipe import Recipe
-from moesaic.result import save_applied
 from moesaic.sizes import Skeleton
-from moesaic.surgery import base_shape
 
 pytestmark = [
     pytest.mark.slow,
@@ -299,9 +292,7 @@ def test_layers_of_different_widths_in_narrow_types(asked, uneven, tmp_path):
 def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_path):
     """Those of Qwen3-Next, reduced as the last layer is; the converter asks for them otherwise."""
     model = small_model("qwen3_next", head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32)
-    model.save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    file = tmp_path / "base/model.safetensors"
+    file = stored(model, tmp_path / "base") / "model.safetensors"
     tensors, last = load_file(file), "model.layers.3."
     if predicting:
         more = {n.replace(last, "mtp.layers.0."): t for n, t in tensors.items() if last in n}
@@ -311,11 +302,8 @@ def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_pa
         save_file(tensors | {n: t.clone() for n, t in more.items()}, file, {"format": "pt"})
     kept, neurons = torch.arange(6), torch.arange(8).repeat(8, 1)
     made = CutLayer(kept) if layer == "pruned" else CutLayer(torch.arange(8), neurons, 16)
-    arch = base_arch(model.config)
-    layers = dict.fromkeys(arch.moe_layers(model), made)
-    (tmp_path / "out").mkdir()
-    plan = Plan("test", base_shape(model, arch), layers)
-    save_applied(Source("base", tmp_path / "base"), plan, tmp_path / "out")
+    layers = dict.fromkeys(base_arch(model.config).moe_layers(model), made)
+    applied(tmp_path / "base", model, layers, tmp_path / "out")
     tiny_tokenizer().save_pretrained(tmp_path / "out")
     export(str(tmp_path / "out"), tmp_path / "model.gguf", to="gguf")
     ids = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(0))

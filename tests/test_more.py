@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesaic
+from moesaic import MoesaicError, MoREConfig
 from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.carving.budget import (
     NEAR,
@@ -20,7 +21,6 @@ from moesaic.carving.budget import (
     layer_sizes,
     split_for_target,
 )
-from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.formulas import (
     COVERAGE,
     activated,
@@ -34,7 +34,6 @@ from moesaic.carving.more.formulas import (
 )
 from moesaic.carving.more.method import MoRE
 from moesaic.config import chosen_layers
-from moesaic.errors import MoesaicError
 from moesaic.metrics.forward import jsd
 from moesaic.observation.stats import tally_of
 from moesaic.surgery import layer_uses
@@ -270,7 +269,7 @@ SIZES = {
 }
 
 
-def fast_split(name: str, active: float, **options) -> tuple[LayerSize, Split]:
+def fast_split(name, active, **options):
     size = SIZES[name]
     splits = MoRE(MoREConfig(**FAST | options, active=active)).choose([size] * 2)
     assert splits[0] == splits[1]

@@ -1,7 +1,5 @@
 """MTP layers: reduced as the last layer is, kept, and true in the config (S14)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from builders import (
     APART,
     BEHIND,
+    applied,
     edited,
     equal,
     logits,
@@ -22,21 +21,14 @@ from builders import (
 )
 
 import moesaic
+from moesaic import CondenseConfig, PruneConfig, SkipConfig, SlimConfig, TopKConfig, TuneConfig
 from moesaic.api import verb
 from moesaic.arch.lookup import moe_arch
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.formats import BlockFp8
 from moesaic.io.source import Source
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
-from moesaic.result import save_applied
 from moesaic.sizes import Skeleton
-from moesaic.surgery import base_shape
-from moesaic.train.tune.config import TuneConfig
 
 BEHIND_3 = BEHIND.format(number=3)
 LAYOUTS = {"deepseek_v3": BEHIND_3, "glm4_moe": BEHIND_3, "qwen3_moe": "mtp.layers.0."}
@@ -128,9 +120,7 @@ def test_what_cannot_come_along_is_left_out(tmp_path):
     model = loaded(base)
     arch = moe_arch(model.config)
     layers = {i: CutLayer(torch.arange(4)) for i in arch.moe_layers(model)}
-    (tmp_path / "out").mkdir()
-    source = Source("base", base)
-    save_applied(source, Plan("test", base_shape(model, arch), layers), tmp_path / "out")
+    applied(base, model, layers, tmp_path / "out")
     assert not further(tmp_path / "out", "glm4_moe")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["num_nextn_predict_layers"] == 0

@@ -1,15 +1,11 @@
 """benchmarks/papers: every table and figure of the five papers has an entry that can be run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import sys
 from importlib import import_module
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ LISTED = {
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Any:
+def scripts():
     """Import of a script of benchmarks/ or benchmarks/papers."""
     before = [*sys.path]
     sys.path[:0] = [str(FOLDER), str(ROOT / "benchmarks")]
@@ -38,13 +34,12 @@ def scripts() -> Any:
     sys.path[:] = before
 
 
-def description(paper: str) -> dict[str, Any]:
-    described: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
-    return described
+def description(paper):
+    return yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_every_table_and_figure_has_an_entry_that_names_it(paper: str) -> None:
+def test_every_table_and_figure_has_an_entry_that_names_it(paper):
     groups = [group for group in description(paper)["rows"] if "entry" in group]
     assert sorted(group["table"] for group in groups) == sorted(LISTED[paper])
     for group in groups:
@@ -56,9 +51,7 @@ def test_every_table_and_figure_has_an_entry_that_names_it(paper: str) -> None:
 
 @pytest.mark.parametrize("small", [False, True], ids=["paper", "small"])
 @pytest.mark.parametrize("paper", LISTED)
-def test_rows_can_be_run(
-    paper: str, small: bool, scripts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_can_be_run(paper, small, scripts, monkeypatch):
     """Commands are understood, functions exist and take their arguments; names are the tables'."""
     from inspect import signature
 
@@ -79,7 +72,7 @@ def test_rows_can_be_run(
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_what_the_paper_printed_is_of_rows_that_there_are(paper: str, scripts: Any) -> None:
+def test_what_the_paper_printed_is_of_rows_that_there_are(paper, scripts):
     """So that no number is compared with nothing for the sake of a wrong name."""
     rows = [*scripts("run").rows_of(description(paper), {})]
     for entry, table in scripts("table").entries(paper).items():
@@ -88,7 +81,7 @@ def test_what_the_paper_printed_is_of_rows_that_there_are(paper: str, scripts: A
             assert any(name == label or name.startswith(f"{label} ") for label in labels), name
 
 
-def test_the_page_is_what_the_small_runs_gave(scripts: Any) -> None:
+def test_the_page_is_what_the_small_runs_gave(scripts):
     page = (ROOT / "docs/papers.md").read_text("utf-8")
     table = scripts("table")
     assert re.findall(r"figures of ([\w-]+)", page) == [f"papers-{p}" for p in LISTED]
@@ -97,7 +90,7 @@ def test_the_page_is_what_the_small_runs_gave(scripts: Any) -> None:
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_small_runs_are_of_rows_that_there_are(paper: str, scripts: Any) -> None:
+def test_small_runs_are_of_rows_that_there_are(paper, scripts):
     """Kept figures were made by the commands that the YAML has today."""
     kept = json.loads((FOLDER / f"{paper}.small.json").read_text("utf-8"))["results"]
     rows = {row.name: row for row in scripts("run").rows_of(description(paper), {}, True)}
@@ -109,14 +102,14 @@ def test_small_runs_are_of_rows_that_there_are(paper: str, scripts: Any) -> None
             assert result["commands"] == rows[name].commands, name
 
 
-def test_scripts_are_short() -> None:
+def test_scripts_are_short():
     assert sum(len(f.read_text("utf-8").splitlines()) for f in FOLDER.glob("*.py")) <= 900
 
 
 # --- what the scripts compute --------------------------------------------------------------------
 
 
-def test_rank_correlation(scripts: Any) -> None:
+def test_rank_correlation(scripts):
     table = scripts("table")
     figures = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     rows = {"a": 10.0, "b": 20.0, "c": 40.0, "d": 30.0}
@@ -128,7 +121,7 @@ def test_rank_correlation(scripts: Any) -> None:
         assert found == f"{sign}1.00&nbsp;of&nbsp;2"
 
 
-def test_two_of_every_four_weights_are_kept(scripts: Any) -> None:
+def test_two_of_every_four_weights_are_kept(scripts):
     """Those of largest |W| times the input's norm."""
     two_of_four = scripts("baselines").two_of_four
     weight_OI, norm_I = torch.randn(6, 12), torch.rand(12)
@@ -142,7 +135,7 @@ def test_two_of_every_four_weights_are_kept(scripts: Any) -> None:
             assert four[keeps].min() >= four[~keeps].max()
 
 
-def test_similarity_of_representations(scripts: Any) -> None:
+def test_similarity_of_representations(scripts):
     """CKA is 1 of a rotation and a scale, and falls with noise."""
     cka = scripts("analyses").cka
     x_ND = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
@@ -151,7 +144,7 @@ def test_similarity_of_representations(scripts: Any) -> None:
     assert cka(x_ND, torch.randn(24, 8)) < 0.9
 
 
-def test_layers_that_change_nothing_go_first(scripts: Any, tmp_path: Path) -> None:
+def test_layers_that_change_nothing_go_first(scripts, tmp_path):
     """ShortGPT, UIDL and ReplaceMe take out a layer that writes nothing, and nothing changes."""
     import moesaic
     from moesaic.arch.lookup import base_arch
@@ -175,7 +168,7 @@ def test_layers_that_change_nothing_go_first(scripts: Any, tmp_path: Path) -> No
         assert score.kl == pytest.approx(0, abs=1e-4)
 
 
-def test_a_row_of_another_tool_says_what_it_needs(scripts: Any, tmp_path: Path) -> None:
+def test_a_row_of_another_tool_says_what_it_needs(scripts, tmp_path):
     run = scripts("run")
     described = {"name": "tab1 | {row}", "needs": "{row}", "vary": {"row": ["FLAP"]}}
     (row,) = run.rows_of({**described}, {})

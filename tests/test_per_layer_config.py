@@ -1,10 +1,7 @@
 """What differs from layer to layer is said in config.json as other programs read it."""
 
-from __future__ import annotations
-
 import copy
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -22,16 +19,16 @@ from moesaic.plans.cut import CutLayer
 WIDTHS, TOP_KS = (8, 12, 16), (1, 2, 1)
 
 
-def slimmed(width: int, **changes: Any) -> CutLayer:
+def slimmed(width, **changes):
     """All eight experts, the first neurons of each."""
     return CutLayer(torch.arange(8), torch.arange(width).repeat(8, 1), 16, **changes)
 
 
-def routed(model: Any) -> list[int]:
+def routed(model):
     return moe_arch(model.config).moe_layers(model)
 
 
-def uneven(moe_type: str) -> Any:
+def uneven(moe_type):
     """A model whose layers have widths and experts a token of their own."""
     model = tiny_moe(moe_type)
     layers = routed(model)

@@ -1,7 +1,5 @@
 """The library as Python callers meet it: calls, types, files, notebooks, other processes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
@@ -26,12 +24,10 @@ from transformers.utils.logging import (
 )
 
 import moesaic
-from moesaic import api
+from moesaic import MoesaicError, SlimConfig, api
 from moesaic.config import RunArgs, parse_bytes
-from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.methods import VERBS, methods_of
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import load_recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -94,22 +90,25 @@ def test_a_wrong_call_shows_the_right_one(call, words):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tokenizer": "tiny-moe"}, "tokenizer must be a tokenizer or None; got 'tiny-moe'"),
-        ({"dtype": 3}, "dtype must be a dtype or None; got 3"),
-        ({"stats": 3}, "stats"),
-        ({"calibration": "hf://datasets/you/it"}, "is an address, which is not read"),
-    ],
-)
-def test_options_of_other_types_are_refused(name, options, words):
-    with pytest.raises(moesaic.MoesaicError, match=words):
-        moesaic.prune(name, keep=6, **{**FEW, **options})
-
-
-@pytest.mark.parametrize(
     ("verb", "options", "words"),
     [
+        ("prune", {"model": None}, "loaded PreTrainedModel.*NoneType"),
+        ("prune", {"model": 7}, "loaded PreTrainedModel.*int"),
+        ("prune", {"model": torch.nn.Linear(2, 2)}, "loaded PreTrainedModel.*Linear"),
+        ("prune", {"config": {"keep": "six"}}, "keep must be a number; got 'six'"),
+        ("prune", {"config": {"refit": 1}}, "refit must be True or False; got 1"),
+        ("prune", {"config": {"seed": -1}}, "seed -1 must be at least 0"),
+        ("skip", {"seed": -1}, "seed -1 must be at least 0"),
+        ("prune", {"samples": "4"}, "samples must be a whole number; got '4'"),
+        ("prune", {"tokenizer": "x"}, "tokenizer must be a tokenizer or None; got 'x'"),
+        ("prune", {"dtype": 3}, "dtype must be a dtype or None; got 3"),
+        ("prune", {"stats": 3}, "stats"),
+        ("prune", {"calibration": "hf://datasets/you/it"}, "is an address, which is not read"),
+        ("prune", {"calibration": torch.rand(2, 16)}, "whole numbers.*float32"),
+        ("prune", {"calibration": torch.full((1, 4), 384)}, "Token id 384 is beyond .* 384"),
+        ("prune", {"calibration": 7}, "calibration is a source, texts, or token ids.*int"),
+        ("prune", {"calibration": {"input_ids": []}}, r"moesaic\.Tokens\(input_ids.*dict"),
+        ("prune", {"calibration": "prose", "length": 300}, "length 300 is beyond .* 256 positions"),
         ("evaluate", {"dtype": "float16"}, "dtype must be a dtype or None; got 'float16'"),
         ("evaluate", {"tokenizer": "x"}, "tokenizer must be a tokenizer or None; got 'x'"),
         ("evaluate", {"device": 3}, "device '3' is none of"),
@@ -121,9 +120,15 @@ def test_options_of_other_types_are_refused(name, options, words):
         ("generate", {"prompt": "a", "new_tokens": "9"}, "new_tokens must be a whole number"),
     ],
 )
-def test_arguments_of_measurements_are_checked_too(name, verb, options, words):
+def test_arguments_of_other_types_are_refused_in_words(name, verb, options, words):
+    """As the command line does."""
+
+    def call(config=None, **given):
+        given |= {"config": moesaic.PruneConfig(**config)} if config else {}
+        getattr(moesaic, verb)(**{"model": name, **given})
+
     with pytest.raises(moesaic.MoesaicError, match=words):
-        getattr(moesaic, verb)(name, **options)
+        call(**options)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +474,7 @@ def test_a_search_returns_a_result(tmp_path, name):
 # --- other processes -----------------------------------------------------------------------------
 
 
-def unpickled(file: Path) -> None:
+def unpickled(file):
     """In another process, which has made no such classes."""
     *models, tokens, wanted = pickle.loads(file.read_bytes())
     for model, expected in zip(models, wanted, strict=True):

@@ -1,15 +1,15 @@
 """Checkpoints of few bits: values as transformers has them, bytes as they were."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from builders import (
+    applied,
     drawn,
     edited,
     int4_config,
@@ -27,25 +27,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from moesaic import MoesaicError, PruneConfig, SlimConfig, Tokens
 from moesaic.api import evaluate, verb
 from moesaic.arch.lookup import dense_arch, moe_arch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.io.formats import (
-    BlockFp8,
-    CompressedTensors,
-    Mxfp4,
-    Mxfp4Experts,
-    e4m3,
-)
+from moesaic.io.formats import BlockFp8, CompressedTensors, Mxfp4, Mxfp4Experts, e4m3
 from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.result import save_applied
-from moesaic.surgery import base_shape
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
@@ -126,14 +115,13 @@ def plainly_loaded(folder):
     return model.eval()
 
 
-def applied(folder, out, make, **options):
+def routed_applied(folder, out, make, **options):
     """A checkpoint with every routed layer converted, written from disk."""
     source = resolve(str(folder))
     model = source.load()
     arch = moe_arch(model.config)
     layers = {i: make(arch, arch.mixture(arch.layers(model)[i])) for i in arch.moe_layers(model)}
-    out.mkdir()
-    save_applied(source, Plan("test", base_shape(model, arch), layers), out, **options)
+    applied(source, model, layers, out, **options)
     return model, arch, layers
 
 
@@ -356,7 +344,7 @@ def test_read_as_transformers_reads_it(quantised):
 
 
 def test_pruning_keeps_every_byte(quantised, tmp_path):
-    _, arch, _ = applied(quantised, tmp_path / "out", lambda *_: CutLayer(KEPT))
+    _, arch, _ = routed_applied(quantised, tmp_path / "out", lambda *_: CutLayer(KEPT))
     source, found = (load_file(f / "model.safetensors") for f in (quantised, tmp_path / "out"))
     kept = KEPT.tolist()
     for name, tensor in found.items():
@@ -429,7 +417,7 @@ def test_slimming_keeps_whole_blocks(quantised, aligned, tmp_path):
         shared = torch.arange(half) if arch.shared_count else None
         return CutLayer(torch.arange(8), order.repeat(8, 1), width, shared_S=shared)
 
-    model, arch, layers = applied(quantised, tmp_path / "out", slim)
+    model, arch, layers = routed_applied(quantised, tmp_path / "out", slim)
     source, out = (resolve(str(f)).checkpoint for f in (quantised, tmp_path / "out"))
     assert {n.replace("experts", "") for n in out._stored} <= {
         n.replace("experts", "") for n in source._stored
@@ -454,7 +442,7 @@ def test_new_weights_go_into_the_format(quantised, tmp_path):
         down[len(down)] = down_E
         return CutLayer(KEPT, down_E=down_E)
 
-    model, arch, _ = applied(quantised, tmp_path / "out", refitted)
+    model, arch, _ = routed_applied(quantised, tmp_path / "out", refitted)
     again = Source("out", tmp_path / "out").load()
     i = arch.moe_layers(model)[-1]
     found = arch.mixture(arch.layers(again)[i]).experts.down_proj.float()
@@ -481,7 +469,7 @@ def test_blocks_that_do_not_divide_stay_plain(base, form, plain, request, tmp_pa
         return CutLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32, shared_S=shared)
 
     folder = request.getfixturevalue(base)
-    model, arch, _ = applied(folder, tmp_path / "out", slim)
+    model, arch, _ = routed_applied(folder, tmp_path / "out", slim)
     before, after = (config_of(f)["quantization_config"] for f in (folder, tmp_path / "out"))
     listed = after[form({**after}).plainly]
     assert plain in listed
@@ -497,15 +485,12 @@ def test_blocks_that_do_not_divide_stay_plain(base, form, plain, request, tmp_pa
     assert torch.equal(new[1], old[1][:24])
 
 
-def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, command):
+def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, refused):
     """Before anything is observed; without a wish, widths are a multiple of the block."""
     ask = ("slim", mxfp4, tmp_path / "out", "--no-eval", "--score", "magnitude")
-    code, _, errors = command(*ask, "--keep", "0.5", "--multiple", "8")
-    assert code == 2
-    assert "--multiple 8: this checkpoint stores experts in blocks of 32" in errors
-    code, _, errors = command(*ask, "--keep", "0.7")
-    assert code == 2
-    assert "--keep 0.7 is out of reach with multiple 32 of 64 neurons" in errors
+    said = "--multiple 8: this checkpoint stores experts in blocks of 32"
+    refused(said, *ask, "--keep", "0.5", "--multiple", "8")
+    refused("--keep 0.7 is out of reach with multiple 32 of 64 neurons", *ask, "--keep", "0.7")
 
 
 def test_a_mixed_checkpoint_is_read(int4, tmp_path):
@@ -524,7 +509,7 @@ def test_a_mixed_checkpoint_is_read(int4, tmp_path):
 
 def test_with_a_dtype_the_result_is_plain(quantised, tmp_path):
     make = lambda *_: CutLayer(KEPT)  # noqa: E731
-    applied(quantised, tmp_path / "out", make, dtype=torch.bfloat16)
+    routed_applied(quantised, tmp_path / "out", make, dtype=torch.bfloat16)
     config = config_of(tmp_path / "out")
     assert not config.keys() & {"quantization_config", "expert_dtype"}
     kinds = {t.dtype for name, t in weights(tmp_path / "out").items() if "tid2eid" not in name}
@@ -658,14 +643,14 @@ def test_an_expert_in_no_format_stays_so_under_another_number(
 ):
     """Its values are not rounded, the list names it by its new number; others keep the format,
     also where they get the number of one that was in none."""
-    base = mixed(tmp_path / "base", form, entries)
+    base, kept = mixed(tmp_path / "base", form, entries), torch.tensor([0, 1, 2, 3, 4, 7])
     down = Source("base", base).load().model.layers[2].mlp.experts.down_proj.detach().float()
 
-    def made(arch, view):
-        down_E = view.experts.down_proj.detach().float()[FEW] * 1.1 if refit else None
-        return CutLayer(FEW, down_E=down_E)
+    def made(arch, view, few=FEW):
+        down_E = view.experts.down_proj.detach().float()[few] * 1.1 if refit else None
+        return CutLayer(few, down_E=down_E)
 
-    applied(base, tmp_path / "out", made)
+    routed_applied(base, tmp_path / "out", made)
     said = config_of(tmp_path / "out")["quantization_config"]
     assert said[form.plainly] == ["lm_head", *wanted]
     out = resolve(str(tmp_path / "out")).checkpoint
@@ -679,21 +664,11 @@ def test_an_expert_in_no_format_stays_so_under_another_number(
     for layer in (0, 1, 2):
         for new in (0, 2) if layer == 2 else (0, 1, 2):
             assert EXPERT.format(layer, new, "down_proj") in out._parts
-
-
-def test_an_expert_in_the_format_stays_so_in_the_place_of_one_in_none(tmp_path):
-    """Refitted, it is not written wide."""
-    base = mixed(tmp_path / "base", BlockFp8(FP8), [MODULE.format(5), MODULE.format(6)])
-    kept = torch.tensor([0, 1, 2, 3, 4, 7])
-
-    def made(arch, view):
-        return CutLayer(kept, down_E=view.experts.down_proj.detach().float()[kept] * 1.1)
-
-    applied(base, tmp_path / "out", made)
-    out = resolve(str(tmp_path / "out")).checkpoint
-    assert {EXPERT.format(2, i, "down_proj") for i in range(6)} <= out._parts.keys()
-    said = config_of(tmp_path / "out")["quantization_config"]
-    assert said["modules_to_not_convert"] == ["lm_head"]
+    # those that are kept stand in the place of those in no format
+    routed_applied(base, tmp_path / "others", partial(made, few=kept))
+    others = resolve(str(tmp_path / "others")).checkpoint
+    assert {EXPERT.format(2, i, "down_proj") for i in range(6)} <= others._parts.keys()
+    assert config_of(tmp_path / "others")["quantization_config"][form.plainly] == ["lm_head"]
 
 
 NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
@@ -702,6 +677,7 @@ NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4
 @pytest.mark.parametrize(
     ("said", "beside", "words"),
     [
+        ({}, None, "stored as I32, and config.json names no format"),
         ({}, True, "'modelopt'"),
         ({"quantization_config": {"quant_algo": "FP8"}}, False, "'modelopt'"),
         (
@@ -721,10 +697,9 @@ def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, t
     tiny_moe("qwen3_moe").save_pretrained(base)
     name = EXPERT.format(1, 3, "up_proj")
     with opened(base) as tensors:
-        tensors[name], tensors[f"{name}_scale"] = (
-            tensors[name].to(torch.float8_e4m3fn),
-            torch.ones(()),
-        )
+        stored = tensors[name].to(torch.float8_e4m3fn)
+        tensors[name] = torch.zeros(16, 4, dtype=torch.int32) if beside is None else stored
+        tensors[f"{name}_scale"] = torch.ones(())
     edited(base / "config.json", **said)
     if beside:
         (base / "hf_quant_config.json").write_text(json.dumps(NVFP4))
@@ -735,11 +710,3 @@ def test_a_format_that_is_not_read_is_refused_by_its_name(said, beside, words, t
     ):
         with pytest.raises(MoesaicError, match=re.escape(words)):
             act()
-
-
-def test_packed_codes_of_no_known_format_are_refused(tmp_path):
-    tiny_moe("qwen3_moe").save_pretrained(tmp_path)
-    with opened(tmp_path) as tensors:
-        tensors[EXPERT.format(1, 3, "up_proj")] = torch.zeros(16, 4, dtype=torch.int32)
-    with pytest.raises(MoesaicError, match="stored as I32, and config.json names no format"):
-        _ = resolve(str(tmp_path)).checkpoint

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.carving.more.config import MoREConfig
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, MoREConfig, ToMoEConfig
 from moesaic.methods import METHODS
 from moesaic.recipe import load_recipe, parse_recipe, step_config
 
@@ -76,7 +74,7 @@ def test_a_named_recipe_says_the_method_that_has_it():
         step_config("carve", {"recipe": "worst"})
 
 
-def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch):
     """Unless an option that one of them alone has decides."""
     monkeypatch.setattr(ToMoEConfig, "bundles", {"best": {"recompute": True}})
     with pytest.raises(MoesaicError, match="'best' is for more, tomoe: say method=more"):

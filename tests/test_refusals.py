@@ -1,7 +1,5 @@
 """Requests that cannot be met, each with the words that say why or what would work."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -127,7 +125,7 @@ REFUSED: dict[str, list[Case]] = {
 
 
 @cache
-def model(name: str) -> Any:
+def model(name):
     """A tiny model, which nothing changes: refusals come before."""
     model_type, _, top_k = name.partition(":")
     if model_type in MOE:
@@ -143,10 +141,8 @@ def model(name: str) -> Any:
         for case in cases
     ],
 )
-def test_what_cannot_be_done_is_said(
-    key: str, name: str, options: dict[str, Any], words: str
-) -> None:
-    def request() -> None:
+def test_what_cannot_be_done_is_said(key, name, options, words):
+    def request():
         config = configured(METHODS[key], **options)
         verb(config.verb, model(name), config, calibration=many_tokens())
 

@@ -1,37 +1,32 @@
 """Published models, small: every verb leaves alone what none of their tokens need."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import OLD, inside, loaded, nightly
 from released import PUBLISHED, rebuilt
-from torch import Tensor
 
+from moesaic import (
+    CondenseConfig,
+    MoesaicError,
+    MoREConfig,
+    PruneConfig,
+    Recipe,
+    SlimConfig,
+    Tokens,
+    TopKConfig,
+)
 from moesaic.api import evaluate, inspect
 from moesaic.api import verb as verb_of
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.carving.more.config import MoREConfig
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import TopKConfig
-from moesaic.methods.slim.config import SlimConfig
-from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 TEXT = Tokens(torch.randint(1, 290, (8, 16), generator=torch.Generator().manual_seed(1)))
-HALVED: list[tuple[str, Any]] = [
-    ("prune", PruneConfig(keep=4)),
-    ("slim", SlimConfig(keep=0.5)),
-]
+HALVED: list[tuple[str, Any]] = [("prune", PruneConfig(keep=4)), ("slim", SlimConfig(keep=0.5))]
 CHANGED: list[tuple[str, Any]] = [
     ("skip", TopKConfig(top_k=1)),
     ("condense", CondenseConfig(count=1, keep="attention")),
@@ -46,14 +41,13 @@ NEVER = {"Llama-4-Scout": {"skip"}}
 
 
 @torch.no_grad()
-def logits(folder: Path) -> Tensor:
+def logits(folder):
     model = Source(folder.name, folder).load(dtype=torch.float32)
-    logits_BTV: Tensor = model(TEXT.input_ids, use_cache=False).logits
-    return logits_BTV
+    return model(TEXT.input_ids, use_cache=False).logits
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads((folder / "config.json").read_text())
+def config_of(folder):
+    said = json.loads((folder / "config.json").read_text())
     text = said.get("text_config")
     return text if isinstance(text, dict) else said
 
@@ -64,7 +58,7 @@ NAMES = [n if n == "gpt-oss-20b" else nightly(n) for n in PUBLISHED if not (OLD 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> None:
+def test_what_is_never_used_is_what_is_removed(name, tmp_path):
     """Half of the experts and of the neurons, with no logit changed, in the estimated size."""
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)
@@ -96,7 +90,7 @@ def test_what_is_never_used_is_what_is_removed(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name", ["gpt-oss-20b", *map(nightly, ("Granite-4.0-H-Tiny", "ERNIE-4.5-21B-A3B"))]
 )
-def test_keys_that_are_kept_are_spelled_as_they_were(name: str, tmp_path: Path) -> None:
+def test_keys_that_are_kept_are_spelled_as_they_were(name, tmp_path):
     base = tmp_path / "base"
     rebuilt(PUBLISHED[name], base)
     out = verb_of("prune", str(base), PruneConfig(keep=4, score="frequency"), text=TEXT)
@@ -108,7 +102,7 @@ def test_keys_that_are_kept_are_spelled_as_they_were(name: str, tmp_path: Path) 
     assert {after[k] for k in counts & after.keys()} == {4}
 
 
-def test_a_number_changes_under_each_of_its_names(tmp_path: Path) -> None:
+def test_a_number_changes_under_each_of_its_names(tmp_path):
     """Also under those that transformers' class does not know."""
     for name in ("gpt-oss-20b", "Hunyuan-A13B", "LFM2-1.2B"):
         rebuilt(PUBLISHED[name], tmp_path / name)
@@ -128,7 +122,7 @@ def test_a_number_changes_under_each_of_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(OLD, reason="this transformers has no such language model alone")
-def test_keys_beside_those_of_other_parts_become_a_part(tmp_path: Path) -> None:
+def test_keys_beside_those_of_other_parts_become_a_part(tmp_path):
     """Qwen2.5-VL's language model has no config of its own: of its keys nothing stays behind."""
     base = tmp_path / "base"
     rebuilt(PUBLISHED["Qwen2.5-VL-7B"], base)
@@ -143,7 +137,7 @@ def test_keys_beside_those_of_other_parts_become_a_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(OLD, reason="this transformers has no such language model alone")
-def test_whether_other_parts_are_written_depends_on_the_layers(tmp_path: Path) -> None:
+def test_whether_other_parts_are_written_depends_on_the_layers(tmp_path):
     """They are written with a result of the base's own class, which has leading dense layers."""
     base = tmp_path / "base"
     rebuilt(PUBLISHED["Mistral-Small-4"], base)
@@ -165,9 +159,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("published", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_done_is_refused_for_its_reason(
-    published: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_done_is_refused_for_its_reason(published, words, tmp_path):
     base = tmp_path / "base"
     rebuilt(published, base)
     for act in (

@@ -11,10 +11,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from moesaic import report
-from moesaic.carving.more.config import MoREConfig
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, MoREConfig, ToMoEConfig, report
 from moesaic.methods import implementation
 from moesaic.methods.base import Decision
 from moesaic.progress import Plain

@@ -8,17 +8,13 @@ from dataclasses import replace
 import pytest
 from test_report import Page, make, measured, printed, said, score, with_figures
 
-from moesaic import report
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig
+from moesaic import CondenseConfig, PruneConfig, SkipConfig, TuneConfig, report
 from moesaic.record import Heat, LayerRecord, Record, Row, Step
 from moesaic.report.frontier import best, frontiers, points
 from moesaic.report.frontier import candidates_plot as tried_of
 from moesaic.report.page import FEW, Plane, heat_maps
 from moesaic.report.page import point_chart as drawn
 from moesaic.report.tables import layer_table
-from moesaic.train.tune.config import TuneConfig
 
 
 def mixture(step, layers, result=(46.66, 0.54, 800), **parts):

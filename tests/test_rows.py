@@ -1,15 +1,11 @@
 """Rows of text: those without text are left out, conversations, and windows that begin with BOS."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,12 +43,12 @@ EMPTY = {"null": None, "number": 7, "nan": float("nan"), "empty": "", "blank": "
 HALF = "A \ud83d of a pair"
 
 
-def whole(schema: Any) -> dict[str, Any]:
+def whole(schema):
     answer = {"answer": 1 if "choices" in schema else "Two."}
     return {name: {**WHOLE, **answer}[name] for name in schema}
 
 
-def lacking() -> Iterator[tuple[Any, Any]]:
+def lacking():
     """A row, and the same row without text in one of its columns."""
     for schema in SCHEMAS:
         row = whole(schema)
@@ -68,16 +64,14 @@ def lacking() -> Iterator[tuple[Any, Any]]:
     first = whole(next(iter(SCHEMAS)))
     yield first, {**first, next(iter(first)): HALF}
     talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
-    spoilt: list[Any] = [None, [], "Hi.", 3, [None], ["Hi."], [*talk, {"role": "assistant"}]]
+    spoilt = [None, [], "Hi.", 3, [None], ["Hi."], [*talk, {"role": "assistant"}]]
     spoilt += [[talk[0], {**talk[1], "content": value}] for value in (None, 3, {"a": "b"}, HALF)]
     spoilt += [[talk[0], {"role": None, "content": "Yes?"}]]
     yield from (({"messages": talk}, {"messages": value}) for value in spoilt)
     yield from (({"text": "Words. " * 200}, value) for value in [None])
 
 
-def test_a_row_without_text_is_left_out_and_counted(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_without_text_is_left_out_and_counted(tokenizer, caplog):
     for right, wrong in lacking():
         for answers in (True, False):
             caplog.clear()
@@ -90,9 +84,7 @@ def test_a_row_without_text_is_left_out_and_counted(
                 training_text([wrong], tokenizer, length, answers=answers)
 
 
-def test_every_use_leaves_them_out(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_use_leaves_them_out(tokenizer, tmp_path, caplog):
     good = [{"problem": f"Find the {n}th x.", "solution": f"It is {n}."} for n in range(40)]
     bad = [{"problem": "None here.", "solution": None}] * 3
     files = {}
@@ -122,15 +114,13 @@ def test_every_use_leaves_them_out(
         PackedText(files["bad"], tokenizer, 8)
 
 
-def test_an_answer_that_is_cut_off_is_counted(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_is_cut_off_is_counted(tokenizer, caplog):
     rows = [{"prompt": "word " * 99, "completion": "x"}, {"prompt": "a", "completion": "b"}]
     assert len(training_text(rows, tokenizer, 16, answers=True)) == 1
     assert "1 of 2 rows are left out" in caplog.text
 
 
-def test_plain_text_that_is_blank_stays_a_line_of_its_text(tokenizer: Any) -> None:
+def test_plain_text_that_is_blank_stays_a_line_of_its_text(tokenizer):
     rows = [{"text": text} for text in ("One line.", "", "Another line.")]
     (ids,) = evaluation_tokens(rows, tokenizer, 12).input_ids[:1]
     assert tokenizer.decode(ids).startswith("One line.\n\n\n\nA")
@@ -162,14 +152,14 @@ STRICT = (
 )
 
 
-def talking(tokenizer: Any, template: str) -> Any:
+def talking(tokenizer, template):
     own = copy.deepcopy(tokenizer)
     own.chat_template = template
     return own
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
-def test_tools_and_calls_reach_the_template_as_they_are(tools: Any, tokenizer: Any) -> None:
+def test_tools_and_calls_reach_the_template_as_they_are(tools, tokenizer):
     own = talking(tokenizer, KNOWING)
     row = {"messages": CALLING, "tools": tools}
     want = own.apply_chat_template(CALLING, tools=TOOLS, tokenize=False)
@@ -177,7 +167,6 @@ def test_tools_and_calls_reach_the_template_as_they_are(tools: Any, tokenizer: A
     assert '"b": null' in want
     assert "(Add.)" in want
     pair = pair_of(row, own)
-    assert pair is not None
     assert pair.prompt + pair.answer == want
     assert pair.answer == "So it is 2.)Two.</>"
     shared = [{**turn, "tool_calls": turn.get("tool_calls")} for turn in CALLING]
@@ -188,22 +177,21 @@ def test_tools_and_calls_reach_the_template_as_they_are(tools: Any, tokenizer: A
         assert text_of({"messages": none, "tools": absent}, own) == text
 
 
-def test_the_prompt_ends_where_the_answer_begins(tokenizer: Any) -> None:
+def test_the_prompt_ends_where_the_answer_begins(tokenizer):
     """Not where the template's prompt, which may hold more than comes back, ends by its length."""
     row = {
         "messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes"}]
     }
     pair = pair_of(row, talking(tokenizer, KNOWING))
-    assert pair is not None
     assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes</>")
 
 
-def test_parts_of_text_are_a_text(tokenizer: Any) -> None:
+def test_parts_of_text_are_a_text(tokenizer):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
     picture = [*parts, {"type": "image", "url": "a.png"}]
     answer = {"role": "assistant", "content": "None of these."}
 
-    def row(content: Any) -> Any:
+    def row(content):
         return {"messages": [{"role": "user", "content": content}, answer]}
 
     knowing, naive, strict = (talking(tokenizer, t) for t in (KNOWING, NAIVE, STRICT))
@@ -217,7 +205,7 @@ def test_parts_of_text_are_a_text(tokenizer: Any) -> None:
             text_of(row(picture), own)
 
 
-def test_null_content_is_never_the_word_none(tokenizer: Any) -> None:
+def test_null_content_is_never_the_word_none(tokenizer):
     shown = text_of({"messages": CALLING}, talking(tokenizer, NAIVE))
     assert shown == "<user>1 + 1?</><assistant></><tool>2</><assistant>Two.</>"
     plain = text_of({"messages": CALLING, "tools": TOOLS}, tokenizer)
@@ -226,9 +214,7 @@ def test_null_content_is_never_the_word_none(tokenizer: Any) -> None:
     assert json.dumps(TOOLS) in plain
 
 
-def test_a_conversation_that_the_template_refuses_is_left_out(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_conversation_that_the_template_refuses_is_left_out(tokenizer, caplog):
     said = [("human", "Hi."), ("gpt", "Yes?")]
     good, bad = (
         {"conversations": [{"from": who, "value": words} for who, words in turns]}
@@ -250,7 +236,7 @@ BOS = 0
 """The token ``<|endoftext|>`` of the tests' tokenizer."""
 
 
-def beginning_with(tokenizer: Any, ids: Sequence[int]) -> Any:
+def beginning_with(tokenizer, ids):
     """The same tokenizer, which puts these before any text."""
     begun = copy.deepcopy(tokenizer)
     names = tokenizer.convert_ids_to_tokens(ids)
@@ -261,11 +247,11 @@ def beginning_with(tokenizer: Any, ids: Sequence[int]) -> Any:
 
 
 @pytest.fixture
-def begun(tokenizer: Any) -> Any:
+def begun(tokenizer):
     return beginning_with(tokenizer, [BOS])
 
 
-def test_what_a_tokenizer_does_counts_and_not_what_it_says(tokenizer: Any, begun: Any) -> None:
+def test_what_a_tokenizer_does_counts_and_not_what_it_says(tokenizer, begun):
     said = copy.deepcopy(tokenizer)
     said.add_bos_token, said.bos_token = True, "<|endoftext|>"
     assert (beginning(said), beginning(begun)) == ([], [BOS])
@@ -278,9 +264,7 @@ def test_what_a_tokenizer_does_counts_and_not_what_it_says(tokenizer: Any, begun
 
 
 @pytest.mark.parametrize("begin", [[BOS], [BOS, 5]])
-def test_all_windows_begin_with_bos_and_are_no_longer(
-    begin: list[int], tokenizer: Any, tmp_path: Path
-) -> None:
+def test_all_windows_begin_with_bos_and_are_no_longer(begin, tokenizer, tmp_path):
     begun, length, p = beginning_with(tokenizer, begin), 12, len(begin)
     every = {
         "eval": evaluation_tokens("prose", begun, length, 120),
@@ -321,7 +305,7 @@ def test_all_windows_begin_with_bos_and_are_no_longer(
         PackedText("prose", begun, p)
 
 
-def test_bos_is_not_scored_and_the_token_after_it_is(begun: Any) -> None:
+def test_bos_is_not_scored_and_the_token_after_it_is(begun):
     model = tiny_model("llama")
     tokens = evaluation_tokens("prose", begun, 16, 160)
     with torch.no_grad():
@@ -339,7 +323,7 @@ def test_bos_is_not_scored_and_the_token_after_it_is(begun: Any) -> None:
     assert scores([InMemory(model)], two)[0].tokens == 140
 
 
-def test_what_ships_has_no_bos(tokenizer: Any) -> None:
+def test_what_ships_has_no_bos(tokenizer):
     from moesaic.io.source import resolve
 
     for name in ("tiny-dense", "tiny-moe", "tiny-shared-moe"):
@@ -349,9 +333,7 @@ def test_what_ships_has_no_bos(tokenizer: Any) -> None:
     assert evaluation_tokens("prose", tokenizer, 16, 160).begun == 0
 
 
-def test_a_bos_that_a_template_wrote_is_not_doubled(
-    tokenizer: Any, begun: Any, tmp_path: Path
-) -> None:
+def test_a_bos_that_a_template_wrote_is_not_doubled(tokenizer, begun, tmp_path):
     talk = [
         {"messages": [{"role": "user", "content": f"What is {n}? A number."}]} for n in range(9)
     ]
@@ -379,7 +361,7 @@ def test_a_bos_that_a_template_wrote_is_not_doubled(
         assert not ((ids[:, 0] == BOS) & (ids[:, 1] == BOS)).any()
 
 
-def test_domains_are_those_of_the_text_after_bos(tokenizer: Any, begun: Any) -> None:
+def test_domains_are_those_of_the_text_after_bos(tokenizer, begun):
     rows = [
         {"text": text, "domain": domain}
         for domain in ("prose", "code")
@@ -388,13 +370,10 @@ def test_domains_are_those_of_the_text_after_bos(tokenizer: Any, begun: Any) -> 
     plain, tokens = (evaluation_tokens(rows, each, n) for each, n in ((tokenizer, 15), (begun, 16)))
     assert torch.equal(tokens.input_ids[:, 1:], plain.input_ids)
     assert plain.part_NL is not None
-    assert tokens.part_NL is not None
     assert torch.equal(tokens.part_NL[:, 1:], plain.part_NL)
 
 
-def test_records_say_so_and_nothing_is_compared_across(
-    moe_folder: Path, begun: Any, tmp_path: Path, done: Any
-) -> None:
+def test_records_say_so_and_nothing_is_compared_across(moe_folder, begun, tmp_path, done):
     folder = tmp_path / "begun"
     shutil.copytree(moe_folder, folder)
     begun.save_pretrained(folder)
@@ -417,11 +396,11 @@ def test_records_say_so_and_nothing_is_compared_across(
     assert json.loads(printed)["calibration"]["bos"] is True
 
 
-def test_prompts_begin_with_it_too(begun: Any, tmp_path: Path) -> None:
+def test_prompts_begin_with_it_too(begun, tmp_path):
     class Source:
         tokenizer, config = begun, tiny_model("llama").config
 
-    assert _prompt({"model": Source()}, 16)[0, 0] == BOS  # type: ignore[dict-item]
+    assert _prompt({"model": Source()}, 16)[0, 0] == BOS
     HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
     lm = HFLM(pretrained=tiny_model("llama"), tokenizer=begun, backend="causal")
     before, _ = lm._encode_pair("Question: Why?\nAnswer:", " So")

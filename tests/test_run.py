@@ -13,20 +13,25 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import pipeline
+from moesaic import (
+    Calibration,
+    Evaluation,
+    MoesaicError,
+    MoREConfig,
+    Plan,
+    PruneConfig,
+    RunArgs,
+    SkipConfig,
+    SlimConfig,
+    TopKConfig,
+    pipeline,
+)
 from moesaic.arch.lookup import base_arch
-from moesaic.carving.more.config import MoREConfig
 from moesaic.carving.more.method import MoRE
-from moesaic.config import Calibration, Evaluation, RunArgs
 from moesaic.data.text import calibration_tokens, evaluation_tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics import measurement as measuring
 from moesaic.pipeline import run_recipe
-from moesaic.plan import Plan
 from moesaic.progress import Log
 from moesaic.recipe import Recipe, step_config
 from moesaic.surgery import apply_plan
@@ -234,15 +239,6 @@ def test_a_failed_run_continues_only_with_its_own_files(llama_folder, tmp_path, 
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):
-    result = moesaic.carve(str(llama_folder), CONFIG, dtype=torch.bfloat16, **QUICK)
-    result.save(tmp_path / "out")
-    saved = weights(tmp_path / "out")
-    kinds = {t.dtype for n, t in saved.items() if not n.endswith("router.weight")}
-    assert kinds == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-
-
 def test_a_warning_is_shown_once_and_noted_by_every_log(capsys, monkeypatch):
     """Where nobody shows warnings of ours, one of a search and of the run inside it does."""
     monkeypatch.setattr(logging.root, "handlers", [])
@@ -295,31 +291,6 @@ def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
 def test_options_stand_beside_a_calibration():
     given = RunArgs.of("tiny-moe", calibration=Calibration(length=8), samples=5)
     assert given.calibration == Calibration(length=8, samples=5)
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "options", "words"),
-    [
-        (None, {}, {}, "loaded PreTrainedModel.*NoneType"),
-        (7, {}, {}, "loaded PreTrainedModel.*int"),
-        (torch.nn.Linear(2, 2), {}, {}, "loaded PreTrainedModel.*Linear"),
-        ("", {"keep": "six"}, {}, "keep must be a number; got 'six'"),
-        ("", {"refit": 1}, {}, "refit must be True or False; got 1"),
-        ("", {"seed": -1}, {}, "seed -1 must be at least 0"),
-        ("", {}, {"samples": "4"}, "samples must be a whole number; got '4'"),
-        ("", {}, {"seed": -1}, "seed -1 must be at least 0"),
-        ("", {}, {"calibration": torch.rand(2, 16)}, "whole numbers.*float32"),
-        ("", {}, {"calibration": torch.full((1, 4), 384)}, "Token id 384 is beyond .* 384"),
-        ("", {}, {"calibration": 7}, "calibration is a source, texts, or token ids.*int"),
-        ("", {}, {"calibration": {"input_ids": []}}, r"moesaic\.Tokens\(input_ids.*dict"),
-        ("", {}, {"calibration": "prose", "length": 300}, "length 300 is beyond .* 256 positions"),
-    ],
-)
-def test_python_is_answered_in_words_as_the_command_line_is(
-    model, config, options, words, moe_folder
-):
-    with pytest.raises(MoesaicError, match=words):
-        moesaic.prune(moe_folder if model == "" else model, PruneConfig(**config), **options)
 
 
 @pytest.mark.parametrize("verb", ["carve", "tune"])

@@ -1,10 +1,6 @@
 """Training in which a process holds a part of each weight: FSDP2 through accelerate and gloo."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sharded
@@ -34,23 +30,20 @@ OPTIONS = {
 }
 
 
-def command(key: str, model: Path, out: Path, **more: object) -> list[object]:
+def command(key, model, out, **more):
     verb, *rest = COMMANDS[key]
     options = {**OPTIONS[key], "steps": 4, "save_every": 2, **more}
     return [verb, model, out, *rest, *(p for k, v in options.items() for p in ("-o", f"{k}={v}"))]
 
 
-def losses(out: Path) -> list[dict[str, float]]:
+def losses(out):
     record = json.loads((out / "moesaic/result.json").read_text())
-    found: list[dict[str, float]] = record["steps"][-1]["summary"]["training"]["losses"]
-    return found
+    return record["steps"][-1]["summary"]["training"]["losses"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", sorted(COMMANDS))
-def test_two_parts_train_as_one_whole(
-    key: str, tmp_path: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_parts_train_as_one_whole(key, tmp_path, llama_folder, monkeypatch):
     """The losses of every step, and all weights; killed between checkpoints and continued too."""
     tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     for file in llama_folder.glob("tokenizer*"):
@@ -81,7 +74,7 @@ def test_two_parts_train_as_one_whole(
             assert {i: a[i].header() for i in a} == {i: b[i].header() for i in b}
 
 
-def test_a_model_gets_its_shape_back() -> None:
+def test_a_model_gets_its_shape_back():
     """Its modules, their hooks and its very parameters, with the values that parts had."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     x, calls = torch.randn(5, 3), []
@@ -107,11 +100,11 @@ class _Part(nn.Parameter):
 
     whole: torch.Tensor
 
-    def full_tensor(self) -> torch.Tensor:
+    def full_tensor(self):
         return self.whole
 
 
-def split(model: Any) -> None:
+def split(model):
     """What fully_shard does to a module, without other processes; the last bias is raised."""
     for module in model:
         module.__class__ = type("Split", (type(module),), {})

@@ -1,37 +1,28 @@
 """Shared experts that the router weighs together with those it chooses (Inkling)."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, tiny_tokenizer, weights
-from contract import neighbours
+from builders import equal, loaded, logits, stream_of, tiny_tokenizer, weights
 from shrunken import small_model
 
+from moesaic import CondenseConfig, PruneConfig, SlimConfig, Tokens, TuneConfig
 from moesaic.api import condense, observe, prune, slim, tune
 from moesaic.arch.dense import FFNNames
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.data.text import Tokens
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.stats import GRAM, gram_room, layer_stats
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import of_stacked
 from moesaic.surgery import apply_layer, layer_uses
-from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.method import factors
 
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     model = small_model("inkling_text")
     with torch.no_grad():
         for layer in model.model.layers[1:]:
@@ -52,19 +43,8 @@ def test_rows_of_shared_experts_are_kept(model):
     assert all(torch.equal(after[n], before[n]) for n in others)
 
 
-@pytest.mark.parametrize("follow", [False, True], ids=["own target", "original target"])
-def test_neighbours_have_the_losses_of_their_sets(follow, model):
-    arch = moe_arch(model.config)
-    layers = arch.moe_layers(model)
-    for site in LayerStream(model, arch, TEXT, layers, view=arch.mixture, follow=follow):
-        kept_E = neighbours(site)
-        if follow:  # so that the next layer has something to make good
-            site.change = site.view.restricted(kept_E)
-
-
 def test_gram_matrices_of_shared_experts_keep_to_their_memory_too(model):
-    arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, TEXT, [1], view=arch.mixture)
+    stream = stream_of(model, TEXT, [1])
     for site in stream:
         room = gram_room(TEXT.count // 2, site.view.count + 2)
         stats = layer_stats(site, GRAM, TEXT, range(len(site)), room)

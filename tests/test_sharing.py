@@ -1,16 +1,12 @@
 """Results that are pushed and fetched: to the hub, and out of a cache as its library lays it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders import edited, equal, inside, weights
@@ -18,11 +14,8 @@ from huggingface_hub import constants, file_download, snapshot_download
 from huggingface_hub.file_download import _create_symlink, _get_pointer_path, repo_folder_name
 
 import moesaic
-from moesaic.errors import MoesaicError
+from moesaic import MoesaicError, Plan, PruneConfig, Record
 from moesaic.io.source import headers_of_model, resolve
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.plan import Plan
-from moesaic.record import Record
 
 TOKEN, COMMIT = "hf_standin", "0" * 40
 
@@ -32,10 +25,10 @@ class Hub(BaseHTTPRequestHandler):
 
     repos: dict[str, dict[str, bytes]]
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def answer(self, code: int, body: bytes, **headers: str) -> None:
+    def answer(self, code, body, **headers):
         self.send_response(code)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -44,10 +37,10 @@ class Hub(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def say(self, said: Any, code: int = 200) -> None:
+    def say(self, said, code=200):
         self.answer(code, json.dumps(said).encode(), Content_Type="application/json")
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         given = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.say({"error": "Invalid credentials"}, 401)
@@ -78,7 +71,7 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self.say({"error": self.path}, 404)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = self.path.partition("?")[0]
         name, _, file = path.strip("/").partition(f"/resolve/{COMMIT}/")
         if file and file in self.repos.get(name, {}):
@@ -104,7 +97,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, dict[str, bytes]]]:
+def hub(monkeypatch, tmp_path):
     """The repositories of a stand-in of the hub, that somebody is logged in to."""
     Hub.repos = {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -125,9 +118,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, d
 
 QUICK = ("--keep", 6, "--score", "random", "--samples", 4, "--length", 32, "--no-eval")
 STEPS = """
-model: tiny-moe
+model: {model}
 out: {out}
-dtype: float32
+dtype: bfloat16
 calibration: {{samples: 4, length: 32}}
 evaluation: null
 steps:
@@ -137,10 +130,10 @@ steps:
 """
 
 
-def test_a_plan_rebuilds_all_steps(done: Any, refused: Any, tmp_path: Path) -> None:
+def test_a_plan_rebuilds_all_steps(done, refused, moe_folder, tmp_path):
     """Also in another type than the base's, from the base and from a result between."""
     out, again, between = tmp_path / "out", tmp_path / "again", tmp_path / "between"
-    (tmp_path / "recipe.yaml").write_text(STEPS.format(out=out))
+    (tmp_path / "recipe.yaml").write_text(STEPS.format(model=moe_folder, out=out))
     done("run", tmp_path / "recipe.yaml")
     assert len(Plan.load(out).earlier) == 2
     done("apply", out, again)
@@ -152,12 +145,10 @@ def test_a_plan_rebuilds_all_steps(done: Any, refused: Any, tmp_path: Path) -> N
     done("apply", between, tmp_path / "first")
     moesaic.apply(str(tmp_path / "first"), out, again, overwrite=True)
     assert equal(weights(out), weights(again))
-    refused("was made for a mixtral", "apply", "tiny-shared-moe", out, tmp_path / "never")
+    refused("was made for a qwen2_moe", "apply", "tiny-moe", out, tmp_path / "never")
 
 
-def test_a_result_is_pushed_whole(
-    hub: dict[str, dict[str, bytes]], done: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_pushed_whole(hub, done, tmp_path, monkeypatch):
     """From its folder, and as it is in Python."""
     out = tmp_path / "out"
     done("prune", "tiny-moe", out, *QUICK)
@@ -187,13 +178,8 @@ def test_a_result_is_pushed_whole(
     ],
 )
 def test_what_cannot_be_pushed_is_said_first(
-    name: str,
-    lacking: str,
-    message: str,
-    refused: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, lacking, message, refused, tmp_path, monkeypatch
+):
     """Before anything is computed or written."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", lacking == "network")
@@ -203,9 +189,7 @@ def test_what_cannot_be_pushed_is_said_first(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_alone_is_not_pushed(
-    hub: dict[str, dict[str, bytes]], command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_alone_is_not_pushed(hub, command, tmp_path, monkeypatch):
     """A search that ends without a step leaves no result that has a card."""
     record = Record("tiny-moe", "out", "mixtral", True, [], [], measured={"tried": []})
     monkeypatch.setattr("moesaic.fitting.run.search_and_make", lambda *_, **__: record)
@@ -215,9 +199,7 @@ def test_a_file_alone_is_not_pushed(
     assert not hub
 
 
-def test_a_push_that_is_refused_leaves_the_result(
-    hub: dict[str, dict[str, bytes]], refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_that_is_refused_leaves_the_result(hub, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     out = tmp_path / "out"
     err = refused("failed", "prune", "tiny-moe", out, *QUICK, "--push", "me/it")
@@ -229,7 +211,7 @@ FAST = PruneConfig(keep=6, score="aimer", refit=False)
 TEMPLATE = "additional_chat_templates/tool.jinja"
 
 
-def laid(cache: Path, name: str, files: dict[str, bytes], shared: bool, links: bool = True) -> Path:
+def laid(cache, name, files, shared, links=True):
     """A snapshot as ``hf_hub_download`` lays it, by the functions that it calls.
 
     Args:
@@ -262,12 +244,12 @@ def laid(cache: Path, name: str, files: dict[str, bytes], shared: bool, links: b
     return Path(storage, "snapshots", COMMIT)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """The hub's cache, which is not where it is by default."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
@@ -275,14 +257,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["blobs", "shared", "copies"])
-def test_what_the_hubs_library_lays_is_read(
-    cache: Path,
-    done: Any,
-    moe_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-) -> None:
+def test_what_the_hubs_library_lays_is_read(cache, done, moe_folder, tmp_path, monkeypatch, layout):
     """By the name, by the snapshot's folder and by a link to it; without a connection."""
     if layout == "copies":  # as on Windows
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", True)
@@ -305,7 +280,7 @@ def test_what_the_hubs_library_lays_is_read(
         done(*line)
 
 
-def test_a_model_in_a_folder_of_a_snapshot_is_read(cache: Path, moe_folder: Path) -> None:
+def test_a_model_in_a_folder_of_a_snapshot_is_read(cache, moe_folder):
     files = {f"half/{name}": content for name, content in contents(moe_folder).items()}
     snapshot = laid(cache, "you/halves", files, shared=True)
     source = resolve(str(snapshot / "half"))
@@ -313,9 +288,7 @@ def test_a_model_in_a_folder_of_a_snapshot_is_read(cache: Path, moe_folder: Path
     assert source.checkpoint.names()
 
 
-def test_no_more_than_the_hubs_library_lays_is_followed(
-    cache: Path, moe_folder: Path, tmp_path: Path
-) -> None:
+def test_no_more_than_the_hubs_library_lays_is_followed(cache, moe_folder, tmp_path):
     """Neither another repository's blobs, nor what only looks like a cache."""
     files = contents(moe_folder)
     private = laid(cache, "me/private", files, shared=False)
@@ -348,12 +321,12 @@ def test_no_more_than_the_hubs_library_lays_is_followed(
 
 
 @pytest.fixture
-def asked(hub: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked(hub, monkeypatch):
     """The files that were fetched whole from the stand-in of the hub."""
-    said: list[str] = []
+    said = []
     get = Hub.do_GET
 
-    def noted(self: Hub) -> None:
+    def noted(self):
         _, found, file = self.path.partition(f"/resolve/{COMMIT}/")
         if found and self.command == "GET" and "Range" not in self.headers:
             said.append(file)
@@ -381,13 +354,7 @@ STRAY = {
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_only_the_files_of_the_index_are_fetched(
-    hub: dict[str, dict[str, bytes]],
-    asked: list[str],
-    moe_folder: Path,
-    tmp_path: Path,
-    single: bool,
-) -> None:
+def test_only_the_files_of_the_index_are_fetched(hub, asked, moe_folder, tmp_path, single):
     """The dry run fetches no weights at all; where one file has all, no other is fetched."""
     whole = tmp_path / "whole"
     resolve(str(moe_folder)).load().save_pretrained(whole)
@@ -435,8 +402,8 @@ def test_only_the_files_of_the_index_are_fetched(
     ],
 )
 def test_a_repository_that_is_no_model_is_refused_before_anything_large_is_fetched(
-    hub: dict[str, dict[str, bytes]], asked: list[str], files: list[str], words: str
-) -> None:
+    hub, asked, files, words
+):
     hub["you/it"] = dict.fromkeys(files, b"{}")
     with pytest.raises(MoesaicError, match=f"you/it.*{words}|{words}.*you/it"):
         resolve("you/it")
@@ -444,14 +411,8 @@ def test_a_repository_that_is_no_model_is_refused_before_anything_large_is_fetch
 
 
 def test_what_transformers_fetched_is_used_without_a_connection(
-    hub: dict[str, dict[str, bytes]],
-    asked: list[str],
-    moe_folder: Path,
-    done: Any,
-    refused: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    hub, asked, moe_folder, done, refused, tmp_path, monkeypatch
+):
     """It fetches no licence, and the library calls a snapshot without one incomplete."""
     hub["you/it"] = contents(moe_folder) | STRAY
     snapshot_download("you/it", allow_patterns=["*.json", "model-*.safetensors"])
@@ -466,9 +427,7 @@ def test_what_transformers_fetched_is_used_without_a_connection(
     assert all(file.startswith("cache/") for file in inside(tmp_path))
 
 
-def test_weights_of_another_name_are_those_that_transformers_reads(
-    moe_folder: Path, tmp_path: Path
-) -> None:
+def test_weights_of_another_name_are_those_that_transformers_reads(moe_folder, tmp_path):
     theirs = Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
     names = resolve(str(theirs)).checkpoint.names()
     (theirs / "model.safetensors.index.json").rename(theirs / "own.safetensors.index.json")

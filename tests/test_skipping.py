@@ -1,7 +1,5 @@
 """Skipping: Lu et al. (2024), Sec. 3.3 and App. A.2, and fewer experts a token by a number."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,16 +10,13 @@ from hypothesis import strategies as st
 from shrunken import small_model
 
 import moesaic
+from moesaic import MoesaicError, Plan, SkipConfig, SlimConfig, TopKConfig
 from moesaic.arch.lookup import moe_arch
-from moesaic.errors import MoesaicError
 from moesaic.hub import native_config
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.skip.method import mean_calls, quantile, ratios
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import count_routing
 from moesaic.metrics.score import model_size
 from moesaic.modules.blocks import skip, survivors
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import base_shape
 
@@ -69,9 +64,7 @@ def test_at_two_experts_both_rules_are_one(seed, q, tokens):
 def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
     """App. A.2 by a plain loop."""
     for weights_K, kept_K in zip(
-        falling(8, top_k, seed),
-        survivors(falling(8, top_k, seed), beta, "tail"),
-        strict=True,
+        falling(8, top_k, seed), survivors(falling(8, top_k, seed), beta, "tail"), strict=True
     ):
         total = weights_K.sum()
         for i in range(1, top_k + 1):

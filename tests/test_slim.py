@@ -1,10 +1,7 @@
 """Slimming: experts and dense FFNs made narrower, neuron by neuron."""
 
-from __future__ import annotations
-
 import copy
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +21,8 @@ from builders import (
 from cases import many_tokens
 
 import moesaic
+from moesaic import MoesaicError, Tokens
 from moesaic.arch.lookup import base_arch
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.methods.slim.config import BUILT_IN, SCORES, Neurons, SlimConfig
 from moesaic.methods.slim.neurons import highest_in_layer, losses, removal_costs
 from moesaic.metrics.score import model_size
@@ -35,7 +31,7 @@ from moesaic.plans import recovery
 from moesaic.plans.cut import CutLayer
 
 
-def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:
+def slimmed(model, tokens, *, compare=(), **options):
     """What slimming makes of a model; by energy and without a refit, unless said otherwise."""
     config = SlimConfig(**{"score": "energy", "refit": False, **options})
     return moesaic.slim(model, config, text=tokens, compare=compare)
@@ -217,8 +213,7 @@ def test_auto_takes_the_number_of_experts_of_least_error(tokens):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "experts"),
-    [("mixtral", False), ("mixtral", True), ("llama", False)],
+    ("model_type", "experts"), [("mixtral", False), ("mixtral", True), ("llama", False)]
 )
 def test_widths_spread_by_the_error_of_layers(model_type, experts, tokens):
     """The budget is met, the result is moesaic_<base>, and no uniform width has less error."""

@@ -1,9 +1,6 @@
 """Small parts of the command line and of files, each by itself: what larger tests pass by."""
 
-from __future__ import annotations
-
 import io
-from typing import Any
 
 import pytest
 from builders import tiny_model, tiny_moe
@@ -24,7 +21,7 @@ from moesaic.observation import files
 
 
 def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
     command("prune", "tiny-moe", tmp_path / "out", "--keep", "6", "--seed", "3")
     (recipe,) = asked
@@ -34,14 +31,14 @@ def test_a_seed_is_that_of_text_and_method(command, monkeypatch, tmp_path):
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def shown(view: object) -> str:
+def shown(view):
     console = Console(file=io.StringIO(), width=120)
     console.print(view)
     return console.file.getvalue()
 
 
 def test_candidates_come_in_the_order_of_their_loss():
-    def candidate(form: str, kl: float) -> dict[str, Any]:
+    def candidate(form, kl):
         sizes = {"memory": 2**20, "active_parameters": 1000}
         return {"form": form, "kl": kl, "loss": 0.1, "estimated_kl": 0.2, **sizes}
 
@@ -120,7 +117,7 @@ def test_the_cache_is_where_the_user_has_caches(monkeypatch, tmp_path):
 
 
 def test_names_are_found_where_they_are(tmp_path, monkeypatch):
-    found: list[Any] = []
+    found = []
     monkeypatch.setattr(source, "packaged_file", lambda name: found.append(name) or tmp_path / "p")
     monkeypatch.setattr(source, "folder_of", lambda file: tmp_path / f"of-{file.name}")
     monkeypatch.setattr(source, "from_hub", lambda name, *_: (found.append(name) or tmp_path, []))
@@ -137,7 +134,7 @@ def test_names_are_found_where_they_are(tmp_path, monkeypatch):
 
 def test_nobody_returns_from_observe_before_the_file_is_there(monkeypatch, tmp_path):
     """Nor looks for finished layers before the first process has dropped what is left of others."""
-    waited: list[bool] = []
+    waited = []
     left, options = tmp_path / "out.partial", {"calibration": many_tokens(), "overwrite": True}
     left.mkdir()
     monkeypatch.setattr(files, "process", lambda: (1, 2))

@@ -1,14 +1,11 @@
 """Models by name: found in folders, in packages and among those that ship, or refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
 import shutil
 import sys
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +14,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import MoesaicError, PruneConfig, Tokens
 from moesaic.api import evaluate, verb
 from moesaic.data.sources import DOMAINS
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
+from moesaic.hub import save_live
 from moesaic.io import names
 from moesaic.io.gguf import packaged_file
 from moesaic.io.names import FOLDER, SHIPPED, misread
 from moesaic.io.outputs import whole_file, whole_folder
 from moesaic.io.source import resolve
 from moesaic.io.trust import copy_side_files
-from moesaic.methods.prune.config import PruneConfig
 from moesaic.metrics.forward import jsd
 
 
@@ -147,19 +143,22 @@ def test_tensors_that_transformers_would_not_find_are_refused(tokens, tmp_path):
         evaluate(base, data=text, stream=True)
 
 
-def test_at_the_top_lies_what_others_know(carved_folder: Path) -> None:
+def test_at_the_top_lies_what_others_know(carved_folder, tmp_path):
+    """Of what is made from disk, and of a model that is saved from memory."""
+    save_live(loaded(carved_folder), None, tmp_path)
+    known = {"config.json", "generation_config.json", "modeling_moesaic.py", "model.safetensors"}
+    assert {f.name for f in tmp_path.iterdir()} == known
     top = {f.name for f in carved_folder.iterdir()}
-    assert {f for f in top if f.endswith(".safetensors")} == {"model.safetensors"}
-    known = {"config.json", "generation_config.json", "README.md", "modeling_moesaic.py", FOLDER}
-    assert top - known - {"model.safetensors"} <= {
+    assert top - known - {"README.md", FOLDER} <= {
         f for f in top if f.startswith(("tokenizer", "special_tokens", "chat_template"))
     }
+    assert top >= known
 
 
 @pytest.mark.parametrize(
     "name", ["plan.safetensors", "x.bin", "x.pt", "x.pth", "x.gguf", "consolidated.00.json"]
 )
-def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path: Path, name: str) -> None:
+def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path, name):
     """vLLM reads every .safetensors of a folder that has no index."""
     with pytest.raises(AssertionError, match="engines would read"):  # noqa: SIM117
         with whole_folder(tmp_path / "out") as folder:
@@ -169,7 +168,7 @@ def test_nothing_that_an_engine_would_read_lies_beside_the_model(tmp_path: Path,
     assert not misread(tmp_path)
 
 
-def test_a_tokenizer_brings_no_weights_along(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_brings_no_weights_along(llama_folder, tmp_path):
     """Side files are taken over by pattern, and a folder may hold anything of such a name."""
     folder = tmp_path / "m"
     shutil.copytree(llama_folder, folder)

@@ -1,41 +1,40 @@
 """Layer by layer is the whole forward, bitwise; statistics are merged and kept in files."""
 
-from __future__ import annotations
-
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import converted, loaded, nightly, statistics, tiny_model, tiny_moe
+from builders import (
+    converted,
+    loaded,
+    nightly,
+    routed_sites,
+    site_of,
+    statistics,
+    stored,
+    stream_of,
+    tiny_model,
+    tiny_moe,
+)
 from safetensors.torch import load_file, safe_open, save_file
 from shrunken import small_model
 
 import moesaic
-from moesaic import observe
+from moesaic import CondenseConfig, MoesaicError, PruneConfig, SlimConfig, observe
 from moesaic.api import prune
-from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
-from moesaic.data.text import Tokens, process_share
-from moesaic.errors import MoesaicError
+from moesaic.arch.lookup import base_arch, dense_arch
+from moesaic.data.text import process_share
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import InMemory
 from moesaic.modules.running import SpilledList
 from moesaic.observation import stats as module
 from moesaic.observation import stream as streaming
 from moesaic.observation.files import FILED, StatsFile
-from moesaic.observation.stats import Tally, layer_stats, tally_of
+from moesaic.observation.stats import layer_stats, tally_of
 from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
-
-
-def dense_stream(model, tokens, layers=None, **options):
-    arch = dense_arch(model.config)
-    return LayerStream(model, arch, tokens, layers, view=arch.dense, **options)
 
 
 def dense_from_disk(folder, model, tokens):
@@ -69,11 +68,11 @@ def streamed(stream):
 
 @pytest.mark.parametrize("kind", ["tokens", "padded"])
 def test_layerwise_is_the_full_forward(model_type, kind, request):
-    tokens: Tokens = request.getfixturevalue(kind)
+    tokens = request.getfixturevalue(kind)
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
     expected = seen_by_full_forward(model, arch, tokens.batches(48))
-    found = streamed(dense_stream(model, tokens, tokens_per_batch=48))
+    found = streamed(stream_of(model, tokens, tokens_per_batch=48))
     assert found.keys() == expected.keys()
     for i in expected:
         assert torch.equal(found[i], expected[i]), f"layer {i}"
@@ -90,8 +89,8 @@ def test_one_layer_at_a_time_is_in_memory(tokens, tmp_path):
 
 def test_spilling_changes_nothing(tokens):
     model = tiny_model("gemma2")
-    kept = streamed(dense_stream(model, tokens, tokens_per_batch=24))
-    spilled = streamed(dense_stream(model, tokens, tokens_per_batch=24, spill_bytes=5000))
+    kept = streamed(stream_of(model, tokens, tokens_per_batch=24))
+    spilled = streamed(stream_of(model, tokens, tokens_per_batch=24, spill_bytes=5000))
     for i in kept:
         assert torch.equal(kept[i], spilled[i])
 
@@ -106,32 +105,26 @@ def test_all_that_is_kept_in_memory_keeps_to_one_limit(follow, tokens, monkeypat
             super().__init__(limit)
 
     monkeypatch.setattr(streaming, "SpilledList", Noted)
-    for site in dense_stream(tiny_model("llama"), tokens, spill_bytes=800, follow=follow):
+    for site in stream_of(tiny_model("llama"), tokens, spill_bytes=800, follow=follow):
         kept = limits[:-1] if site._targets is None else limits  # without targets none are kept
         assert sum(kept) == 800
 
 
-def test_a_tied_head_has_a_bias_of_its_own(tokens, tmp_path):
-    model = tiny_moe("phimoe", tie_word_embeddings=True, lm_head_bias=True)
-    torch.nn.init.normal_(model.lm_head.bias)
-    check_logits_from_disk(model, tokens, tmp_path)
+TIED, APART = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"),
+    ("kind", "changes"),
     [
-        ("gpt_bigcode", False), ("gpt_bigcode", True), nightly("falcon", True),
-        nightly("inkling_text", True), nightly("gpt_neox_japanese", True),
-        nightly("modernbert-decoder", True), nightly("modernbert-decoder", False),
+        ("phimoe", {**TIED, "lm_head_bias": True}), ("gpt_bigcode", APART), ("gpt_bigcode", TIED),
+        nightly("falcon", TIED), nightly("inkling_text", TIED), nightly("gpt_neox_japanese", TIED),
+        nightly("modernbert-decoder", TIED), nightly("modernbert-decoder", APART),
     ],
 )  # fmt: skip
-def test_head_and_embedding_have_names_of_their_own(kind, tied, tokens, tmp_path):
-    """More may be before a head; not every class ties it whose config says so."""
-    model = small_model(kind, tie_word_embeddings=tied)
-    check_logits_from_disk(model, tokens, tmp_path)
-
-
-def check_logits_from_disk(model, tokens, tmp_path):
+def test_head_and_embedding_have_names_of_their_own(kind, changes, tokens, tmp_path):
+    """A tied head may have a bias of its own, and more may be before one; not every class ties it
+    whose config says so."""
+    model = small_model(kind, **changes)
     model.save_pretrained(tmp_path)
     arch = base_arch(model.config)
     stream = LayerStream.from_disk(Checkpoint(tmp_path), model.config, arch, tokens, view=arch.view)
@@ -166,7 +159,7 @@ def test_only_wanted_layers_are_run(tokens):
     ran = []
     for i, layer in enumerate(arch.layers(model)):
         layer.register_forward_hook(lambda *_, i=i: ran.append(i))
-    sites = [site.index for site in dense_stream(model, tokens, [0, 2], tokens_per_batch=999)]
+    sites = [site.index for site in stream_of(model, tokens, [0, 2], tokens_per_batch=999)]
     assert sites == [0, 2]
     assert 3 not in ran[len(arch.layers(model)) :], "the layer after the last wanted one ran"
 
@@ -174,7 +167,7 @@ def test_only_wanted_layers_are_run(tokens):
 def test_activations_are_the_down_projections_input(tokens):
     model = tiny_model("phi3")
     for cache in (0, 1 << 20):
-        for site in dense_stream(model, tokens, [2], cache_bytes=cache):
+        for site in stream_of(model, tokens, [2], cache_bytes=cache):
             caught = []
             handle = site.ffn.down_proj.register_forward_pre_hook(lambda _, a: caught.append(a[0]))  # noqa: B023
             for x_TD, h_TM in site.activations():
@@ -191,7 +184,7 @@ def test_value_that_is_not_finite_is_named(tokens):
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] = float("inf")
     with pytest.raises(MoesaicError, match="Layer 2 .* not finite in calibration batch 0"):
-        list(dense_stream(model, tokens))
+        list(stream_of(model, tokens))
 
 
 ASKING = {"output_router_logits": True, "output_hidden_states": True}
@@ -206,11 +199,10 @@ def test_slimmed_layers_with_fewer_experts_have_no_loss_of_their_loads(tokens):
 
 def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
     """Blocks are stood in for, and have no router logits of which a loss could be made."""
-    arch = base_arch(moe.config)
     whole = next(iter(InMemory(moe).run([padded]).logits))[0]
     for name, value in ASKING.items():
         setattr(moe.config, name, value)
-    stream = LayerStream(moe, arch, [padded], view=arch.view)
+    stream = stream_of(moe, [padded])
     states, kwargs = stream.record()
     for block in stream.blocks(kwargs):
         block.run(states)
@@ -219,14 +211,9 @@ def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
     assert {name: getattr(moe.config, name) for name in ASKING} == ASKING
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe"])
-def test_models_that_ask_for_router_logits_are_scored_and_measured(
-    model_type, tokens, tokenizer, tmp_path
-):
-    model = tiny_moe(model_type, output_router_logits=True)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    name = str(tmp_path / "model")
+def test_models_that_ask_for_router_logits_are_scored_and_measured(tokens, tmp_path):
+    model = tiny_moe("qwen2_moe", output_router_logits=True)
+    name = str(stored(model, tmp_path / "model"))
     for verb, config in (
         (moesaic.slim, SlimConfig(keep=0.5, score="energy")),
         (moesaic.condense, CondenseConfig(count=1, metric="ppl", keep="attention")),
@@ -241,20 +228,15 @@ def test_models_that_ask_for_router_logits_are_scored_and_measured(
         assert layerwise == moesaic.evaluate(out, against=name, data=tokens)
 
 
-def test_shares_of_the_batches_merge_to_the_whole(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_of_the_batches_merge_to_the_whole(tokens, monkeypatch):
     """Two processes with every second batch each, a method's own sum among them."""
     model = tiny_moe("qwen2_moe")
-    arch = moe_arch(model.config)
 
-    def tally(share: Tokens, numbers: list[int] | None = None) -> Tally:
-        layers = arch.moe_layers(model)[:1]
-        stream = LayerStream(model, arch, share, layers, view=arch.mixture, tokens_per_batch=24)
-        for site in stream:
-            found = tally_of(site, FILED, numbers, 0.5)
-            for x_TD in site.inputs():
-                found.add("own_D", x_TD.abs().sum(0))
+    def tally(share, numbers=None):
+        site = site_of(model, share, tokens_per_batch=24)
+        found = tally_of(site, FILED, numbers, 0.5)
+        for x_TD in site.inputs():
+            found.add("own_D", x_TD.abs().sum(0))
         return found
 
     whole = tally(tokens).stats()
@@ -270,10 +252,9 @@ def test_shares_of_the_batches_merge_to_the_whole(
     assert 0 < int(whole["sampled_T"].sum()) < len(whole["sampled_T"])
 
 
-def test_a_name_that_nothing_computes_is_an_error(tokens: Tokens) -> None:
+def test_a_name_that_nothing_computes_is_an_error(tokens):
     model = tiny_moe("mixtral")
-    arch = moe_arch(model.config)
-    for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
+    for site in stream_of(model, tokens, [1]):
         with pytest.raises(ValueError, match="nothing computes loud_M of layer 1"):
             layer_stats(site, {"calls_E", "loud_M"}, tokens)
 
@@ -290,7 +271,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_damaged_statistics_are_refused(message: str, tokens: Tokens, tmp_path: Path) -> None:
+def test_damaged_statistics_are_refused(message, tokens, tmp_path):
     model, file = tiny_moe("mixtral"), tmp_path / "model.stats"
     observe(model, file, calibration=tokens)
     with safe_open(file, "pt") as opened:
@@ -302,11 +283,10 @@ def test_damaged_statistics_are_refused(message: str, tokens: Tokens, tmp_path: 
         prune(model, PruneConfig(keep=6), stats=file)
 
 
-def test_a_file_gives_what_is_asked_for_as_it_was_observed(tokens: Tokens, tmp_path: Path) -> None:
+def test_a_file_gives_what_is_asked_for_as_it_was_observed(tokens, tmp_path):
     model, file = tiny_moe("mixtral"), tmp_path / "model.stats"
     observe(model, file, calibration=tokens)
-    arch = moe_arch(model.config)
-    for site in LayerStream(model, arch, tokens, arch.moe_layers(model), view=arch.mixture):
+    for site in routed_sites(model, tokens):
         wanted = statistics(site)
         assert {*load_file(file)} >= {f"layers.{site.index}.{name}" for name in wanted}
         found = StatsFile(file).layer(site.index, ["logits_TX", "pair_EE"])

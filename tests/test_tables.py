@@ -1,29 +1,21 @@
 """Layers whose experts a table gives to each token, beside what every mixture is tried for."""
 
-from __future__ import annotations
-
 import copy
 import json
-from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, statistics, weights
-from contract import neighbours
+from builders import equal, loaded, logits, statistics, stream_of, weights
 from released import deepseek_v4
 from safetensors.torch import save_file
 from shrunken import small_model
-from torch import Tensor
 from transformers import AutoConfig
 
+from moesaic import PruneConfig, Tokens, TopKConfig
 from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replace_removed
-from moesaic.data.text import Tokens
 from moesaic.exports.llamacpp import lacking
-from moesaic.methods.prune.config import PruneConfig
-from moesaic.methods.skip.config import TopKConfig
-from moesaic.observation.stream import LayerStream
 from moesaic.plans.cut import CutLayer
 from moesaic.surgery import apply_layer
 
@@ -32,11 +24,11 @@ TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return small_model("deepseek_v4")
 
 
-def tables(model: Any) -> dict[int, Tensor]:
+def tables(model):
     layers = model.model.layers
     return {
         i: g.tid2eid
@@ -76,15 +68,7 @@ def test_fewer_experts_a_token_are_the_first_of_its_row(model):
         assert tables(model)[i].is_contiguous()
 
 
-def test_neighbours_have_the_losses_of_their_sets(model):
-    """The search looks only at the tokens that an expert moves, and this router has which."""
-    arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, TEXT, [*tables(model)], view=arch.mixture)
-    for site in stream:
-        neighbours(site)
-
-
-def padded_and_short() -> tuple[Tokens, Tokens]:
+def padded_and_short():
     """The same real tokens: windows with padding after them, and windows cut there."""
     mask = torch.ones_like(TEXT.input_ids, dtype=torch.bool)
     mask[:, 24:] = False
@@ -93,11 +77,8 @@ def padded_and_short() -> tuple[Tokens, Tokens]:
 
 def test_tokens_keep_their_experts_where_there_is_padding(model):
     """Windows of other lengths, padded: what is observed is that of the real tokens."""
-    arch = moe_arch(model.config)
     padded, short = (
-        statistics(site)
-        for tokens in padded_and_short()
-        for site in LayerStream(model, arch, tokens, [0], view=arch.mixture)
+        statistics(site) for tokens in padded_and_short() for site in stream_of(model, tokens, [0])
     )
     assert torch.equal(padded["calls_E"], short["calls_E"])
     assert torch.equal(padded["logits_TX"][:, 8:], short["logits_TX"][:, 8:])
@@ -106,11 +87,10 @@ def test_tokens_keep_their_experts_where_there_is_padding(model):
 
 def test_residual_streams_are_those_of_real_tokens(model):
     """This architecture has several; padding is left out of all of them."""
-    arch = moe_arch(model.config)
     padded, short = (
         torch.cat([*site.residuals()])
         for tokens in padded_and_short()
-        for site in LayerStream(model, arch, tokens, [1], view=arch.mixture)
+        for site in stream_of(model, tokens, [1])
     )
     assert len(padded) == model.config.hc_mult * TEXT.input_ids[:, :24].numel()
     torch.testing.assert_close(padded, short)

@@ -1,24 +1,20 @@
 """ToMoE: what its modules mean, that training and conversion agree, and the laws of its parts."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import VOCAB, configured, converted, losses_of, saved, tiny_model
 from shrunken import small_model
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moesaic
+from moesaic import MoesaicError, Plan, Tokens, ToMoEConfig
 from moesaic.arch.lookup import dense_arch
 from moesaic.carving.overlapping_layer import OverlappingFFN, OverlappingLayer, set_form
-from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MEDIAN
 from moesaic.carving.tomoe.method import (
     active_ratio_at,
@@ -28,10 +24,7 @@ from moesaic.carving.tomoe.method import (
     threshold_for,
 )
 from moesaic.carving.tomoe.student import MaskingHooks, Student, layer_shapes
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.metrics.score import model_size
-from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 from moesaic.train.loop import last_checkpoint
 
@@ -40,11 +33,11 @@ SHORT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ids(rows: int = 6, length: int = 24) -> Tensor:
+def ids(rows=6, length=24):
     return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def student_of(model: Any, **options: Any) -> Student:
+def student_of(model, **options):
     """Untrained, its logits spread so that about half of every mask is off."""
     student = Student(
         model, dense_arch(model.config), configured(ToMoEConfig, **{**SHORT, **options})
@@ -64,13 +57,13 @@ def student_of(model: Any, **options: Any) -> Student:
     return student.eval()
 
 
-def carved(model: Any, **options: Any) -> Any:
+def carved(model, **options):
     """What carving makes of a model in a few steps."""
     config = configured(ToMoEConfig, **{**SHORT, **options})
     return moesaic.carve(model, config, calibration=ids())
 
 
-def decided(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple[Any, Any]:
+def decided(student, tokens, threshold=0.0):
     """What becomes of a student: the base with its layers converted, and these."""
     arch, base = dense_arch(student.base.config), copy.deepcopy(student.base)
     logits = student.head_logits(tokens)
@@ -87,7 +80,7 @@ def decided(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple[A
 # --- the student ---------------------------------------------------------------------------------
 
 
-def test_at_first_every_expert_is_the_whole_ffn(model_type: str) -> None:
+def test_at_first_every_expert_is_the_whole_ffn(model_type):
     model = tiny_model(model_type)
     dense = model(ids()).logits
     student = Student(model, dense_arch(model.config), configured(ToMoEConfig, experts=3)).eval()
@@ -99,7 +92,7 @@ def test_at_first_every_expert_is_the_whole_ffn(model_type: str) -> None:
     assert loss["terms"]["parameters"].item() == pytest.approx(math.log(1 / 0.6), abs=1e-2)
 
 
-def test_masks_of_ones_are_the_dense_model_exactly() -> None:
+def test_masks_of_ones_are_the_dense_model_exactly():
     model = tiny_model("llama")
     dense = model(ids()).logits
     student = Student(
@@ -109,7 +102,7 @@ def test_masks_of_ones_are_the_dense_model_exactly() -> None:
     assert torch.equal(student.eval().logits(ids()), dense)
 
 
-def test_only_the_modules_learn() -> None:
+def test_only_the_modules_learn():
     student = student_of(tiny_model("llama"))
     student.base.requires_grad_(False)
     student.train()(ids(), ids())["loss"].backward()
@@ -118,7 +111,7 @@ def test_only_the_modules_learn() -> None:
     assert all(g is not None and g.abs().sum() > 0 for g in grads.values()), grads.keys()
 
 
-def test_neurons_that_are_off_learn_from_the_teacher() -> None:
+def test_neurons_that_are_off_learn_from_the_teacher():
     student = student_of(tiny_model("llama"), parameters=0.0, union=0.0, balance=0.0)
     student.base.requires_grad_(False)
     student.base.eval()
@@ -139,23 +132,22 @@ class ByHand:
     Made of a student's modules alone: nothing of the layer kind or of what it installs.
     """
 
-    def __init__(self, student: Student, layers: Any) -> None:
+    def __init__(self, student, layers):
         self.student, self.layers = student, layers
 
-    def _layer(self, index: int) -> OverlappingLayer:
+    def _layer(self, index):
         layer = self.layers[index]
         assert isinstance(layer, OverlappingLayer)
         return layer
 
-    def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
+    def ffn(self, index, x_BLD):
         masking, layer = self.student.masking, self._layer(index)
-        assert layer.experts_NW is not None
         logits_NM = masking.expert_logits(index)
         width = layer.experts_NW.shape[1]
         on_NM = torch.zeros_like(logits_NM).scatter(1, logits_NM.topk(width).indices, 1)
         return on_NM[masking.mlp_modules(index).router(x_BLD).argmax(-1)]
 
-    def attention(self, index: int, x_BLD: Tensor) -> dict[str, Tensor]:
+    def attention(self, index, x_BLD):
         masking, layer = self.student.masking, self._layer(index)
         heads = masking.shapes[index].heads
         shift = masking.config.head_bias + MEDIAN
@@ -174,7 +166,7 @@ class ByHand:
 
 
 @torch.no_grad()
-def test_the_converted_model_is_its_masks(model_type: str) -> None:
+def test_the_converted_model_is_its_masks(model_type):
     """T4: three experts, and dimensions that every token chooses, against masks over the base."""
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
@@ -195,7 +187,7 @@ def test_the_converted_model_is_its_masks(model_type: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "olmo2", "phi"])
-def test_queries_and_keys_are_masked_after_their_norm(model_type: str) -> None:
+def test_queries_and_keys_are_masked_after_their_norm(model_type):
     """S17: the norm's mean counted zeros; kept dimensions came out 1.45 times too large.
 
     Of the first layer, whose input no mask has touched, every query and key is the dense model's.
@@ -204,8 +196,8 @@ def test_queries_and_keys_are_masked_after_their_norm(model_type: str) -> None:
     model = tiny_model(model_type, **changes)
     names = dense_arch(model.config).attention
 
-    def normalised(of: Any, run: Any) -> list[Tensor]:
-        seen: list[Tensor] = []
+    def normalised(of, run):
+        seen = []
         first = of.model.layers[0].self_attn
         norms = [getattr(first, name) for name in (names.q_norm, names.k_norm)]
         handles = [n.register_forward_hook(lambda _, a, out: seen.append(out)) for n in norms]
@@ -226,7 +218,7 @@ def test_queries_and_keys_are_masked_after_their_norm(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2"])
-def test_rows_that_a_norm_needs_cannot_go(model_type: str) -> None:
+def test_rows_that_a_norm_needs_cannot_go(model_type):
     """S17, for plans that are not ToMoE's."""
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
@@ -237,7 +229,7 @@ def test_rows_that_a_norm_needs_cannot_go(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["routed", "none"])
-def test_pseudo_moe_and_moe_agree(attention: str) -> None:
+def test_pseudo_moe_and_moe_agree(attention):
     student = student_of(tiny_model("llama"), attention=attention)
     result, _ = decided(student, Tokens(ids()))
     set_form(result, "moe")
@@ -250,12 +242,11 @@ def test_pseudo_moe_and_moe_agree(attention: str) -> None:
         torch.testing.assert_close(pseudo, logits, rtol=0, atol=1e-4)
 
 
-def test_widths_are_equal_and_experts_lie_inside_the_union() -> None:
+def test_widths_are_equal_and_experts_lie_inside_the_union():
     student = student_of(tiny_model("llama"))
     _, layers = decided(student, Tokens(ids()))
     for i, layer in layers.items():
         assert isinstance(layer, OverlappingLayer)
-        assert layer.experts_NW is not None
         logits = student.masking.expert_logits(i) + student.masking.config.bias + 0.36651
         widest = int((logits > 0).sum(-1).max())
         assert layer.experts_NW.shape == (3, widest)
@@ -264,7 +255,7 @@ def test_widths_are_equal_and_experts_lie_inside_the_union() -> None:
             assert own[expert].min() >= own[~torch.isin(torch.arange(64), expert)].max()
 
 
-def test_the_budget_is_met_and_counted_as_everywhere() -> None:
+def test_the_budget_is_met_and_counted_as_everywhere():
     model = tiny_model("llama")
     student = student_of(model)
     logits = student.head_logits(Tokens(ids()))
@@ -280,7 +271,7 @@ def test_the_budget_is_met_and_counted_as_everywhere() -> None:
     assert counted.router_parameters > 0
 
 
-def test_materialised_experts_are_the_shared_ones() -> None:
+def test_materialised_experts_are_the_shared_ones():
     logits = []
     for materialize in (False, True):
         student = student_of(tiny_model("llama"), materialize=materialize)
@@ -294,7 +285,7 @@ def test_materialised_experts_are_the_shared_ones() -> None:
     assert made.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
 
 
-def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
+def test_copies_beside_whole_attention_are_a_mixtral(tmp_path):
     result = carved(tiny_model("mistral"), attention="none", materialize=True)
     result.save(tmp_path / "carved")
     made = moesaic.export(str(tmp_path / "carved"), tmp_path / "native")
@@ -311,7 +302,7 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path):
     for step in (8, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
     assert last_checkpoint(tmp_path) is None
@@ -319,7 +310,7 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
 
 
-def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
+def test_a_bfloat16_model_stays_one(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     result = carved(model, recompute=True)
@@ -333,7 +324,7 @@ def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
     assert torch.equal(loaded.eval()(ids()).logits, expected)
 
 
-def test_recomputing_changes_nothing_but_memory() -> None:
+def test_recomputing_changes_nothing_but_memory():
     """Dropout is kept off as well, and the same masks are tossed again."""
     plain, again = (
         losses_of(carved(tiny_model("phi", resid_pdrop=0.5), recompute=recompute))
@@ -343,7 +334,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_the_curves_of_the_losses_are_kept() -> None:
+def test_the_curves_of_the_losses_are_kept():
     """In an order that a checkpoint, which sorts names, does not change."""
     losses = losses_of(carved(tiny_model("llama"), accumulate=2))
     assert [line["step"] for line in losses] == [1, 2, 3, 4, 5, 6]
@@ -353,7 +344,7 @@ def test_the_curves_of_the_losses_are_kept() -> None:
         assert [*line] == ["loss", *sorted(line.keys() - {"loss"})]
 
 
-def test_other_masks() -> None:
+def test_other_masks():
     result = carved(tiny_model("llama"), published=True, noise=False, steps=2)
     assert result.model(ids()).logits.isfinite().all()
     assert model_size(result.model).active_ratio == pytest.approx(0.7, abs=0.02)
@@ -361,7 +352,7 @@ def test_other_masks() -> None:
     assert any(h["rows"] or h["head_top_k"] for h in headers)
 
 
-def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
+def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path):
     """Sec. 4.1, App. A.3 and C; and what it makes is saved and gives its tosses again."""
     bundle = dict(ToMoEConfig.bundles["paper"])
     config = configured(ToMoEConfig, **bundle)
@@ -391,7 +382,7 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "attention"), [("llama", "routed"), ("qwen3", "routed"), ("phi", "none")]
 )
-def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> None:
+def test_targets_out_of_reach_are_refused(model_type, attention):
     """S12: 0.1 with attention=none came out as 0.344, without a word."""
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
@@ -413,7 +404,7 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
     assert summary["active"] == pytest.approx(least + 0.01, abs=0.06)
 
 
-def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_other() -> None:
+def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_other():
     kinds = {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}
     for changes in kinds:
         model = small_model("falcon", **changes)
@@ -423,9 +414,7 @@ def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_ot
     assert layer_shapes(model, dense_arch(model.config))[0].heads.keys == 1
 
 
-def test_a_comparison_out_of_reach_is_refused_before_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_comparison_out_of_reach_is_refused_before_training(monkeypatch):
     monkeypatch.setattr("moesaic.carving.tomoe.method.learn", pytest.fail)
     config = configured(ToMoEConfig, **{**SHORT, "active": 0.4})
     with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):

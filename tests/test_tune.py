@@ -1,31 +1,22 @@
 """Laws of training: exactly what should train does, masks, resuming, several processes."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, losses_of, tiny_model, tiny_moe
+from builders import examples, losses_of, tiny_model, tiny_moe
 
 import moesaic
+from moesaic import CondenseConfig, MoesaicError, MoREConfig, Plan, SkipConfig, TuneConfig
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.carving.more.config import MoREConfig
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.methods.condense.config import CondenseConfig
-from moesaic.methods.skip.config import SkipConfig
 from moesaic.modules.running import always_skipping
-from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.train.learning import Schedule, collate, distillation_loss
 from moesaic.train.loop import _arguments, _learning
 from moesaic.train.text import training_text
-from moesaic.train.tune.config import TuneConfig
 from moesaic.train.tune.method import factors, outside
 
 pytestmark = pytest.mark.filterwarnings(
@@ -33,25 +24,20 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def rows(count: int = 16, length: int = 20) -> list[dict[str, list[int]]]:
-    ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
-    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
-
-
-def condensed_model(model_type: str, tokens: Tokens, keep: str = "shared+routed") -> Any:
+def condensed_model(model_type, tokens, keep="shared+routed"):
     return moesaic.condense(
         tiny_moe(model_type), CondenseConfig(count=1, keep=keep), calibration=tokens
     )
 
 
-def changed(before: Any, after: Any) -> set[str]:
+def changed(before, after):
     old, new = before.state_dict(), after.state_dict()
     assert old.keys() == new.keys()
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v2", "granitemoeshared", "mixtral"])
-def test_only_the_condensed_layers_projections_train(model_type: str, tokens: Tokens) -> None:
+def test_only_the_condensed_layers_projections_train(model_type, tokens):
     result = condensed_model(model_type, tokens)
     arch = moe_arch(result.model.config)
     (i,) = result.summary["layers"]
@@ -60,7 +46,7 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     }
     before = copy.deepcopy(result.model)
     config = TuneConfig(steps=3, batch=4, lr=1e-2)
-    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
+    tuned = moesaic.tune(result.model, config, text=examples(), plan=result.plan)
     assert changed(before, tuned.model) == projections
     width = result.plan.layers[i].width
     assert tuned.summary["training"]["trained_parameters"] == 3 * 32 * width
@@ -69,7 +55,7 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     )
 
 
-def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> None:
+def test_a_step_is_that_of_the_experts_without_their_weights(tokens):
     """AdamW on the folded layer, g outside, moves what runs as AdamW on Eq. 3's own parts does."""
     given = moesaic.condense(
         tiny_moe("qwen2_moe"),
@@ -88,7 +74,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> 
     g = [layer.shared_scale, *layer.gates_K.tolist()]
     F = torch.nn.functional
 
-    def unfolded() -> torch.Tensor:
+    def unfolded():
         return sum(
             s * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
             for s, (gate, up, down) in zip(g, parts, strict=True)
@@ -122,7 +108,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(tokens: Tokens) -> 
     torch.testing.assert_close(own[2][:, : folded.shape[1]], folded, rtol=1e-3, atol=1e-4)
 
 
-def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path: Path) -> None:
+def test_what_was_condensed_before_another_step_trains(tokens, tmp_path):
     """With its weights outside, which are after the shared path's, while those are as many."""
     condensed = condensed_model("deepseek_v2", tokens)
     (i,) = condensed.summary["layers"]
@@ -133,7 +119,7 @@ def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path:
     skips.save(tmp_path / "skips")
     plan = Plan.load(tmp_path / "skips")
     assert i not in plan.layers
-    tuned = moesaic.tune(str(tmp_path / "skips"), TuneConfig(steps=1), text=rows())
+    tuned = moesaic.tune(str(tmp_path / "skips"), TuneConfig(steps=1), text=examples())
     assert tuned.summary["training"]["layers"] == [i]
     arch, config = base_arch(tuned.model.config), tuned.model.config
     assert torch.equal(factors(arch, config, plan)[i], g[i])
@@ -143,25 +129,25 @@ def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path:
     assert factors(arch, config, later) == {}
 
 
-def test_layer_drop_trains_its_attention_alone(tokens: Tokens) -> None:
+def test_layer_drop_trains_its_attention_alone(tokens):
     result = condensed_model("mixtral", tokens, keep="attention")
     (i,) = result.summary["layers"]
     before = copy.deepcopy(result.model)
     config = TuneConfig(what="attention", steps=2, batch=8, lr=1e-2)
-    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
+    tuned = moesaic.tune(result.model, config, text=examples(), plan=result.plan)
     names = {f"model.layers.{i}.self_attn.{p}_proj.weight" for p in "qkvo"}
     assert changed(before, tuned.model) == names
     dropped = condensed_model("mixtral", tokens, keep="nothing")
     with pytest.raises(MoesaicError, match="no condensed layers with attention"):
-        moesaic.tune(dropped.model, config, text=rows(), plan=dropped.plan)
+        moesaic.tune(dropped.model, config, text=examples(), plan=dropped.plan)
 
 
-def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
+def test_zeros_that_fill_a_width_up_stay_zeros(tokens):
     model = tiny_moe("deepseek_v2", intermediate_size=64)
     result = moesaic.condense(model, CondenseConfig(count=1, candidates=(1,)), calibration=tokens)
     assert result.plan.layers[1].width == 64
     tuned = moesaic.tune(
-        result.model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan
+        result.model, TuneConfig(steps=3, lr=1e-2), text=examples(), plan=result.plan
     ).model
     ffn = tuned.model.layers[1].mlp
     assert not ffn.gate_proj.weight[16:].any()
@@ -169,7 +155,7 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     assert ffn.down_proj.weight[:, :16].any()
 
 
-def test_routers_learn_from_the_original() -> None:
+def test_routers_learn_from_the_original():
     original = tiny_moe("deepseek_v3")
     student = copy.deepcopy(original)
     gates = {f"model.layers.{i}.mlp.gate.weight" for i in (1, 2)}
@@ -179,11 +165,11 @@ def test_routers_learn_from_the_original() -> None:
             weight.mul_(0.2)
     before = copy.deepcopy(student)
     config = TuneConfig(what="routers", teacher="given", steps=12, batch=16, lr=2e-2)
-    tuned = moesaic.tune(student, config, text=rows(), teacher=original)
+    tuned = moesaic.tune(student, config, text=examples(), teacher=original)
     assert changed(before, tuned.model) == gates
     losses = [step["loss"] for step in losses_of(tuned)]
     assert losses[-1] < losses[0]
-    ids = torch.tensor([row["input_ids"] for row in rows()])
+    ids = torch.tensor([row["input_ids"] for row in examples()])
     with torch.no_grad():
         student, teacher = before(ids).logits, original(ids).logits
         count = ids[:, 1:].numel()
@@ -193,16 +179,16 @@ def test_routers_learn_from_the_original() -> None:
 
 
 @pytest.mark.parametrize(("router", "top_k"), [("cosine", 1), ("ridge", 3)])
-def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) -> None:
+def test_a_carved_models_routers_learn(router, top_k, tokens):
     """Only they change, towards the original, and what trains is what runs at decoding."""
     original = tiny_model("llama")
     config = MoREConfig(experts=8, top_k=top_k, layers="all", router=router, refit=True)
     student = moesaic.carve(original, config, calibration=tokens).model
     before = copy.deepcopy(student)
     options = TuneConfig(what="routers", teacher="given", steps=25, batch=16, lr=3e-3)
-    tuned = moesaic.tune(student, options, text=rows(), teacher=original)
+    tuned = moesaic.tune(student, options, text=examples(), teacher=original)
     assert changed(before, tuned.model) == {f"model.layers.{i}.mlp.router.weight" for i in range(4)}
-    ids = torch.tensor([row["input_ids"] for row in rows()])
+    ids = torch.tensor([row["input_ids"] for row in examples()])
     lost = []
     with torch.no_grad():
         target = original(ids).logits
@@ -215,60 +201,62 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens) -> None:
+def test_lora_is_merged_and_all_is_all(what, tokens):
     result = condensed_model("qwen2_moe", tokens)
     before = copy.deepcopy(result.model)
-    tuned = moesaic.tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), text=rows())
+    tuned = moesaic.tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), text=examples())
     names = changed(before, tuned.model)
     assert any(".q_proj." in name for name in names)
     assert any(".embed_tokens." in name for name in names) == (what == "all")
 
 
-def test_low_rank_updates_start_at_the_seed_alone() -> None:
+def test_low_rank_updates_start_at_the_seed_alone():
     """Not at whatever drew random numbers before them."""
     model, weights = tiny_model("llama"), []
     for before, seed in ((0, 0), (1, 0), (0, 1)):
         torch.manual_seed(before)
         state = torch.random.get_rng_state()
         config = TuneConfig(what="lora", steps=2, lr=1e-2, seed=seed)
-        tuned = moesaic.tune(model, config, text=rows())
+        tuned = moesaic.tune(model, config, text=examples())
         assert torch.equal(torch.random.get_rng_state(), state)
         weights.append(tuned.model.model.layers[0].self_attn.q_proj.weight)
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
+def test_a_dense_model_trains_by_lora_but_has_no_routers():
     model = tiny_model("llama")
-    assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=rows()))
+    assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=examples()))
     with pytest.raises(MoesaicError, match="no routers that learn"):
-        moesaic.tune(model, TuneConfig(what="routers", teacher="given"), text=rows(), teacher=model)
+        moesaic.tune(
+            model, TuneConfig(what="routers", teacher="given"), text=examples(), teacher=model
+        )
 
 
-def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:
+def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens):
     result = condensed_model("deepseek_v2", tokens)
     model = result.model.to(torch.bfloat16)
     before = copy.deepcopy(model)
-    tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan)
+    tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=examples(), plan=result.plan)
     assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
     assert changed(before, tuned.model)
 
 
-def test_parameters_get_their_type_back_however_it_ends() -> None:
+def test_parameters_get_their_type_back_however_it_ends():
     model = tiny_moe("mixtral").to(torch.bfloat16)
     with suppress(KeyboardInterrupt), _learning(model, dict(model.named_parameters()), "cpu"):
         raise KeyboardInterrupt
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_processor_with_a_number_is_one(tmp_path: Path) -> None:
+def test_a_processor_with_a_number_is_one(tmp_path):
     assert _arguments(Schedule.of(TuneConfig(steps=1)), tmp_path, "cpu:0", half=False).use_cpu
 
 
 # --- what is predicted ---------------------------------------------------------------------------
 
 
-def test_padding_is_not_predicted(tokenizer: Any) -> None:
+def test_padding_is_not_predicted(tokenizer):
     """Nor are prompts: test_text.py. Of plain text every token is."""
     data = [{"question": "Why?", "answer": "Because of it."}, {"text": "plain text " * 200}]
     examples = training_text(data, tokenizer, 512, answers=True)
@@ -278,10 +266,10 @@ def test_padding_is_not_predicted(tokenizer: Any) -> None:
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
 
-def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
+def test_loss_is_the_mean_over_answers_alone(tokens):
     """Of two texts of different length, as one batch and as two accumulated."""
     result = condensed_model("deepseek_v2", tokens)
-    short, long = rows(2, 20)
+    short, long = examples(2, 20)
     short = {"input_ids": short["input_ids"][:9], "labels": [-100] * 5 + short["input_ids"][5:9]}
     total, count = 0.0, 0
     with torch.no_grad():
@@ -305,12 +293,10 @@ def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 @pytest.mark.parametrize(("model_type", "what"), [("mixtral", "all"), ("qwen2_moe", "lora")])
-def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(
-    model_type: str, what: str
-) -> None:
+def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(model_type, what):
     """However its batches are divided; transformers would add what balances its experts."""
     model = tiny_moe(model_type, output_router_logits=True, router_aux_loss_coef=0.5)
-    texts = rows(8)
+    texts = examples(8)
     ids = torch.tensor([row["input_ids"] for row in texts])
     with torch.no_grad():
         logits = model(ids, output_router_logits=False).logits[:, :-1]
@@ -323,7 +309,7 @@ def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(
         assert changed(model, tuned.model)
 
 
-def test_gradients_are_clipped_at_what_is_said() -> None:
+def test_gradients_are_clipped_at_what_is_said():
     for clip in (1.0, 0.0, 0.25):
         schedule = Schedule.of(TuneConfig(clip=clip))
         assert _arguments(schedule, Path("unused"), "cpu", False).max_grad_norm == clip
@@ -332,8 +318,8 @@ def test_gradients_are_clipped_at_what_is_said() -> None:
 
 @pytest.mark.parametrize("verb", ["tune", "tomoe", "slim"])
 def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
-    verb: str, llama_folder: Path, tmp_path: Path, command: Any
-) -> None:
+    verb, llama_folder, tmp_path, refused
+):
     lines = {
         "tune": ["tune", "-o", "what=all", "-o", "steps=1", "-o", "length=300"],
         "tomoe": ["carve", "--method", "tomoe", "--recipe", "paper", "--active", "0.8"],
@@ -341,13 +327,12 @@ def test_windows_beyond_the_positions_are_refused_by_the_dry_run_too(
     }
     first, *options = lines[verb]
     for how in (["--dry-run"], []):
-        code, _, err = command(first, llama_folder, tmp_path / "out", *options, *how)
-        assert code == 2, err
-        assert "is beyond the model's 256 positions" in err
+        said = "is beyond the model's 256 positions"
+        refused(said, first, llama_folder, tmp_path / "out", *options, *how)
     assert not (tmp_path / "out").exists()
 
 
-def test_unasked_windows_are_no_longer_than_the_positions(tokenizer: Any) -> None:
+def test_unasked_windows_are_no_longer_than_the_positions(tokenizer):
     model = tiny_model("llama")
     tuned = moesaic.tune(
         model, TuneConfig(what="all", steps=1, batch=1), text="prose", tokenizer=tokenizer

@@ -32,55 +32,38 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 64},
     "qwen2_moe": {
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 96,
-        "mlp_only_layers": [],
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96, "mlp_only_layers": [],
     },
     "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 32},
     "deepseek_v3": {
-        "moe_intermediate_size": 64,
-        "intermediate_size": 128,
-        "num_key_value_heads": 4,
+        "moe_intermediate_size": 64, "intermediate_size": 128, "num_key_value_heads": 4,
         # On a CPU, vLLM has this attention for these two alone, which are the published model's.
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 32,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "q_lora_rank": 32, "qk_nope_head_dim": 128, "v_head_dim": 128,
     },
     "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32},
     "gpt_oss": {
         "num_hidden_layers": 4,  # without the third, attention does not alternate
-        "intermediate_size": 64,
-        "head_dim": 32,
+        "intermediate_size": 64, "head_dim": 32,
         # mlx-lm and llama.cpp round YaRN's bounds, which shows in heads this small.
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150_000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": True,
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": True,
         },
     },
     "olmoe": {"intermediate_size": 64, "num_key_value_heads": 4},
     "granitemoe": {"intermediate_size": 64},
     "granitemoeshared": {"intermediate_size": 64, "shared_intermediate_size": 96},
     "qwen3_next": {
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 96,
-        "head_dim": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96, "head_dim": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     },
     "gemma4_text": {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32},
-}
+}  # fmt: skip
 DENSE: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 256, "mlp_bias": False},
-    "qwen2": {"intermediate_size": 256},
+    "llama": {"intermediate_size": 256, "mlp_bias": False}, "qwen2": {"intermediate_size": 256},
     "qwen3": {"intermediate_size": 256, "head_dim": 32},
-}
+}  # fmt: skip
 FORMATS = {
     "deepseek_v3 in FP8": "fp8",
     "qwen3_moe in FP8": "fp8",

@@ -5,8 +5,6 @@ for it. All models of an engine are answered by one process (``ask.py``), since 
 time is spent on its imports.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, FORMATS, REFUSED, Form, make
+from models import CASES, FORMATS, REFUSED, make
 
 from moesaic.io.source import resolve
 
@@ -53,7 +51,7 @@ HERE_ALONE = {
 """Errors that say something of the machine, and what."""
 
 
-def absent(engine: str) -> str:
+def absent(engine):
     """Why an engine cannot be tried here; empty if it can."""
     if not ENGINES[engine].exists():
         return f"make test-{engine} sets it up"
@@ -64,10 +62,10 @@ def absent(engine: str) -> str:
     return ""
 
 
-def asked(engine: str, folders: dict[str, Path], place: Path) -> tuple[str, dict[str, Any]]:
+def asked(engine, folders, place):
     """An engine's version, and its answers by name; one for those that ended its process, too."""
     request, lines = place / "request.json", place / "answers.jsonl"
-    answers: dict[str, Any] = {}
+    answers = {}
     version = ""
     while left := {name: str(folder) for name, folder in folders.items() if name not in answers}:
         request.write_text(json.dumps({"models": left, "prompt": PROMPT, "new_tokens": NEW}))
@@ -96,7 +94,7 @@ def asked(engine: str, folders: dict[str, Path], place: Path) -> tuple[str, dict
 
 
 @torch.inference_mode()
-def reference(made: Form) -> dict[str, Any]:
+def reference(made):
     """What the result itself answers, by our own code where it is of no architecture's class."""
     model = resolve(str(made.source)).load(dtype=torch.float32)
     ids = torch.tensor([PROMPT])
@@ -110,7 +108,7 @@ def reference(made: Form) -> dict[str, Any]:
 class Trial:
     """Results by case, and what every engine answers to those that a session asks for."""
 
-    def __init__(self, wanted: set[tuple[str, str, str]], place: Path) -> None:
+    def __init__(self, wanted, place):
         self.wanted, self.place = wanted, place
         self.answers: dict[str, Any] = {}
         self.versions: dict[str, str] = {}
@@ -118,7 +116,7 @@ class Trial:
         self.made = cache(partial(make, place=place))
         self.reference = cache(lambda model, verb: reference(self.made(model, verb)))
 
-    def answer(self, engine: str, model: str, verb: str) -> Any:
+    def answer(self, engine, model, verb):
         if engine not in self.answers:
             cases = sorted(case[1:] for case in self.wanted if case[0] == engine)
             folders = {" ".join(c): f for c in cases if (f := self.made(*c).folder_for(engine))}
@@ -127,7 +125,7 @@ class Trial:
             self.versions[engine], self.answers[engine] = asked(engine, folders, place)
         return self.answers[engine][f"{model} {verb}"]
 
-    def write(self, file: Path) -> None:
+    def write(self, file):
         """Add what was found to what other sessions found."""
         record = json.loads(file.read_text("utf-8")) if file.exists() else {}
         record["made_by"] = "make test-vllm test-mlx test-llamacpp"
@@ -140,7 +138,7 @@ class Trial:
 
 
 @pytest.fixture(scope="session")
-def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trial(request, tmp_path_factory):
     wanted = {
         tuple(item.callspec.params[name] for name in ("engine", "model", "verb"))
         for item in request.session.items
@@ -154,7 +152,7 @@ def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         trial.write(Path(os.environ[RECORD]))
 
 
-def trouble(engine: str, model: str, answer: Any, wanted: Any) -> str:
+def trouble(engine, model, answer, wanted):
     """What is wrong with an answer; empty if nothing is."""
     if "error" in answer:
         return str(answer["error"])
@@ -170,9 +168,7 @@ def trouble(engine: str, model: str, answer: Any, wanted: Any) -> str:
 
 @pytest.mark.parametrize(("model", "verb"), CASES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_computes_what_the_result_does(
-    engine: str, model: str, verb: str, trial: Trial
-) -> None:
+def test_an_engine_computes_what_the_result_does(engine, model, verb, trial):
     """Or it lacks something that the last record says of it, too."""
     if why := absent(engine):
         pytest.skip(why)

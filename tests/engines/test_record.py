@@ -9,7 +9,7 @@ from test_engines import ENGINES
 RECORD = Path(__file__).parents[2] / "benchmarks/engines.json"
 
 
-def test_every_verb_was_tried_on_every_model_in_every_engine() -> None:
+def test_every_verb_was_tried_on_every_model_in_every_engine():
     record = json.loads(RECORD.read_text("utf-8"))
     tried = {
         (engine, model, verb)

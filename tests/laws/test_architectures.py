@@ -1,24 +1,12 @@
 """Laws of every architecture of the tables, and of any that a new entry adds."""
 
-from __future__ import annotations
-
 import copy
 import json
 
 import pytest
 import torch
 import transformers
-from builders import (
-    DENSE,
-    MOE,
-    any_model,
-    converted,
-    equal,
-    logits,
-    saved,
-    tiny_model,
-    whole_plan,
-)
+from builders import DENSE, MOE, any_model, converted, equal, logits, saved, tiny_model, whole_plan
 from contract import STEPS
 from transformers import AutoConfig
 from transformers.models.auto import CONFIG_MAPPING

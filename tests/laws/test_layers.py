@@ -1,21 +1,19 @@
 """Laws of every layer kind: live is disk, counted is said, and what is said is true."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import disk_offload
 from builders import (
+    applied,
     carved_layer,
     condensed_layer,
     configured,
@@ -30,45 +28,42 @@ from builders import (
     tiny_moe,
 )
 from cases import config_of, many_tokens
-from torch import Tensor, nn
+from torch import nn
 
 import moesaic
+from moesaic import MoesaicError, Plan, ToMoEConfig
 from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.carving.overlapping_layer import OverlappingLayer
-from moesaic.carving.tomoe.config import ToMoEConfig
-from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
 from moesaic.metrics.score import model_size
 from moesaic.observation.stream import LayerStream
-from moesaic.plan import Plan
 from moesaic.plans.base import KINDS, LayerPlan
 from moesaic.plans.condensed import NO_FFN, DroppedLayer
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up
 from moesaic.record import WEIGHTS
-from moesaic.result import save_applied
 from moesaic.surgery import base_shape, headers_of
 
 Sample = tuple[Any, dict[int, LayerPlan]]
 """A tiny model and its layers that are converted."""
 
 
-def dense(layer: Callable[[int], LayerPlan], model_type: str = "llama", **changes: Any) -> Sample:
+def dense(layer, model_type="llama", **changes):
     return tiny_model(model_type, **changes), {i: layer(i) for i in (1, 3)}
 
 
-def mixture(layer: LayerPlan, model_type: str = "mixtral") -> Sample:
+def mixture(layer, model_type="mixtral"):
     return tiny_moe(model_type), {2: layer}
 
 
-def shared_weights(i: int, **options: Any) -> OverlappingLayer:
+def shared_weights(i, **options):
     generator = torch.Generator().manual_seed(i)
     experts = torch.stack([torch.randperm(64, generator=generator)[:24].sort().values] * 2)
     experts[1] = torch.randperm(64, generator=generator)[:24].sort().values
     return OverlappingLayer(experts, torch.randn(2, 32, generator=generator), **options)
 
 
-def cut_attention() -> Sample:
+def cut_attention():
     model = tiny_model("llama")
     given = asdict(config_of("carve.tomoe"))
     config = configured(ToMoEConfig, **given, head_bias=3.0)  # else attention is kept whole
@@ -76,22 +71,22 @@ def cut_attention() -> Sample:
     return model, dict(plan.layers)
 
 
-def some_neurons(width: int, keep: int, seed: int) -> torch.Tensor:
+def some_neurons(width, keep, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(width, generator=generator)[:keep].sort().values
 
 
-def narrow_layer(i: int, **options: Any) -> CutLayer:
+def narrow_layer(i, **options):
     return CutLayer(None, some_neurons(64, 24, i)[None], 64, **options)
 
 
-def uneven_layer() -> CutLayer:
+def uneven_layer():
     widths = (3, 8, 1, 8, 5, 2, 7, 6)
     rows = [filled_up(some_neurons(16, w, i), 8) for i, w in enumerate(widths)]
     return CutLayer(torch.arange(8), torch.stack(rows), 16, uneven=True)
 
 
-def slim_layer(kept: Any, **options: Any) -> CutLayer:
+def slim_layer(kept, **options):
     neurons = torch.stack([some_neurons(16, 8, i) for i in kept])
     return CutLayer(torch.tensor([*kept]), neurons, 16, **options)
 
@@ -189,19 +184,19 @@ BY_DAY = {
 """One sample of each form of tensors; the others are tried by ``make test-all``."""
 
 
-def by_day(kind: str, name: str) -> Any:
+def by_day(kind, name):
     marks = () if name in BY_DAY[kind] else pytest.mark.nightly
     return pytest.param((kind, name), id=f"{kind}: {name}", marks=marks)
 
 
 @cache
-def _made(kind: str, name: str) -> Sample:
+def _made(kind, name):
     torch.manual_seed(0)
     return SAMPLES[kind][name]()
 
 
 @pytest.fixture(params=[by_day(*case) for case in CASES])
-def sample(request) -> Sample:
+def sample(request):
     """A model as the base has it, which a test may change, and layers of one kind."""
     model, layers = _made(*request.param)
     assert {layer.kind for layer in layers.values()} == {request.param[0]}
@@ -219,10 +214,7 @@ def test_live_is_disk_bitwise(sample, tokens, tmp_path):
     """Converted in memory and saved, or converted tensor by tensor from disk to disk."""
     model, layers = sample
     model.save_pretrained(tmp_path / "base", max_shard_size="50KB")
-    arch = base_arch(model.config)
-    plan = Plan("test", base_shape(model, arch), layers)
-    (tmp_path / "disk").mkdir()
-    save_applied(moesaic.io.source.Source("base", tmp_path / "base"), plan, tmp_path / "disk")
+    applied(tmp_path / "base", model, layers, tmp_path / "disk")
     saved(tmp_path / "live", model, layers)
     wanted = logits(model, tokens)
     for name in ("live", "disk"):  # names in files may differ: mlp or block_sparse_moe
@@ -321,7 +313,7 @@ def test_a_second_layer_is_added_to_the_first(sample):
 # --- what is said of it --------------------------------------------------------------------------
 
 
-def own_modules(layer: nn.Module, plan: LayerPlan, arch: Any) -> dict[str, nn.Module]:
+def own_modules(layer, plan, arch):
     """The modules under what the plan changes, routers left out."""
     routed = type(plan).routed(layer, arch, plan.header())
     routers = set() if routed is None else set(routed.router.modules())
@@ -384,7 +376,7 @@ def test_use_is_counted_from_the_tensors(sample):
     assert 0 < size.active_ratio <= 1
 
 
-def bias_of(layer: nn.Module) -> list[Tensor]:
+def bias_of(layer):
     """Biases of experts that lie in matrices of their own."""
     names = ("gate_up_proj_bias", "down_proj_bias")
     return [p for name, p in layer.named_parameters() if name.endswith(names)]
@@ -438,7 +430,7 @@ WRONG: dict[type, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def hostile(layer: LayerPlan) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+def hostile(layer):
     """The plan of a layer as somebody else might send it, one thing of it at a time."""
     header, tensors = layer.header(), layer.tensors()
     for key, value in header.items():
@@ -459,11 +451,11 @@ def hostile(layer: LayerPlan) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize(("kind", "name"), HOSTILE)
-def test_a_plan_of_a_strangers_fits_or_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_plan_of_a_strangers_fits_or_is_refused(kind, name, tmp_path):
     """In words, before anything large is made of it; what is made can be loaded."""
     model, layers = _made(kind, name)
     model.save_pretrained(tmp_path / "base")
-    base, arch = resolve(str(tmp_path / "base")), base_arch(model.config)
+    base = resolve(str(tmp_path / "base"))
     size, refused = base.checkpoint.nbytes(), 0
     (index, layer), *_ = layers.items()
     for number, (what, header, tensors) in enumerate(hostile(layer)):
@@ -473,9 +465,7 @@ def test_a_plan_of_a_strangers_fits_or_is_refused(kind: str, name: str, tmp_path
                 changed = type(layer).load(header, tensors)
             except (ValueError, KeyError, TypeError, AttributeError) as error:  # as Plan.load does
                 raise MoesaicError(str(error)) from error
-            plan = Plan("test", base_shape(model, arch), {index: changed})
-            out.mkdir()
-            save_applied(base, plan, out)
+            applied(base, model, {index: changed}, out)
         except MoesaicError:
             refused += 1
             shutil.rmtree(out, ignore_errors=True)
@@ -505,7 +495,7 @@ def test_a_kind_that_leaves_something_out_cannot_be():
             return {"kind": "half"}
 
     with pytest.raises(TypeError, match="abstract"):
-        Half()  # type: ignore[abstract]
+        Half()
 
 
 def test_what_a_kind_does_not_say_is_refused():
@@ -516,7 +506,7 @@ def test_what_a_kind_does_not_say_is_refused():
         refit, native = LayerPlan.refit, LayerPlan.native
 
     with pytest.raises(MoesaicError, match="'silent' are not refitted"):
-        Silent().refit(None)  # type: ignore[arg-type]
+        Silent().refit(None)
     assert Silent().native() is None
 
 
@@ -525,15 +515,15 @@ NEURONS = torch.stack([torch.arange(n, n + 16, 2) % 16 for n in range(3)])
 SHARED = torch.arange(0, 16, 2)
 
 
-def cut(model: Any, layer: CutLayer) -> Any:
+def cut(model, layer):
     arch = moe_arch(model.config)
     return converted(model, dict.fromkeys(arch.moe_layers(model), layer))
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_one_cut_is_its_parts_after_one_another(skips: bool, tokens: Any) -> None:
+def test_one_cut_is_its_parts_after_one_another(skips, tokens):
     """Experts, their neurons, the shared path's, and what routers do: in any number of plans."""
-    options: dict[str, Any] = {"beta": 0.7, "rule": "top2"} if skips else {"top_k": 1}
+    options = {"beta": 0.7, "rule": "top2"} if skips else {"top_k": 1}
     one = cut(tiny_moe("qwen2_moe"), CutLayer(KEPT, NEURONS, 16, shared_S=SHARED, **options))
     parts = [
         CutLayer(KEPT),
@@ -564,7 +554,7 @@ LACKING: dict[str, tuple[str, Callable[[], CutLayer]]] = {
 
 
 @pytest.mark.parametrize("message", LACKING)
-def test_a_cut_of_what_a_layer_does_not_have_is_refused(message: str) -> None:
+def test_a_cut_of_what_a_layer_does_not_have_is_refused(message):
     model_type, layer = LACKING[message]
     model = tiny_moe(model_type)
     dense = 0 if model_type == "deepseek_v3" else 1

@@ -3,8 +3,6 @@
 They hold for methods that other files never heard of: see :mod:`cases`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -24,19 +22,17 @@ from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, r
 from safetensors.torch import load_file, save_file
 
 import moesaic
+from moesaic import MoesaicError, Plan, Tokens
 from moesaic.api import verb
 from moesaic.config import MethodConfig, about
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.score import model_size
 from moesaic.observation.files import StatsFile
-from moesaic.plan import Plan
 from moesaic.recipe import Recipe, step_config
 from moesaic.sizes import estimate, weight_bytes
 
-MODES = ("memory", "disk")
+MODES = ("disk", "memory")
 KILLED = ("prune.naee", "tune.sft")
 """One that decides layer by layer and one that trains; ``make test-all`` tries the others."""
 SHARED = [
@@ -50,12 +46,12 @@ TEXT_DECIDES = ("carve.tomoe",)
 
 
 @cache
-def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) -> Path:
+def whole(key, mode, folder, accumulate, **options):
     """A result that was made in this process in one go, written to a folder with its logits."""
     out = folder / f"{key}-{mode}-{accumulate}-{'-'.join(options)}"
     config = config_of(key, **options)
     if accumulate > 1 and learns(key):
-        config = replace(config, accumulate=accumulate)  # type: ignore[call-arg]
+        config = replace(config, accumulate=accumulate)
     result = made(key, mode, folder, config=config)
     out.mkdir()
     result.write(out)
@@ -65,12 +61,12 @@ def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) ->
 
 
 @cache
-def start_of(key: str, folder: Path) -> Path:
+def start_of(key, folder):
     """The folder of the model that a method starts from."""
     return make_start(key, folder / f"{key}-start")
 
 
-def made(key: str, mode: str, folder: Path, **options: object) -> Any:
+def made(key, mode, folder, **options):
     """What a method makes of its tiny model, given live or by its folder."""
     return result_of(key, **model_of(start_of(key, folder), mode == "memory"), **options)
 
@@ -80,17 +76,17 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("methods")
 
 
-def learns(key: str) -> bool:
+def learns(key):
     """Whether a method trains: it accumulates gradients."""
     return any(of.name == "accumulate" for of in fields(METHODS[key]))
 
 
-def losses(folder: Path) -> list[dict[str, float]]:
+def losses(folder):
     found = json.loads((folder / "summary.json").read_text())
     return found.get("training", {}).get("losses", [])
 
 
-def check_same(found: Path, wanted: Path, exact: bool = True) -> None:
+def check_same(found, wanted, exact=True):
     """Two results: their plans, their tensors, their losses."""
     for ours, theirs in zip(losses(found), losses(wanted), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -163,7 +159,10 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_from_disk_is_from_memory(key, place):
-    check_same(whole(key, "disk", place, 1), whole(key, "memory", place, 1))
+    """What is saved, and what it computes before."""
+    disk, memory = (whole(key, mode, place, 1) for mode in MODES)
+    check_same(disk, memory)
+    assert equal(load_file(disk / "logits"), load_file(memory / "logits"))
 
 
 DECIDING = {
@@ -220,10 +219,10 @@ def test_its_outline_weighs_what_it_makes(key, place):
     assert sizes.output_parameters == pytest.approx(made, rel=off, abs=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", KEYS)
-def test_saved_is_live_bitwise(key, mode, place):
-    out, tokens = whole(key, mode, place, 1), many_tokens().rows(slice(2))
+def test_saved_is_live_bitwise(key, place):
+    """And from memory as from disk: see above."""
+    out, tokens = whole(key, "disk", place, 1), many_tokens().rows(slice(2))
     saved, live = logits(loaded(out), tokens), load_file(out / "logits")["logits"]
     assert torch.equal(saved, live)
     assert not torch.equal(saved, logits(loaded(start_of(key, place)), tokens))
@@ -255,7 +254,7 @@ def test_what_removes_nothing_changes_no_bit(key, place):
     assert torch.equal(logits(made, tokens), logits(base, tokens))
 
 
-def hooked(model: Any) -> Any:
+def hooked(model):
     """A model in training with a frozen part, each module's forward replaced as accelerate does."""
     model.train()
     model.get_input_embeddings().requires_grad_(False)
@@ -265,7 +264,7 @@ def hooked(model: Any) -> Any:
     return model
 
 
-def surroundings(model: Any) -> dict[str, Any]:
+def surroundings(model):
     """All that a verb finds and must leave: the model, its weights aside, and the process."""
     loggers = [logging.root, *map(logging.getLogger, KNOWN_LOGGERS)]
     return {
@@ -291,16 +290,10 @@ def surroundings(model: Any) -> dict[str, Any]:
     }
 
 
-KNOWN_LOGGERS = (
-    "moesaic",
-    "transformers",
-    "transformers.modeling_utils",
-    "datasets",
-    "py.warnings",
-)
+KNOWN_LOGGERS = "moesaic", "transformers", "transformers.modeling_utils", "datasets", "py.warnings"
 
 
-def stopping(error: type[BaseException]) -> Any:
+def stopping(error):
     """A Track that stops a run at the second item that passes."""
 
     def track(items, label, total=None):

@@ -5,38 +5,28 @@ itself: neurons are set to zero, routers go without the experts that left, block
 Eq. 3, layers pass on what they are given. ``-m nightly`` tries more, ``-m slow`` all architectures.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from builders import equal, loaded, logits, same_model
 from shrunken import small_model
-from torch import Tensor
 
+from moesaic import CondenseConfig, MoesaicError, Recipe, SkipConfig, Tokens, TopKConfig
 from moesaic.api import verb as verb_of
 from moesaic.arch import support_table
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import set_top_k
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
 from moesaic.io.source import Source
-from moesaic.methods.condense.config import CondenseConfig
 from moesaic.methods.prune.config import CRITERIA, PruneConfig
-from moesaic.methods.skip.config import SkipConfig, TopKConfig
 from moesaic.methods.slim.config import SCORES, SlimConfig
 from moesaic.metrics.score import model_size
 from moesaic.plans.condensed import CondensedLayer, DroppedLayer, cache_leaders
 from moesaic.plans.cut import CutLayer
-from moesaic.recipe import Recipe
 from moesaic.sizes import estimate, weight_bytes
 
 SOME = (
@@ -59,7 +49,7 @@ WHOLE = {"dots3_note", "gemma4", "llama4", "qwen3_5_moe", "qwen4_exp"}
 """They have parts beside text; their language models are others of the list."""
 
 
-def types(*by_day: str) -> list[Any]:
+def types(*by_day):
     """All architectures, marked by when they are tried."""
     rest = (name for name in SOME if name not in by_day)
     others = (name for name in OTHERS if name not in WHOLE)
@@ -86,13 +76,13 @@ ONE_NUMBER = {"phimoe"}
 class Tried:
     """A model, what its blocks are given, and what results should compute."""
 
-    def __init__(self, model_type: str) -> None:
+    def __init__(self, model_type):
         self.model_type, self.model = model_type, small_model(model_type)
         arch = base_arch(self.model.config)
         assert isinstance(arch, MoEArch)
         self.arch, self.layers = arch, arch.moe_layers(self.model)
 
-    def refused(self, verb: str, config: Any, why: set[str] | bool, **options: Any) -> Any:
+    def refused(self, verb, config, why, **options):
         """A verb's result; None where it says that this architecture cannot have it.
 
         Args:
@@ -107,17 +97,17 @@ class Tried:
             verb_of(verb, self.model, config, text=TEXT, **options)
         return None
 
-    def view(self, i: int, model: Any = None) -> Any:
+    def view(self, i, model=None):
         return self.arch.mixture(self.arch.layers(model or self.model)[i])
 
     @cached_property
-    def inputs(self) -> dict[int, Tensor]:
+    def inputs(self):
         """By layer that routes what enters its block (T, D)."""
         found = {}
         with ExitStack() as hooks:
             for i in self.layers:
 
-                def hook(_: Any, args: Any, i: int = i) -> None:
+                def hook(_, args, i=i):
                     found[i] = args[0].flatten(0, -2)
 
                 block = self.arch.ffn_of(self.arch.layers(self.model)[i])
@@ -126,21 +116,20 @@ class Tried:
             logits(self.model, TEXT)
         return found
 
-    def handing(self, i: int) -> Any:
+    def handing(self, i):
         """Inside, a block is handed what belongs to those inputs beside them."""
         block = self.arch.ffn_of(self.arch.layers(self.model)[i])
         return self.arch.handing(block, {"input_ids": TEXT.input_ids}, torch.flatten)
 
     @torch.no_grad()
-    def written(self, i: int, layer: Any = None) -> Tensor:
+    def written(self, i, layer=None):
         """What a block and the path beside it write on those inputs, before a norm (T, D)."""
         layer = self.arch.layers(self.model)[i] if layer is None else layer
         block, seen = self.arch.ffn_of(layer), []
         if self.model_type in IN_LAYER:  # no block is run that is not the whole layer
             _, w_TK, chosen_TK = block.router(self.inputs[i])
             given_TD = getattr(block, self.arch.before)(self.inputs[i])
-            made_TD: Tensor = block.experts(given_TD, chosen_TK, w_TK)
-            return made_TD
+            return block.experts(given_TD, chosen_TK, w_TK)
         norm = getattr(block, self.arch.after) if self.arch.after else None
         if norm is not None:
             handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -154,13 +143,13 @@ class Tried:
             made = made + getattr(layer, self.arch.beside)(self.inputs[i][None])
         return made.view_as(self.inputs[i])
 
-    def error(self, i: int, model: Any) -> float:
+    def error(self, i, model):
         """How far a result's block is from the original's on the tokens of the text."""
         layer = self.arch.layers(model)[i]
         return (self.written(i, layer) - self.written(i)).norm().item()
 
     @contextmanager
-    def by_hand(self, layers: Any) -> Iterator[Any]:
+    def by_hand(self, layers):
         """The original, made to compute what a plan's layers should."""
         twin = copy.deepcopy(self.model)
         with ExitStack() as stack:
@@ -183,7 +172,7 @@ class Tried:
                     set_top_k(view.router, self.arch.parts, plan.top_k)
             yield twin
 
-    def check(self, layers: Any, model: Any) -> None:
+    def check(self, layers, model):
         """A result computes what was worked out by hand, and something else than the original."""
         with self.by_hand(layers) as twin:
             wanted, found = logits(twin, TEXT), logits(model, TEXT)
@@ -192,12 +181,12 @@ class Tried:
         assert (wanted - logits(self.model, TEXT)).norm() > 1e-3 * wanted.norm()
 
 
-def _given_back(_: Any, args: Any, out: Any) -> Any:
+def _given_back(_, args, out):
     return args[0]
 
 
 @torch.no_grad()
-def _without_neurons(view: Any, plan: CutLayer) -> None:
+def _without_neurons(view, plan):
     if plan.neurons_EW is None:
         return
     for place, i in enumerate(plan.kept):
@@ -213,10 +202,10 @@ def _without_neurons(view: Any, plan: CutLayer) -> None:
             view.shared_ffn.down_DM[:, gone] = 0
 
 
-def _summed(arch: MoEArch, layer: Any, view: Any, plan: CondensedLayer) -> None:
+def _summed(arch, layer, view, plan):
     """Eq. 3: the shared path, and chosen experts with fixed weights."""
 
-    def hook(_: Any, args: Any, out: Any) -> Any:
+    def hook(_, args, out):
         x_TD = args[0].flatten(0, -2)
         y_TD = torch.zeros_like(x_TD)
         if plan.shared and arch.beside is None:
@@ -239,10 +228,10 @@ def _summed(arch: MoEArch, layer: Any, view: Any, plan: CondensedLayer) -> None:
         getattr(layer, arch.beside).register_forward_hook(lambda _, args, out: 0 * out)
 
 
-def _skipping(view: Any, plan: CutLayer) -> None:
+def _skipping(view, plan):
     """Of two experts the lighter one is left out below beta; the other takes over its weight."""
 
-    def hook(_: Any, args: Any, out: Any) -> Any:
+    def hook(_, args, out):
         scores, w_TK, chosen_TK, *shared = out
         first_T1 = w_TK.argmax(-1, keepdim=True)
         heavy_T1, light_T1 = w_TK.gather(-1, first_T1), w_TK.gather(-1, 1 - first_T1)
@@ -438,7 +427,7 @@ def test_skip(seen):
 # --- in the types of releases ---------------------------------------------------------------------
 
 
-def released(model_type: str, dtype: torch.dtype, folder: Path) -> Path:
+def released(model_type, dtype, folder):
     """A checkpoint in few bits a weight; what the class keeps in float32 is so."""
     model = small_model(model_type).to(dtype)
     wide = model._keep_in_fp32_modules_strict or ()
@@ -456,7 +445,7 @@ HALVES = {"ernie4_5_moe", "qwen2_moe"}
 @pytest.mark.parametrize("seen", types("gpt_oss"), indirect=True)
 def test_every_verb_in_the_types_of_a_release(seen, tmp_path):
     """From memory and from disk, results are in the model's own types and run."""
-    asked: list[tuple[str, Any]] = [
+    asked = [
         ("prune", PruneConfig(keep=4)),
         ("slim", SlimConfig(keep=0.5)),
         ("condense", CondenseConfig(count=1, keep="attention")),

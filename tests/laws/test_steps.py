@@ -1,12 +1,8 @@
 """Laws of several steps: what one step made, the next one keeps, saved and loaded again or live."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +12,7 @@ from cases import KEYS, config_of, make_start, model_of, result_of
 from moesaic.errors import MoesaicError
 from moesaic.surgery import headers_of
 
-SECOND = {
-    "prune.naee": {"keep": 4},
-    "skip.top-k": {"top_k": 1},
-    "tune.sft": {"what": "all"},
-}
+SECOND = {"prune.naee": {"keep": 4}, "skip.top-k": {"top_k": 1}, "tune.sft": {"what": "all"}}
 """Settings of a second step that do something after any first."""
 FIRST_TOO = {
     "prune.naee, counts differ": ("prune.naee", {"allocate": "layers", "keep": 5.5}),
@@ -36,7 +28,7 @@ MUST = {
 """Pairs of verbs whose second takes what the first makes; others may say why they do not."""
 
 
-def verbs(*keys: str) -> tuple[str, ...]:
+def verbs(*keys):
     return tuple(key.partition(".")[0] for key in keys)
 
 
@@ -53,7 +45,7 @@ BY_DAY = {
 """Pairs of verbs; the others are tried by ``make test-all``."""
 
 
-def tried(pair: tuple[str, str]) -> Any:
+def tried(pair):
     marks = () if pair in BY_DAY else pytest.mark.nightly
     return pytest.param(*pair, id=" then ".join(pair), marks=marks)
 
@@ -64,7 +56,7 @@ def place(tmp_path_factory):
 
 
 @cache
-def first_step(name: str, place: Path) -> Path:
+def first_step(name, place):
     key, options = FIRST_TOO.get(name, (name, {}))
     start = make_start(key, place / f"{name}-start")
     return result_of(key, str(start), config_of(key, **options)).save(place / name)

@@ -4,8 +4,6 @@ Card, page, title and terminal name what was done and claim nothing else; what t
 weights is compared with the weights.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import json
@@ -20,12 +18,9 @@ from cases import KEYS, make_start, variants
 from rich.console import Console
 
 import moesaic
-from moesaic import report
+from moesaic import Calibration, Evaluation, Recipe, Record, report
 from moesaic.arch.lookup import base_arch
-from moesaic.config import Calibration, Evaluation
 from moesaic.methods import METHODS
-from moesaic.recipe import Recipe
-from moesaic.record import Record
 from moesaic.surgery import routed_modules
 
 SMALL = Evaluation(length=64, max_tokens=256, rounds=0, new_tokens=2)
@@ -35,7 +30,7 @@ TRAINED = re.compile(r"nothing was trained", re.IGNORECASE)
 OWN = re.compile(r"weights [^.]*are the base model's own", re.IGNORECASE)
 
 
-def spoken(options: dict[str, object]) -> str:
+def spoken(options):
     return ", ".join(f"{k}={Path(str(v)).name}" for k, v in options.items()) or "default"
 
 
