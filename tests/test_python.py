@@ -81,6 +81,8 @@ def test_method_and_recipe_choose_the_config(monkeypatch):
         (lambda: moesaic.slim("tiny-moe", track=list), "'track'"),
         (lambda: moesaic.slim("tiny-moe", progress="folder"), "resume_from"),
         (lambda: moesaic.slim("tiny-moe", moesaic.PruneConfig()), "prune, not of slim"),
+        (lambda: moesaic.fit("tiny-moe", memory=1, stats="x"), "fit() has no option 'stats'"),
+        (lambda: moesaic.observe("tiny-moe", "out", stats="x"), "observe() has no option 'stats'"),
     ],
 )
 def test_a_wrong_call_shows_the_right_one(call, words):

@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache, reduce
+from functools import cache, reduce, wraps
 from pathlib import Path
 from textwrap import fill, indent
 from types import NoneType, UnionType
@@ -24,6 +24,7 @@ from typing import (
     TypeAlias,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -636,13 +637,19 @@ def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Calla
 
     Args:
         configs: classes whose fields it takes too, such as those of its methods.
-        without: options of other verbs that it does not take.
+        without: options of other verbs that it does not take, and refuses by a TypeError.
     """
     common = {p.name: (p, words) for p, words in _run_options() if p.name not in without}
     shown = dict(_method_options(configs)) | common
 
-    def named(verb: V) -> V:
-        signature = inspect.signature(verb)
+    def named(made: V) -> V:
+        @wraps(made)
+        def verb(*args: Any, **options: Any) -> Any:
+            if unused := [name for name in options if name in without]:
+                raise TypeError(f"{made.__name__}() has no option {unused[0]!r}.")
+            return made(*args, **options)
+
+        signature = inspect.signature(made)
         parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         if configs:
             every = " | ".join(config.__name__ for config in configs)
@@ -650,7 +657,7 @@ def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Calla
         more = [parameter for parameter, _ in shown.values()]
         vars(verb)["__signature__"] = signature.replace(parameters=[*parameters, *more])
         verb.__doc__ = extend_doc(verb.__doc__, ((n, words) for n, (_, words) in shown.items()))
-        return verb
+        return cast(V, verb)
 
     return named
 

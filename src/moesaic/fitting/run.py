@@ -55,9 +55,6 @@ def fit(model: Named, config: FitConfig | None = None, **options: Any) -> Result
     if process()[1] > 1:
         raise MoesaicError("fit runs in one process; what it finds runs in several.")
     args = RunArgs.of(model, **options)
-    for name in ("compare", "plan", "teacher", "inplace"):
-        if getattr(args, name):
-            raise TypeError(f"fit takes no {name}: its steps are what it looks for.")
     if args.text is not None:
         raise MoesaicError("calibration of a search is a source: give its name, file or mix.")
     with ExitStack() as held:

@@ -137,7 +137,7 @@ class Observation:
             yield site.index, stats, site if self.reads_text else None
 
 
-@takes_options()
+@takes_options(without=("stats", "compare", "plan", "teacher", "inplace", "resume_from"))
 @leaves_untouched
 def observe(
     model: Named,
