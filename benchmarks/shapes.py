@@ -7,6 +7,7 @@
     python benchmarks/shapes.py DIR llama-2048 --values random             a small dense model
     python benchmarks/shapes.py DIR layers-4 layers-8 --values random     small mixtures
     python benchmarks/shapes.py DIR qwen3-moe-1b --values random    what peers.py compares memory at
+    python benchmarks/shapes.py DIR gpt-oss-20b --values random    14 GB, experts in MXFP4
 
 Shapes are written by hand as the published configs have them; parameters counted from them are
 those of the models' cards. ``random`` repeats a pool of normal values, ``holes`` are zeros that the
@@ -31,6 +32,8 @@ from moesaic.io.models import skeleton
 from moesaic.io.source import resolve
 from moesaic.types import Config
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+"""How gpt-oss has its experts: codes, two a byte, and a scale for 32 of them."""
 BLOCK = 128
 """Rows and columns that share a scale in FP8."""
 POOL = 1 << 24
@@ -62,6 +65,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "num_nextn_predict_layers": 0, "head_dim": 128},
     "gpt-oss-120b": shapes("gpt_oss", 2880, 36, 64, 8, 201088, intermediate_size=2880)
     | {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64},
+    "gpt-oss-20b": shapes("gpt_oss", 2880, 24, 64, 8, 201088, intermediate_size=2880)
+    | {"num_local_experts": 32, "num_experts_per_tok": 4, "head_dim": 64},
     "qwen3-235b-a22b": shapes("qwen3_moe", 4096, 94, 64, 4, 151936, intermediate_size=12288)
     | {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8}
     | {"head_dim": 128, "norm_topk_prob": True},
@@ -92,11 +97,15 @@ SHAPES |= {
 
 
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """By name on disk the shape of every tensor, stacks of experts taken apart."""
+    """By name on disk the shape of every tensor; stacks of experts taken apart, or in MXFP4."""
     result: dict[str, tuple[int, ...]] = {}
     for name, tensor in skeleton(config, torch.bfloat16).state_dict().items():
         shape = tuple(tensor.shape)
-        if name.endswith("experts.gate_up_proj"):
+        if config.model_type == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = shape
+            result[f"{name}_blocks"] = (experts, outputs, inputs // 32, 16)
+            result[f"{name}_scales"] = (experts, outputs, inputs // 32)
+        elif name.endswith("experts.gate_up_proj"):
             start, half = name.removesuffix("gate_up_proj"), (shape[1] // 2, shape[2])
             for expert in range(shape[0]):
                 result[f"{start}{expert}.gate_proj.weight"] = half
@@ -111,15 +120,21 @@ def tensors(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def write_random(config: Config, folder: Path) -> None:
-    """Normal values of the config's own deviation; norms are ones."""
+    """Normal values of the config's own deviation; norms are ones, codes uniform."""
     writer, generator = ShardWriter(folder, shard_bytes=1 << 30), torch.Generator().manual_seed(0)
     pool = (torch.randn(POOL, generator=generator) * config.initializer_range).bfloat16()
+    others = torch.Generator().manual_seed(1)
+    codes = torch.randint(256, (POOL,), generator=others, dtype=torch.uint8)
     for name, shape in tensors(config).items():
         if name.endswith("norm.weight"):
             writer.add(name, torch.ones(shape, dtype=torch.bfloat16))
             continue
+        if name.endswith("_scales"):
+            writer.add(name, torch.full(shape, 120, dtype=torch.uint8))
+            continue
         start = int(torch.randint(POOL, (1,), generator=generator))
-        values = pool.roll(start).repeat(-(-math.prod(shape) // POOL))
+        values = (codes if name.endswith("_blocks") else pool).roll(start)
+        values = values.repeat(-(-math.prod(shape) // POOL))
         writer.add(name, values[: math.prod(shape)].view(shape).clone())
     writer.close()
 
@@ -128,9 +143,10 @@ def write_holes(config: Config, folder: Path) -> None:
     """One file of zeros, of which only the header is stored."""
     header: dict[str, Any] = {}
     end = 0
-    fp8 = getattr(config, "quantization_config", None)
+    fp8 = "weight_block_size" in (getattr(config, "quantization_config", None) or {})
     for name, shape in tensors(config).items():
-        parts = {name: ("BF16", 2, shape)}
+        stored = ("U8", 1) if name.endswith(("_blocks", "_scales")) else ("BF16", 2)
+        parts = {name: (*stored, shape)}
         if fp8 and name.endswith("proj.weight"):
             blocks = tuple(-(-n // BLOCK) for n in shape)
             parts = {name: ("F8_E4M3", 1, shape), f"{name}_scale_inv": ("F32", 4, blocks)}
@@ -159,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = {**SHAPES[name], "dtype": "bfloat16"}
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]]
         settings |= {"quantization_config": fp8} if args.fp8 else {}
+        if settings["model_type"] == "gpt_oss" and args.values != "none":
+            settings["quantization_config"] = MXFP4
         settings |= {"num_hidden_layers": args.layers} if args.layers else {}
         text = json.dumps(settings, indent=1)
         (folder / "config.json").write_text(text, "utf-8")
