@@ -41,6 +41,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports import quantiser
 from moesaic.exports.quantiser import WHOLE
+from moesaic.io.checkpoint import exact_copy
 from moesaic.io.models import path_of, shape_of
 from moesaic.io.source import Source
 from moesaic.observation.changes import (
@@ -489,7 +490,7 @@ class Rounder:
             if (type := self._type(types, name)) != WHOLE:
                 some = matrix[:: self._step(name)] if back and matrix.dim() > 2 else matrix
                 if back:
-                    before.append((some, _exact_copy(some)))
+                    before.append((some, exact_copy(some)))
                 self._round(name, type, some, self._step(name) if back else 1)
         try:
             yield part
@@ -596,12 +597,3 @@ class Rounder:
         for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
             kls[type][group] = self.scale(group) * float(kl)
         return choice(kls, self.layout, budget)
-
-
-def _exact_copy(matrix: Tensor) -> Tensor:
-    """Return a copy of a matrix, in bfloat16 if that holds its values, as most checkpoints do."""
-    narrow, some = matrix.bfloat16(), max(1, quantiser.AT_ONCE // matrix[0].numel())
-    pairs = zip(narrow.split(some), matrix.split(some), strict=True)
-    if all(torch.equal(part.to(values.dtype), values) for part, values in pairs):
-        return narrow
-    return matrix.clone()

@@ -544,6 +544,16 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
+def exact_copy(matrix: Tensor) -> Tensor:
+    """Return a copy of a matrix, in bfloat16 if that holds its values, as most checkpoints do."""
+    narrow = matrix.bfloat16()
+    rows = max(1, (1 << 24) // max(1, matrix[0].numel()))
+    pairs = zip(narrow.split(rows), matrix.split(rows), strict=True)
+    if all(torch.equal(part.to(values.dtype), values) for part, values in pairs):
+        return narrow
+    return matrix.clone()
+
+
 SAMPLE = 4096
 """Bytes of one sampled piece."""
 MOST, LEAST = 64, 4
