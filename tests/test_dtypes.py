@@ -25,7 +25,7 @@ CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
 def without_products(monkeypatch):
     """A processor that has no products of bfloat16."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    models._say.cache_clear()
+    models._warn_widened.cache_clear()
 
 
 @pytest.fixture

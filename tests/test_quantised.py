@@ -565,7 +565,7 @@ BAD = [
         "int4",
         f"{UP}_shape",
         lambda _: torch.tensor([32, 30]),
-        "said to be 32 x 30, and its codes are 32 x 32",
+        "its shape is given as 32 x 30, and its codes are 32 x 32",
     ),
 ]
 
