@@ -48,6 +48,7 @@ from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import exact_copy
 from moesaic.modules.running import LayerTokens
 
 Stats = dict[str, Tensor]
@@ -228,7 +229,7 @@ def _norms(view: FFN) -> list[Tensor]:
 
 def _downs(view: FFN) -> list[Tensor]:
     downs = (view.weights_of(i)[-1] for i in range(view.count))
-    return [torch.stack([down.detach().double().cpu() for down in downs])]
+    return [exact_copy(torch.stack([down.detach().cpu() for down in downs]))]
 
 
 def _of_shared(statistics: Callable[[FFN], list[Tensor]], count: int) -> _Statistics:

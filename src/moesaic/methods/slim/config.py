@@ -82,7 +82,8 @@ def _surgeon(neurons: Neurons) -> Tensor:
     assert neurons.gram is not None
     assert neurons.down is not None
     pairs = zip(neurons.gram, neurons.down, strict=True)
-    return torch.stack([removal_costs(gram_MM, down_DM) for gram_MM, down_DM in pairs]).sqrt()
+    costs = [removal_costs(gram_MM, down_DM.double()) for gram_MM, down_DM in pairs]
+    return torch.stack(costs).sqrt()
 
 
 BUILT_IN = (
