@@ -710,15 +710,23 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
         assert kl == pytest.approx(qualities([rounded, reference], tokens)[0].kl, rel=0.5), group
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_weights_are_as_they_were_after_their_price(held, rounding, monkeypatch):
-    """Bitwise, whether or not bfloat16 holds them. Of large experts two are rounded."""
+@pytest.mark.parametrize(
+    ("held", "computed"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_weights_are_as_they_were_after_their_price(held, computed, rounding, monkeypatch):
+    """Bitwise, whether or not bfloat16 holds them, and where layers are computed in it. Of large
+    experts two are rounded."""
     monkeypatch.setattr(rounder_module, "SAMPLED_VALUES", 1)
     rounder = rounding("mixtral").rounder
-    layer = rounder.source.load().to(held).float().model.layers[1]
+    layer = rounder.source.load().to(held).to(computed).model.layers[1]
     weights = layer.mlp.experts.down_proj.data
     before, count = weights.clone(), len(weights)
-    assert before.bfloat16().float().equal(before) is (held == torch.bfloat16)
+    assert before.bfloat16().to(computed).equal(before) is (held == torch.bfloat16)
     with rounder.rounded({"down 1": "q4_k"}, layer, 1, back=True):
         changed = [i for i in range(count) if not weights[i].equal(before[i])]
         assert changed == [0, count // 2]
