@@ -75,6 +75,8 @@ class Result(MadeModel):
     decision: Decision
     evaluation: Tokens | None = field(default=None, repr=False)
     """Tokens for :attr:`scores`; None for the text that ships."""
+    _weights: str = field(default="", init=False, repr=False)
+    """Fingerprint of :attr:`model` when it was made; empty before that."""
 
     @property
     def plan(self) -> Plan | None:
@@ -152,7 +154,7 @@ class Result(MadeModel):
         if model is None:
             assert self.plan is not None
             model = self.build(self.plan)
-        vars(self)["_weights"] = model_fingerprint(model)
+        self._weights = model_fingerprint(model)
         return model
 
     @cached_property
@@ -249,7 +251,7 @@ class Result(MadeModel):
     def write(self, folder: Path) -> None:
         """Write the checkpoint, and the plan that rebuilds it, into an existing folder."""
         plan = self.complete
-        if "model" in vars(self) and model_fingerprint(self.model) != vars(self)["_weights"]:
+        if self._weights and model_fingerprint(self.model) != self._weights:
             raise MoesaicError(
                 "result.model was changed since it was made, and plan and record are of what it "
                 "was. Save it by its own save_pretrained, or give it to a verb."
