@@ -570,8 +570,8 @@ def save_live(
     """
     if not predicting:
         leave_out(model.config)
-    settings = (ValueError, StrictDataclassError)
-    with reading("This model", "", "cannot be saved by transformers", settings):
+    refusals = (ValueError, StrictDataclassError)  # of settings, such as those of generation
+    with reading("This model", "", "cannot be saved by transformers", refusals):
         model.save_pretrained(folder)
     if predicting:
         extend(folder, predicting)

@@ -373,7 +373,7 @@ Types = Mapping[str, str]
 SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
 SAMPLED_VALUES = 1 << 26
-"""Most values of a matrix of theirs, two experts excepted: large experts are fewer."""
+"""Most values of one matrix of these experts together, where they are more than two."""
 
 
 class Rounder:

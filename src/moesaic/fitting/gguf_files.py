@@ -100,8 +100,8 @@ class Files:
     def layout(self, built: Skeleton) -> Layout:
         """Return the tensors of the file of a result of the original's architecture.
 
-        By the original's tensors, with the most bytes that it takes: both files have one name and
-        card; the number of weights stands there in words, which may be longer.
+        Shapes are computed from the original's file. Of bytes these are the most: a header states
+        the number of weights in words, which may be longer than the original's.
         """
         layout, arch = self.original.layout, base_arch(self.source.config)
         models = Skeleton(self.source.config, None).model, built.model

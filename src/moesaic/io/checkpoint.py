@@ -547,6 +547,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def exact_copy(matrix: Tensor) -> Tensor:
     """Return a copy of a matrix, in bfloat16 if that holds its values, as most checkpoints do."""
     narrow = matrix.to(torch.bfloat16, copy=True)
+    # some rows at a time: widened, they take twice the memory of the copy
     rows = max(1, (1 << 24) // max(1, matrix[0].numel()))
     pairs = zip(narrow.split(rows), matrix.split(rows), strict=True)
     if all(torch.equal(part.to(values.dtype), values) for part, values in pairs):

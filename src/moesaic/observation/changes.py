@@ -192,7 +192,8 @@ PRICED, SHORT = 2048, 64
 DRAWS, FEW, LARGE = 32, 8, 1 << 30
 """Draws of labels by which a choice is made; of models with so many parameters fewer."""
 PRICED_AT_ONCE = 1024
-"""Tokens of a batch then: what large experts compute with takes memory beside their weights."""
+"""Tokens of a batch while changes are priced: the activations of wide experts take memory beside
+their weights."""
 IN_MEMORY = 1 << 28
 """Bytes of hidden states, and of gradients, that are kept in memory; the rest is on disk."""
 LOGITS = 1 << 29
@@ -378,10 +379,9 @@ class Estimates:
     def kl_CN(self) -> Tensor:
         """Estimated KL(original || changed) of the next token's distribution, nats a token (C, N).
 
-        The counterpart of :func:`divergences`, for a fraction of its
-        time. It is 10 to 35 % low for small changes, and lower for large ones: use it to choose.
-        Windows weigh as much as they have tokens: the mean over windows is the mean over all
-        tokens.
+        The counterpart of :func:`divergences`, for a fraction of its time. It is 10 to 35 % low for
+        small changes, and lower for large ones: use it to choose. Windows weigh as much as they
+        have tokens: the mean over windows is the mean over all tokens.
         """
         kl_CN = self.v_CKN.square().mean(1) / 2 / max(self.tokens, 1.0)
         return kl_CN + self.head_C[:, None]
