@@ -399,7 +399,7 @@ def _width_in(layer: nn.Module, place: str, down: str) -> int:
 def _width_with(
     config: Config, key: str, layer: nn.Module, index: int, place: str, down: str
 ) -> int:
-    """Return the width of the MLP at a place of a layer whose config has one more of an attribute."""
+    """Return the width of a layer's MLP where its config has one more of an attribute."""
     more = copy.deepcopy(config)
     setattr(more, key, getattr(config, key) + 1)
     with torch.device("meta"):
