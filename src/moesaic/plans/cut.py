@@ -23,7 +23,6 @@ from moesaic.arch.dense import Arch, DenseFFN, LayerUse, weight_of
 from moesaic.arch.mixture import FFN, MoEArch, MoEFFN
 from moesaic.arch.routing import replace_removed, set_top_k
 from moesaic.errors import MoesaicError, quote
-from moesaic.io.checkpoint import exact_copy
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skipping, make_uneven
 from moesaic.modules.running import LayerTokens, always_skipping
@@ -262,7 +261,7 @@ class CutLayer(LayerPlan):
                 stack.enter_context(view.restricted(_among(self.experts, view.count)))
             for down_DM, kept_W in self._narrowed(view):
                 removed_M = ~_among(kept_W, down_DM.shape[1])
-                stack.callback(_put_back, down_DM, removed_M, exact_copy(down_DM[:, removed_M]))
+                stack.callback(down_DM.__setitem__, (slice(None), removed_M), down_DM[:, removed_M])
                 down_DM[:, removed_M] = 0
             yield layer
 
@@ -466,11 +465,6 @@ class CutLayer(LayerPlan):
             placed_DS[:, shared_S >= 0] = down_DS
             new = replace(new, shared_DS=placed_DS)
         return new, figures
-
-
-def _put_back(down_DM: Tensor, removed_M: Tensor, columns: Tensor) -> None:
-    """Give a down projection the columns of its removed neurons back."""
-    down_DM[:, removed_M] = columns.to(down_DM.dtype)
 
 
 def _among(numbers: Tensor, count: int) -> Tensor:
