@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from functools import cache
+from io import BufferedReader
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from moesaic.data.reader import Use, open_rows, shipped_texts
 from moesaic.data.rows import text_of
 from moesaic.data.sources import sources_of
 from moesaic.exports.native import NEAR, Export, decide, write
+from moesaic.exports.quantiser import FileTensor, begin_file, fill_file
 from moesaic.fitting.candidates import Form, forms
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
@@ -604,16 +607,42 @@ def called(
     work(*arguments)
 
 
-def scripted(name: str, request: str) -> None:
+def rounded_file(
+    file: Path, out: Path, type: str, weights: Any, chosen: Any = None
+) -> dict[str, FileTensor]:
+    """Quantise a GGUF file in f32; its tensors then."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    tensors = begin_file(reader, out, type, weights, chosen)
+    with values_in(file) as values:
+        fill_file(out, tensors, reader, values, weights)
+    return tensors
+
+
+@contextmanager
+def values_in(file: Path) -> Iterator[BufferedReader]:
+    """The values of a GGUF file, as the converter yields them."""
+    from gguf import GGUFReader  # a converter, in a process of its own, brings another one
+
+    with file.open("rb") as values:
+        values.seek(min(int(tensor.data_offset) for tensor in GGUFReader(file).tensors))
+        yield values
+
+
+def scripted(name: str, request: str, *pipe: Connection) -> None:
     """A script of exports, in a process of its own."""
+    if pipe:  # its number is another one here
+        request = json.dumps([*json.loads(request)[:-1], os.dup(pipe[0].fileno())])
     sys.argv = [name, request]
     with redirect_stdout(io.StringIO()):
         runpy.run_path(str(Path(exports.__file__).with_name(name)), run_name="__main__")
 
 
-def run_script(name: str, request: str, **_: str) -> str | None:
+def run_script(name: str, request: str, pipe: Sequence[int] = (), **_: str) -> str | None:
     """Stand-in of :func:`moesaic.exports.run_script`, whose process imports torch each time."""
-    ((code, said),) = launch(scripted, name, request, count=1, ends=True)
+    ends = [Connection(os.dup(end), readable=False) for end in pipe[1:]]
+    ((code, said),) = launch(scripted, name, request, *ends, count=1, ends=True)
     return (said.strip().splitlines()[-1:] or ["no message"])[0] if code else None
 
 

@@ -509,7 +509,9 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     """Which Qwen's mixtures must have there, unless it is given that there are none."""
     requests = []
     monkeypatch.setattr(
-        llamacpp, "run_script", lambda _, request: requests.append(json.loads(request)) or "stopped"
+        llamacpp,
+        "run_script",
+        lambda _, request, __: requests.append(json.loads(request)) or "stopped",
     )
     folder = tmp_path / "base"
     tiny_moe("qwen3_moe").save_pretrained(folder)

@@ -335,7 +335,7 @@ def test_a_converter_that_refuses_is_asked_once(looking, monkeypatch):
         raise MoesaicError("The converter refused.")
 
     monkeypatch.setattr(gguf_files, "find_converter", lambda: None)
-    monkeypatch.setattr(gguf_files, "convert", refuse)
+    monkeypatch.setattr(gguf_files, "converting", refuse)
     with pytest.raises(MoesaicError, match="converter refused"):
         looking(FitConfig(memory=9, types=(WIDE,))).run()
     assert len(asked) == 1

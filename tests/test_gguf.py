@@ -9,6 +9,7 @@ import shutil
 import struct
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +28,11 @@ from builders import (
     nightly,
     pages,
     predicting,
+    rounded_file,
     stored,
     tiny_model,
     tiny_moe,
+    values_in,
     weights,
 )
 from gguf import GGMLQuantizationType as Type
@@ -40,10 +43,10 @@ import moesaic
 from moesaic import FitConfig, MoesaicError, PruneConfig, Recipe, SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation, ExportArgs
-from moesaic.exports import quantiser
+from moesaic.exports import llamacpp, quantiser
 from moesaic.exports import rounder as rounder_module
 from moesaic.exports.llamacpp import find_converter
-from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, tensors_of, types_of
 from moesaic.exports.rounder import least
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make
@@ -216,7 +219,7 @@ def quantised(file, type):
     """A file that was rounded."""
     needs_llamacpp()
     out = file.with_name(f"{type}.gguf")
-    quantise(gguf.GGUFReader(file), out, type, {})
+    rounded_file(file, out, type, {})
     return out
 
 
@@ -632,7 +635,8 @@ def test_layers_get_the_types_of_least_kl_within_a_budget(model_type, rounding, 
     assert set(whole.rounder.best(among, narrow).values()) == {"q2_k"}
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
         whole.rounder.best(among, narrow - 1)
-    whole.mixed(tmp_path / "made.gguf", wanted)
+    with values_in(whole.whole) as values:
+        whole.mixed(tmp_path / "made.gguf", wanted, values)
     assert (tmp_path / "made.gguf").stat().st_size == budget
 
 
@@ -654,7 +658,8 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
     assert types.keys() == {*whole.layout.rounded.values()}
     batch = whole.tokens
     for chosen in (types, dict.fromkeys(types, low), dict.fromkeys(types, "q5_k")):
-        whole.mixed(file, chosen)
+        with values_in(whole.whole) as values:
+            whole.mixed(file, chosen, values)
         assert file.stat().st_size == whole.layout.size(chosen)
         read = resolve(str(file)).load("cpu", torch.float32)
         change = partial(whole.rounder.rounded, chosen)
@@ -684,9 +689,49 @@ def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
 
 def test_one_type_rounds_by_text_too(rounding, tmp_path):
     whole, file = rounding("qwen2"), tmp_path / "made.gguf"
-    whole.uniform(file, "iq2_xxs")
+    with values_in(whole.whole) as values:
+        whole.uniform(file, "iq2_xxs", values)
     assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= {*whole.weights}
     assert "iq2_xxs" in types_of(tensors_of(file))
+
+
+def test_values_of_a_conversion_are_not_on_disk(tmp_path, tokenizer):
+    """They are those of a whole file, in its order; nobody has to read them."""
+    needs_llamacpp(converter=True)
+    folder, whole, hollow = (tmp_path / name for name in ("base", "whole.gguf", "hollow.gguf"))
+    stored(small_model("mixtral", vocab_size=4096), folder)
+    tokenizer.save_pretrained(folder)
+    given = find_converter(), folder, folder
+    llamacpp.convert(*given, whole, "f32")
+    with llamacpp.converting(*given, hollow, "f32") as values:
+        held = values.read()
+    with values_in(whole) as wanted:
+        assert held == wanted.read()
+    assert tensors_of(hollow) == tensors_of(whole)
+    assert hollow.stat().st_size == whole.stat().st_size
+    assert hollow.stat().st_blocks < whole.stat().st_blocks / 2
+    with llamacpp.converting(*given, hollow, "f32"):
+        pass
+
+
+@pytest.mark.parametrize("trouble", ["OSError: stopped", None])
+def test_a_converter_that_stops_among_the_values_is_refused(trouble, tmp_path, monkeypatch):
+    folder, whole = stored(small_model("qwen2"), tmp_path / "base"), tmp_path / "whole.gguf"
+    out, writer = tmp_path / "made.gguf", gguf.GGUFWriter(whole, "qwen2")
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(64, np.float32))
+    finish(writer)
+
+    def run(_, request, pipe):
+        os.write(pipe[1], b"\n" + bytes(100))
+        return trouble
+
+    monkeypatch.setattr(llamacpp, "run_script", run)
+    reader = gguf.GGUFReader(whole)
+    tensors = quantiser.begin_file(reader, out, "q8_0", {})
+    given = Path("script.py"), folder, folder, whole, "f32"
+    refused = pytest.raises(MoesaicError, match=trouble or "Values of base are missing")
+    with refused, llamacpp.converting(*given) as values:
+        quantiser.fill_file(out, tensors, reader, values, {})
 
 
 def test_an_architecture_that_the_package_gguf_does_not_know_is_refused(rounding, monkeypatch):
@@ -820,7 +865,7 @@ def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer)
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     up = "blk.0.ffn_up.weight"
     chosen = dict.fromkeys(tensors_of(file), "iq2_xxs")
-    tensors = quantise(gguf.GGUFReader(file), out, OTHERS, {up: torch.ones(256)}, chosen)
+    tensors = rounded_file(file, out, OTHERS, {up: torch.ones(256)}, chosen)
     assert tensors == tensors_of(out)
     types = {name: tensor.type for name, tensor in tensors.items()}
     assert types[up] == "iq2_xxs"
@@ -840,7 +885,7 @@ def test_a_type_that_rounds_by_text_is_refused_for_a_tensor_without(tmp_path, to
     file = tmp_path / "whole.gguf"
     written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
     with pytest.raises(MoesaicError, match="iq2_xxs rounds blk.0.attn_k.weight by its inputs"):
-        quantiser.quantise(gguf.GGUFReader(file), tmp_path / "made.gguf", "iq2_xxs", {})
+        rounded_file(file, tmp_path / "made.gguf", "iq2_xxs", {})
     assert not (tmp_path / "made.gguf").exists()
 
 
@@ -874,13 +919,12 @@ def test_a_file_is_quantised_part_by_part(tmp_path, monkeypatch):
     for name, shape in shapes.items():
         writer.add_tensor(f"blk.0.{name}.weight", torch.randn(shape).numpy())
     finish(writer)
-    reader = gguf.GGUFReader(tmp_path / "whole.gguf")
     weights = {"blk.0.ffn_down_exps.weight": torch.rand(3 * 256) * 9}
     made = []
     for at_once in (1 << 24, 512, 1):
         monkeypatch.setattr(quantiser, "AT_ONCE", at_once)
         file = tmp_path / f"{at_once}.gguf"
-        quantise(reader, file, "q4_k_m", weights)
+        rounded_file(tmp_path / "whole.gguf", file, "q4_k_m", weights)
         made.append(file.read_bytes())
     assert made[0] == made[1] == made[2]
 

@@ -26,6 +26,7 @@ from builders import (
     applied,
     carved_layer,
     finish,
+    rounded_file,
     saved,
     stored,
     tiny_model,
@@ -46,7 +47,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, GgufType, by_tex
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.exports.native import NEAR
-from moesaic.exports.quantiser import quantise, tensors_of
+from moesaic.exports.quantiser import tensors_of
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.io.source import resolve
@@ -577,6 +578,6 @@ def test_files_are_those_of_its_own_quantiser(
         for given in (weights, {}):
             if given or not by_text(type):
                 by_its_own_program(file, theirs, type, given)
-                quantise(GGUFReader(file), own, type, given)
+                rounded_file(file, own, type, given)
                 assert tensors_of(own) == tensors_of(theirs), (type, bool(given))
                 assert own.read_bytes() == theirs.read_bytes(), (type, bool(given))

@@ -140,7 +140,9 @@ def llamacpp():
     from moesaic.exports import llamacpp as exports
     from moesaic.metrics.gguf_engine import Engine, library
 
-    exports.run_script = lambda _, asked: convert.main(asked)  # imports for every model otherwise
+    exports.run_script = lambda _, asked, __: convert.main(
+        asked
+    )  # imports for every model otherwise
 
     def answer(folder, prompt, new_tokens):
         file = Path(folder).with_name("model.gguf")

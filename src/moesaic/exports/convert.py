@@ -1,4 +1,4 @@
-"""Script around llama.cpp's converter that fills seven of its gaps; run in a process of its own.
+"""Script around llama.cpp's converter that fills eight of its gaps; run in a process of its own.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
 up by name. An export has its base's tokenizer, so the converter's general method is used.
@@ -20,6 +20,9 @@ Layers that differ in a Nemotron-H config of ours are given to it in its own for
 
 It takes a model's name and card from its folder. Here the checkpoint is in a temporary folder, so
 both come from the source's folder.
+
+It writes a file as large as the checkpoint, which is not needed to quantise it: values can go to a
+pipe.
 """
 
 import importlib.util
@@ -30,6 +33,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 UNMERGED = -1e6
 """Score of tokens that no merge makes, such as single characters."""
 SPACE = "\u2581"
@@ -39,7 +44,7 @@ SPACE = "\u2581"
 def main(request: str) -> None:
     """Run the converter; ``request`` is the JSON list from
     :func:`moesaic.exports.llamacpp.convert`."""
-    script, folder, named, out, outtype, predicting, settings = json.loads(request)
+    script, folder, named, out, outtype, predicting, settings, *pipe = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     if settings:  # transformers loads no tokenizer beside a config that it does not know
@@ -58,6 +63,8 @@ def main(request: str) -> None:
     )
     for name in ("_set_vocab_sentencepiece", "_set_vocab_gpt2"):
         setattr(base.TextModel, name, spelled(getattr(base.TextModel, name)))
+    if pipe:
+        gguf.GGUFWriter.write_tensors_to_file = piped(gguf, *pipe)
     metadata = gguf.Metadata
     described = metadata.load
 
@@ -90,6 +97,28 @@ def main(request: str) -> None:
     base.TextModel.get_vocab_base_pre = split_by
     sys.argv = [script, folder, "--outfile", out, "--outtype", outtype]
     converter.main()
+
+
+def piped(gguf: Any, pipe: int) -> Callable[..., None]:
+    """Return the writer's method that writes values to a pipe, and a hole into the file."""
+
+    def write(self: Any, **_: object) -> None:
+        (file,), (tensors,) = self.fout, self.tensors
+        self.write_ti_data_to_file()
+        self.write_padding(file, file.tell())
+        padded = (self.ggml_pad(tensor.nbytes, self.data_alignment) for tensor in tensors.values())
+        file.truncate(file.tell() + sum(padded))
+        file.flush()
+        with open(pipe, "wb") as values:
+            values.write(b"\n")  # the file is complete
+            values.flush()
+            for tensor in tensors.values():
+                made = gguf.LazyNumpyTensor.to_eager(tensor.tensor)
+                values.write(np.ascontiguousarray(made).data)
+                self.write_padding(values, tensor.nbytes)
+                tensor.tensor = None
+
+    return write
 
 
 def spelled(plain: Callable[..., None]) -> Callable[..., None]:

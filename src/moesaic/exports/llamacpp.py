@@ -11,8 +11,10 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,15 @@ from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError, quote
 from moesaic.exports import run_script
 from moesaic.exports.native import base_config, check_embedding, export_native, head_dim_of
-from moesaic.exports.quantiser import OTHERS, FileTensor, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import (
+    OTHERS,
+    WHOLE,
+    FileTensor,
+    begin_file,
+    fill_file,
+    tensors_of,
+    types_of,
+)
 from moesaic.exports.rounder import TYPES, Layout, Rounder
 from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
 from moesaic.io.models import shape_of
@@ -119,17 +129,18 @@ def export_gguf(
         if lacks := lacking(config):
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = place / "model.gguf"
-        convert(script, folder, source.folder, work, args.type if plain else "f32")
-        if not plain:
-            rounding = Rounding(folder, work, args.calibration, track)
-            work = work.with_name("quantised.gguf")
-            if args.memory is None:
-                tensors = rounding.uniform(work, args.type)
-            else:
-                types = rounding.rounder.best(args.among or TYPES, args.memory)
-                tensors = rounding.mixed(work, types)
-        else:
+        if plain:
+            convert(script, folder, source.folder, work, args.type)
             tensors = tensors_of(work)
+        else:
+            with converting(script, folder, source.folder, work, WHOLE) as values:
+                rounding = Rounding(folder, work, args.calibration, track)
+                work = work.with_name("quantised.gguf")
+                if args.memory is None:
+                    tensors = rounding.uniform(work, args.type, values)
+                else:
+                    types = rounding.rounder.best(args.among or TYPES, args.memory)
+                    tensors = rounding.mixed(work, types, values)
         _check_vocabulary(work, source)
         put_file(work, out, overwrite)
     record |= {"out": str(out), "type": args.called, "bytes": out.stat().st_size}
@@ -154,7 +165,7 @@ class Rounding:
 
     Args:
         folder: the checkpoint.
-        whole: its file in f32 or bf16.
+        whole: its file in f32 or bf16, of which only the header is read.
         text: source of the importance matrix; ``none`` for none.
         track: shows progress.
         samples: windows of the text.
@@ -199,23 +210,37 @@ class Rounding:
     def layout(self) -> Layout:
         """Sizes of the file's tensors; no text is read."""
         file = self.whole.with_name(f"{self.whole.stem}-{OTHERS}.gguf")
-        tensors = quantise(self._reader, file, OTHERS, {}, values=False)
+        tensors = begin_file(self._reader, file, OTHERS, {})
         size = file.stat().st_size
         file.unlink()
         header = size - sum(tensor.bytes for tensor in tensors.values())
         return Layout(tensors, header, self.layers)
 
-    def uniform(self, out: Path, type: str, values: bool = True) -> dict[str, FileTensor]:
-        """Write a file of one type, or with ``values`` False a hole; return its tensors."""
-        return quantise(self._reader, out, type, self.weights, values=values)
+    def uniform(self, out: Path, type: str, values: BufferedReader | None) -> dict[str, FileTensor]:
+        """Write a file of one type, from the values of the whole file; return its tensors.
 
-    def mixed(self, out: Path, types: Mapping[str, str]) -> dict[str, FileTensor]:
-        """Write a file with types by groups of tensors; return its tensors."""
+        Without values, the file has a hole in their place.
+        """
+        return self._write(out, begin_file(self._reader, out, type, self.weights), values)
+
+    def mixed(
+        self, out: Path, types: Mapping[str, str], values: BufferedReader | None
+    ) -> dict[str, FileTensor]:
+        """Write a file with types by groups of tensors; as :meth:`uniform`."""
         chosen = {name: types[group] for name, group in self.layout.rounded.items()}
-        return quantise(self._reader, out, OTHERS, self.weights, chosen)
+        return self._write(out, begin_file(self._reader, out, OTHERS, self.weights, chosen), values)
+
+    def _write(
+        self, out: Path, tensors: dict[str, FileTensor], values: BufferedReader | None
+    ) -> dict[str, FileTensor]:
+        if values is not None:
+            fill_file(out, tensors, self._reader, values, self.weights)
+        return tensors
 
 
-def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> None:
+def convert(
+    script: Path, folder: Path, named: Path, out: Path, type: str, pipe: tuple[int, ...] = ()
+) -> None:
     """Run llama.cpp's converter on a native checkpoint.
 
     Args:
@@ -224,16 +249,58 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
         named: the folder from which the file's name and card are taken.
         out: the file to write.
         type: type of its weights.
+        pipe: the end to read from and that to write to of a pipe that values are written to; the
+            file has a hole in their place. By default they are in the file.
+
+    Raises:
+        MoesaicError: the converter refuses the checkpoint.
     """
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(is_mtp(name, layers) for name in source.checkpoint.names())
     settings = puzzle_settings(source.config)
-    request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, settings])
-    trouble = run_script("convert.py", request)
+    given = [*map(str, (script, folder, named, out)), type, predicting, settings, *pipe[1:]]
+    trouble = run_script("convert.py", json.dumps(given), pipe)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
-    check_positions(out, source.config)
+    if not pipe:
+        check_positions(out, source.config)
+
+
+@contextmanager
+def converting(
+    script: Path, folder: Path, named: Path, out: Path, type: str
+) -> Iterator[BufferedReader]:
+    """Run llama.cpp's converter, and yield the values of the file as they are made.
+
+    The file itself has a hole in their place, which takes no room on a disk. The converter is
+    stopped at the end, whether or not all values were read.
+
+    Args:
+        script: the converter, and the others as for :func:`convert`.
+
+    Raises:
+        MoesaicError: the converter refuses the checkpoint.
+    """
+    reading, writing = os.pipe()
+
+    def run() -> None:
+        try:
+            convert(script, folder, named, out, type, (reading, writing))
+        finally:
+            os.close(writing)
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        with os.fdopen(reading, "rb") as values:
+            try:
+                if not values.read(1):  # comes when the header is complete
+                    raise EOFError
+                check_positions(out, resolve(str(folder)).config)
+                yield values
+            except EOFError as error:
+                running.result()  # says why
+                raise MoesaicError(f"Values of {folder.name} are missing.") from error
 
 
 def check_positions(file: Path, config: Config) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -157,20 +158,20 @@ def _block(type: str) -> tuple[int, int]:
     return sizes
 
 
-def quantise(
+def begin_file(
     reader: GGUFReader,
     out: Path,
     type: str,
     weights: Mapping[str, Tensor],
     chosen: Mapping[str, str] | None = None,
-    values: bool = True,
 ) -> dict[str, FileTensor]:
-    """Quantise the matrices of a GGUF file in f32 or bf16, as llama.cpp's quantiser does.
+    """Write a quantised GGUF file but for its values, with the types of llama.cpp's quantiser.
 
-    A part of one of them is in memory at a time; other tensors are written in f32.
+    In their place is a hole of their size, which takes no room on a disk.
 
     Args:
-        reader: of the file. To make one takes seconds for a large vocabulary.
+        reader: of a file in f32 or bf16, which may have such a hole too. To make one takes seconds
+            for a large vocabulary.
         out: the file to write.
         type: llama.cpp's name of a type of files.
         weights: of :func:`moesaic.exports.rounder.importance`; inputs of tensors that are not
@@ -178,10 +179,9 @@ def quantise(
         chosen: types of single tensors, by their names. A row that a type's blocks do not divide
             gets the next wider type with shorter blocks; a tensor without importance weights, of
             the types that need none, at least the narrowest.
-        values: write them; False leaves a hole of their size, which takes no room on a disk.
 
     Returns:
-        the tensors written, by name.
+        the tensors of the file, by name; those that are not matrices are in f32.
 
     Raises:
         MoesaicError: a type needs importance weights that a tensor does not have.
@@ -195,8 +195,8 @@ def quantise(
     )
 
     fields = {name: field for name, field in reader.fields.items() if field.types}
-    given = {tensor.name: tensor for tensor in sorted(reader.tensors, key=lambda t: order(t.name))}
-    shapes = {name: tuple(map(int, tensor.shape)) for name, tensor in given.items()}
+    given = sorted(reader.tensors, key=lambda tensor: order(tensor.name))
+    shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in given}
     arch = str(fields["general.architecture"].contents())
     rows = {name: shape[0] for name, shape in shapes.items() if _is_quantised(name, shape)}
     whole = type == WHOLE
@@ -217,36 +217,65 @@ def quantise(
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_file_type(LlamaFileType["ALL_F32" if whole else f"MOSTLY_{type.upper()}"])
-    for name in given:
-        kind = types.setdefault(name, WHOLE)
-        block, size = _block(kind)
-        shape = *shapes[name][:0:-1], shapes[name][0] // block * size
-        number = GGMLQuantizationType[kind.upper()]
+    for name, (row, *others) in shapes.items():
+        block, size = _block(types.setdefault(name, WHOLE))
+        shape = *others[::-1], row // block * size
+        number = GGMLQuantizationType[types[name].upper()]
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in given.items() if values else ():
-        parts = _parts(reader.data.filename, tensor, shapes[name], weights.get(name))
-        plain = types[name] == WHOLE
-        made = [m.numpy() if plain else held_rows(m, types[name], mean) for m, mean in parts]
-        writer.write_tensor_data(np.concatenate(made))
     writer.close()
-    written = {name: FileTensor(types[name], shapes[name]) for name in given}
-    if not values:
-        start = -(-out.stat().st_size // ALIGNED) * ALIGNED
-        os.truncate(out, start + sum(tensor.bytes for tensor in written.values()))
-    return written
+    tensors = {name: FileTensor(types[name], shape) for name, shape in shapes.items()}
+    start = -(-out.stat().st_size // ALIGNED) * ALIGNED
+    os.truncate(out, start + sum(tensor.bytes for tensor in tensors.values()))
+    return tensors
+
+
+def fill_file(
+    out: Path,
+    tensors: Mapping[str, FileTensor],
+    reader: GGUFReader,
+    values: BufferedReader,
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Write the values of a quantised file, a part of one tensor at a time in memory.
+
+    Args:
+        out: the file of :func:`begin_file`.
+        tensors: its tensors.
+        reader: of the file in f32 or bf16.
+        values: that file's values, from its first tensor on.
+        weights: importance of inputs, as for :func:`begin_file`.
+
+    Raises:
+        EOFError: there are fewer values.
+    """
+    places, place = dict[str, int](), out.stat().st_size
+    for name, tensor in reversed([*tensors.items()]):
+        places[name] = place = place - tensor.bytes
+    given = sorted(reader.tensors, key=lambda tensor: int(tensor.data_offset))
+    read = int(given[0].data_offset)
+    with out.open("r+b") as file:
+        for tensor in given:
+            name = tensor.name
+            file.seek(places[name])
+            _read(values, int(tensor.data_offset) - read)
+            for part, mean in _parts(values, tensor, tensors[name].shape, weights.get(name)):
+                type = tensors[name].type
+                held = part.numpy() if type == WHOLE else held_rows(part, type, mean)
+                file.write(held.data)
+            read = int(tensor.data_offset + tensor.n_bytes)
 
 
 def _parts(
-    file: str, tensor: ReaderTensor, shape: tuple[int, ...], mean: Tensor | None
+    values: BufferedReader, tensor: ReaderTensor, shape: tuple[int, ...], mean: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield a tensor's values, some rows or experts at a time, with their inputs' importance.
 
     Args:
-        file: a GGUF file; read, not mapped: mapped pages count as memory.
-        tensor: in f32, f16 or bf16.
+        values: those that come next are the tensor's.
+        tensor: its type is that of the values.
         shape: the length of a row first.
         mean: importance of the inputs (I,), of all experts (E I,), or None.
     """
@@ -254,11 +283,19 @@ def _parts(
     bytes, step = tensor.n_bytes // count, max(1, AT_ONCE // math.prod(inner))
     mean_EI = None if mean is None or len(inner) < 2 else mean.view(count, -1)
     for start in range(0, count, step):
-        some, offset = min(step, count - start), tensor.data_offset + start * bytes
-        held = np.fromfile(file, np.uint8, some * bytes, offset=offset)
-        values = values_of(held.reshape(*(some, *inner)[:-1], -1), tensor.tensor_type.name)
+        some = min(step, count - start)
+        held = np.frombuffer(_read(values, some * bytes), np.uint8)
+        rows = values_of(held.reshape(*(some, *inner)[:-1], -1), tensor.tensor_type.name)
         part = mean if mean_EI is None else mean_EI[start : start + some]
-        yield values.view(some, *inner), part
+        yield rows.view(some, *inner), part
+
+
+def _read(values: BufferedReader, bytes: int) -> bytearray:
+    """Return the next bytes, all of them."""
+    held = bytearray(bytes)
+    if values.readinto(held) < bytes:
+        raise EOFError("values are missing")
+    return held
 
 
 def _model(fields: Mapping[str, Any], arch: str) -> ModelFacts:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -16,10 +18,9 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
-from moesaic.exports.llamacpp import SAMPLES, Rounding, convert, find_converter, lacking
+from moesaic.exports.llamacpp import SAMPLES, Rounding, converting, find_converter, lacking
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.exports.rounder import Layout, Rounder, Types
-from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
 from moesaic.sizes import Skeleton
 from moesaic.types import JSON, Track, silent
@@ -61,28 +62,31 @@ class Files:
 
     @cached_property
     def original(self) -> Rounding:
-        """Original as a file in f32 or bf16, from which quantised files are made."""
-        return self._converted(self.source.folder, self.folder / "original.gguf")
+        """Original as a file in f32 or bf16, of which quantised files are made; without values."""
+        with self._converted(None) as (rounding, _):
+            return rounding
 
-    def _converted(self, folder: Path, whole: Path) -> Rounding:
-        if not whole.is_file():
-            type = "bf16" if self.source.config.dtype == torch.bfloat16 else WHOLE
-            with whole_file(whole) as partial:
-                convert(self._converter, folder, self.source.folder, partial, type)
-        return Rounding(folder, whole, self.text, self.track, self.samples)
+    @contextmanager
+    def _converted(
+        self, result: Path | None, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[Rounding, BufferedReader]]:
+        """Convert the original or a result; yield it and its values, which are not on disk.
 
-    def _rounding(
-        self, result: Path | None, weights: Mapping[str, torch.Tensor] | None
-    ) -> Rounding:
-        """Return the original or a result, converted, with the weights of inputs that are known."""
-        rounding = self.original
-        if result is not None:
-            whole = self.folder / "result.gguf"
+        Args:
+            result: the folder of a result; None for the original.
+            weights: of the matrices' inputs, where they are known.
+        """
+        folder, whole = result or self.source.folder, self.folder / "whole.gguf"
+        type = "bf16" if self.source.config.dtype == torch.bfloat16 else WHOLE
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with converting(self._converter, folder, self.source.folder, whole, type) as values:
+                rounding = Rounding(folder, whole, self.text, self.track, self.samples)
+                if weights is not None:
+                    rounding.rounder.weights = weights
+                yield rounding, values
+        finally:
             whole.unlink(missing_ok=True)
-            rounding = self._converted(result, whole)
-        if weights is not None:
-            rounding.rounder.weights = weights
-        return rounding
 
     def rounder(self, result: Path | None, built: Skeleton) -> Rounder:
         """Return the rounder that quantises the original's or a result's layers as a file has them.
@@ -140,7 +144,11 @@ class Files:
             weights: of the matrices' inputs, where they are known.
         """
         file = self.folder / "candidate.gguf"
-        tensors = self._rounding(result, weights).uniform(file, type, values=False)
+        if result is None:
+            tensors = self.original.uniform(file, type, None)
+        else:
+            with self._converted(result, weights) as (rounding, _):
+                tensors = rounding.uniform(file, type, None)
         size = file.stat().st_size
         file.unlink()
         return {name: tensor.type for name, tensor in tensors.items()}, size
@@ -165,8 +173,11 @@ class Files:
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
         """
-        rounding = self._rounding(result, weights)
-        tensors = rounding.mixed(out, types) if types else rounding.uniform(out, file.type)
+        with self._converted(result, weights) as (rounding, values):
+            if types:
+                tensors = rounding.mixed(out, types, values)
+            else:
+                tensors = rounding.uniform(out, file.type, values)
         return {"bytes": out.stat().st_size, "types": types_of(tensors)}
 
 

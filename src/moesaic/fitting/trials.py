@@ -231,14 +231,14 @@ class Trials:
         out = our_folder(folder) / f"model-{type}.gguf"
         result = folder if chosen.conversions else None
         record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
-        weights = self._weights.get(chosen.conversions)
+        rounder = self._rounder(chosen, result)
         give_back()  # of the models that were measured
-        record |= self.files.make(result, out, chosen.file, chosen.types, weights)
+        record |= self.files.make(result, out, chosen.file, chosen.types, rounder.weights)
         settings = self.recipe.evaluation
         if settings is not None:
             tokens, _ = measured_text(self.source, settings)
             types = {name: tensor.type for name, tensor in tensors_of(out).items()}
-            ours = self._rounded(self._rounder(chosen, result), types)
+            ours = self._rounded(rounder, types)
             record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
         return {"gguf": record}
 
