@@ -105,7 +105,7 @@ def checked(text: str) -> str:
     """Return the text unchanged.
 
     Raises:
-        Unusable: it has half of a surrogate pair, which JSON may hold and no tokenizer accepts.
+        RowError: it has half of a surrogate pair, which JSON may hold and no tokenizer accepts.
     """
     try:
         text.encode()
@@ -161,7 +161,7 @@ def _pair(
     """Return the prompt and the answer of a row that has the columns of a form.
 
     Raises:
-        Unusable: a column does not hold text.
+        RowError: a column does not hold text.
     """
     for name in needs[:1] if read is _choices else needs:
         if not isinstance(row[name], str) or not row[name].strip():
@@ -191,7 +191,7 @@ def _turns(row: Row) -> list[JSON]:
     them; empty if there is none.
 
     Raises:
-        Unusable: its turns have an unknown form.
+        RowError: its turns have an unknown form.
     """
     if not isinstance(row, Mapping):
         return []
@@ -231,7 +231,7 @@ def _words(content: object) -> str:
     """Return a turn's content as one text.
 
     Raises:
-        Unusable: a part of it is no text, such as an image.
+        RowError: a part of it is no text, such as an image.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -259,7 +259,7 @@ def _conversation(
         prompt: True if the model's answer follows.
 
     Raises:
-        Unusable: the template refuses it.
+        RowError: the template refuses it.
     """
     if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
         texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
@@ -310,7 +310,7 @@ def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None
         tokenizer: the model's tokenizer, with the template for conversations.
 
     Raises:
-        Unusable: its columns hold no text, or the template refuses it.
+        RowError: its columns hold no text, or the template refuses it.
         MoesaicError: its columns are unknown.
     """
     if isinstance(row, str):

@@ -187,7 +187,7 @@ def _learned(
     """Return the text of a row, or an example whose prompt is not predicted.
 
     Raises:
-        Unusable: the row has no text, or the cut leaves nothing of its answer.
+        RowError: the row has no text, or the cut leaves nothing of its answer.
     """
     pair = pair_of(row, tokenizer) if answers else None
     if pair is None:
@@ -207,7 +207,7 @@ def answered(
         begin: tokens that the tokenizer puts before any text.
 
     Raises:
-        Unusable: the cut leaves nothing of the answer.
+        RowError: the cut leaves nothing of the answer.
     """
     prompt, answer = (
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
