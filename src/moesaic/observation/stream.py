@@ -122,7 +122,7 @@ class LayerStream(Generic[V_co]):
     """Iterable of a :class:`LayerTokens` for each wanted layer, in order.
 
     Args:
-        model: the model, live; or a skeleton whose layers ``open_layer`` fills.
+        model: the model, live; or a skeleton whose weights ``opening`` loads.
         arch: its architecture.
         tokens: tokens to run through it, or batches of them, each with a length of its own.
         layers: indices of layers to yield; the others only run. None after the last one is run.
