@@ -321,16 +321,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             if "shared_size_S" in stats:
                 beside = neurons_of(stats, seed + 1, shared=True)
                 shared = score.score(beside), beside.reach
-        form = None if self.config.uneven else case.job.format  # no format has uneven experts
-        columns = form.columns if form else 0  # that share a scale, which most are to keep
-        decided: dict[Size, tuple[CutLayer, JSON]] = {}
-        for size in sizes:
-            layer, analysis = self.choose(case, stats, score_EM, shared, size, groups)
-            assert layer.neurons_EW is not None
-            orders = [in_groups(order_W, columns) for order_W in layer.neurons_EW]
-            shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, columns)
-            grouped = replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
-            decided[size] = grouped, analysis
+        decided = {size: self.choose(case, stats, score_EM, shared, size, groups) for size in sizes}
         if self.config.measures and case.site is not None:
             exact = losses(case.site, [layer for layer, _ in decided.values()])
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
@@ -368,17 +359,21 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if config.rule.observes or case.stats is None:
             lost = share_lost(score_EM, kept, neurons_NW)
             analysis = {"relative_loss": lost, "calls": stats["calls_E"].tolist()}
+        form = None if config.uneven else case.job.format  # no format has uneven experts
+        columns = form.columns if form else 0  # that share a scale, which most are to keep
+        orders_EW = torch.stack([in_groups(order_W, columns) for order_W in neurons_NW])
         view, order_S = case.view, None
         if not isinstance(view, MoEFFN):
-            return CutLayer(None, neurons_NW, size.before), analysis
+            return CutLayer(None, orders_EW, size.before), analysis
         if size.room and shared is not None:
             count = view.shared_count
             score_NS, reach_NS = (x.view(count, -1) for x in shared)
             first_N1 = score_NS.shape[1] * torch.arange(count)[:, None]
             order_NS = first_N1 + highest(score_NS, size.shared // count, reach_NS)
-            order_S = torch.cat([filled_up(one_S, size.room // count) for one_S in order_NS])
+            each = [filled_up(one_S, size.room // count) for one_S in order_NS]
+            order_S = in_groups(torch.cat(each), columns)
         return CutLayer(
-            kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
+            kept, orders_EW, size.before, shared_S=order_S, uneven=config.uneven
         ), analysis
 
     # --- a model ---------------------------------------------------------------------------------
