@@ -21,6 +21,7 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, about, flag_of
 from moesaic.data.reader import shipped_texts
 from moesaic.methods import METHODS, VERBS, methods_of
+from moesaic.report.numbers import memory
 from moesaic.types import Figures
 
 TEXT = ("--calibration", pages("calibration"))
@@ -347,6 +348,16 @@ def test_brackets_in_a_name_are_a_name(refused, done, llama_folder, tmp_path, na
     for line, shown in ((["inspect", out], name), (measured, out.name)):
         said = done(*line)
         assert shown in "".join(said.split())
+
+
+def test_bytes_before_and_after_are_printed(command, llama_folder, tmp_path):
+    given = llama_folder, tmp_path / "out", "--keep", 0.5, *SMALL, "--no-eval"
+    code, _, said = command("slim", *given)
+    assert code == 0, said
+    files = json.loads((tmp_path / "out" / "moesaic" / "result.json").read_text("utf-8"))["files"]
+    assert files["result"] < files["original"]
+    sizes = f"({memory(files['original'])} -> {memory(files['result'])})"
+    assert sizes.replace("\N{NO-BREAK SPACE}", " ") in said
 
 
 ASKED = """

@@ -199,7 +199,9 @@ def test_other_vocabularies_are_refused_and_other_readers_compared(
     refused("--against: its vocabulary differs from the model's: ", *rewritten(swapped))
     save_file({"input_ids": tokens.input_ids}, tmp_path / "ids.safetensors")  # whatever they mean
     done(*rewritten(swapped), "--data", tmp_path / "ids.safetensors")
-    assert json.loads(done(*rewritten(without_merges)))["kl"] > 0
+    figures = json.loads(done(*rewritten(without_merges)))
+    assert figures["kl"] > 0
+    assert figures["max_tokens"] == 512
 
 
 # --- generations ---------------------------------------------------------------------------------
