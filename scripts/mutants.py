@@ -402,7 +402,7 @@ class Runner:
             if status == SURVIVED:
                 print(f"survived {mutant.label}", flush=True)
         return self.summary({
-            file: [(m, kept.end(m, digests[m.name]) or "") for m in many]
+            file: [(m, kept.results[m.name]["end"]) for m in many]
             for file, many in mutants.items()
         })  # fmt: skip
 
