@@ -63,30 +63,38 @@ class Files:
     @cached_property
     def original(self) -> Rounding:
         """Original as a file in f32 or bf16, of which quantised files are made; without values."""
-        with self._converted(None) as (rounding, _):
-            return rounding
+        with self._converted(self.source.folder) as (whole, _):
+            return Rounding(self.source.folder, whole, self.text, self.track, self.samples)
 
     @contextmanager
-    def _converted(
-        self, result: Path | None, weights: Mapping[str, torch.Tensor] | None = None
+    def _converted(self, folder: Path) -> Iterator[tuple[Path, BufferedReader]]:
+        """Convert a checkpoint; yield a file without values, which is removed, and the values."""
+        whole = self.folder / "whole.gguf"
+        type = "bf16" if self.source.config.dtype == torch.bfloat16 else WHOLE
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with converting(self._converter, folder, self.source.folder, whole, type) as values:
+                yield whole, values
+        finally:
+            whole.unlink(missing_ok=True)
+
+    @contextmanager
+    def _rounding(
+        self, result: Path | None, weights: Mapping[str, torch.Tensor] | None
     ) -> Iterator[tuple[Rounding, BufferedReader]]:
-        """Convert the original or a result; yield it and its values, which are not on disk.
+        """Yield the original or a result, converted, and its values.
 
         Args:
             result: the folder of a result; None for the original.
             weights: of the matrices' inputs, where they are known.
         """
-        folder, whole = result or self.source.folder, self.folder / "whole.gguf"
-        type = "bf16" if self.source.config.dtype == torch.bfloat16 else WHOLE
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with converting(self._converter, folder, self.source.folder, whole, type) as values:
-                rounding = Rounding(folder, whole, self.text, self.track, self.samples)
-                if weights is not None:
-                    rounding.rounder.weights = weights
-                yield rounding, values
-        finally:
-            whole.unlink(missing_ok=True)
+        known = self.original if result is None else None
+        folder = result or self.source.folder
+        with self._converted(folder) as (whole, values):
+            rounding = known or Rounding(folder, whole, self.text, self.track, self.samples)
+            if weights is not None:
+                rounding.rounder.weights = weights
+            yield rounding, values
 
     def rounder(self, result: Path | None, built: Skeleton) -> Rounder:
         """Return the rounder that quantises the original's or a result's layers as a file has them.
@@ -147,7 +155,7 @@ class Files:
         if result is None:
             tensors = self.original.uniform(file, type, None)
         else:
-            with self._converted(result, weights) as (rounding, _):
+            with self._rounding(result, weights) as (rounding, _):
                 tensors = rounding.uniform(file, type, None)
         size = file.stat().st_size
         file.unlink()
@@ -173,7 +181,7 @@ class Files:
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
         """
-        with self._converted(result, weights) as (rounding, values):
+        with self._rounding(result, weights) as (rounding, values):
             if types:
                 tensors = rounding.mixed(out, types, values)
             else:
