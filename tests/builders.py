@@ -630,18 +630,18 @@ def values_in(file: Path) -> Iterator[BufferedReader]:
         yield values
 
 
-def scripted(name: str, request: str, *pipe: Connection) -> None:
+def scripted(name: str, request: str, *output: Connection) -> None:
     """A script of exports, in a process of its own."""
-    if pipe:  # its number is another one here
-        request = json.dumps([*json.loads(request)[:-1], os.dup(pipe[0].fileno())])
+    for end in output:
+        os.dup2(end.fileno(), 1)
     sys.argv = [name, request]
     with redirect_stdout(io.StringIO()):
         runpy.run_path(str(Path(exports.__file__).with_name(name)), run_name="__main__")
 
 
-def run_script(name: str, request: str, pipe: Sequence[int] = (), **_: str) -> str | None:
+def run_script(name: str, request: str, output: int | None = None, **_: str) -> str | None:
     """Stand-in of :func:`moesaic.exports.run_script`, whose process imports torch each time."""
-    ends = [Connection(os.dup(end), readable=False) for end in pipe[1:]]
+    ends = [] if output is None else [Connection(os.dup(output), readable=False)]
     ((code, said),) = launch(scripted, name, request, *ends, count=1, ends=True)
     return (said.strip().splitlines()[-1:] or ["no message"])[0] if code else None
 

@@ -721,8 +721,8 @@ def test_a_converter_that_stops_among_the_values_is_refused(trouble, tmp_path, m
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(64, np.float32))
     finish(writer)
 
-    def run(_, request, pipe):
-        os.write(pipe[1], b"\n" + bytes(100))
+    def run(_, request, output):
+        os.write(output, b"\n" + bytes(100))
         return trouble
 
     monkeypatch.setattr(llamacpp, "run_script", run)

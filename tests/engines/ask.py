@@ -140,9 +140,10 @@ def llamacpp():
     from moesaic.exports import llamacpp as exports
     from moesaic.metrics.gguf_engine import Engine, library
 
-    exports.run_script = lambda _, asked, __: convert.main(
-        asked
-    )  # imports for every model otherwise
+    def converted(_, asked, __):  # a process would import all for every model
+        return convert.main(asked)
+
+    exports.run_script = converted
 
     def answer(folder, prompt, new_tokens):
         file = Path(folder).with_name("model.gguf")

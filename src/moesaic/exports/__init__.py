@@ -59,19 +59,19 @@ ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 """Start of the last line of a traceback."""
 
 
-def run_script(name: str, request: str, pipe: tuple[int, ...] = (), **env: str) -> str | None:
+def run_script(name: str, request: str, output: int | None = None, **env: str) -> str | None:
     """Run a script of this folder in a process of its own; return its error in a line, or None.
 
     Its folder is kept off the path, or its neighbours would be imported as packages of the same
-    names. Of a pipe it inherits the end to write to.
+    names. What it writes to stdout goes to ``output``, a file descriptor, if there is one.
     """
     script = Path(__file__).with_name(name)
     run = subprocess.run(
         [sys.executable, str(script), request],
-        capture_output=True,
+        stdout=subprocess.DEVNULL if output is None else output,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONSAFEPATH": "1", **env},
-        pass_fds=pipe[1:],
     )
     lines = run.stderr.strip().splitlines() or ["no message"]
     errors = [line for line in lines if ERROR.match(line)]  # bars may end after it

@@ -21,12 +21,13 @@ Layers that differ in a Nemotron-H config of ours are given to it in its own for
 It takes a model's name and card from its folder. Here the checkpoint is in a temporary folder, so
 both come from the source's folder.
 
-It writes a file as large as the checkpoint, which is not needed to quantise it: values can go to a
-pipe.
+It writes a file as large as the checkpoint, which is not needed to quantise it: values can go to
+stdout.
 """
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -41,10 +42,14 @@ SPACE = "\u2581"
 """Character that SentencePiece writes for a space."""
 
 
-def main(request: str) -> None:
-    """Run the converter; ``request`` is the JSON list from
-    :func:`moesaic.exports.llamacpp.convert`."""
-    script, folder, named, out, outtype, predicting, settings, *pipe = json.loads(request)
+def main(request: str, output: int = 1) -> None:
+    """Run the converter.
+
+    Args:
+        request: the JSON list from :func:`moesaic.exports.llamacpp.convert`.
+        output: file descriptor for values, if these are requested.
+    """
+    script, folder, named, out, outtype, predicting, settings, *streamed = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     if settings:  # transformers loads no tokenizer beside a config that it does not know
@@ -63,8 +68,8 @@ def main(request: str) -> None:
     )
     for name in ("_set_vocab_sentencepiece", "_set_vocab_gpt2"):
         setattr(base.TextModel, name, spelled(getattr(base.TextModel, name)))
-    if pipe:
-        gguf.GGUFWriter.write_tensors_to_file = piped(gguf, *pipe)
+    if streamed:
+        gguf.GGUFWriter.write_tensors_to_file = streaming(gguf, output)
     metadata = gguf.Metadata
     described = metadata.load
 
@@ -99,8 +104,8 @@ def main(request: str) -> None:
     converter.main()
 
 
-def piped(gguf: Any, pipe: int) -> Callable[..., None]:
-    """Return the writer's method that writes values to a pipe, and a hole into the file."""
+def streaming(gguf: Any, descriptor: int) -> Callable[..., None]:
+    """Return the writer's method that writes values to a descriptor, and a hole into the file."""
 
     def write(self: Any, **_: object) -> None:
         (file,), (tensors,) = self.fout, self.tensors
@@ -109,7 +114,7 @@ def piped(gguf: Any, pipe: int) -> Callable[..., None]:
         padded = (self.ggml_pad(tensor.nbytes, self.data_alignment) for tensor in tensors.values())
         file.truncate(file.tell() + sum(padded))
         file.flush()
-        with open(pipe, "wb") as values:
+        with open(descriptor, "wb") as values:
             values.write(b"\n")  # the file is complete
             values.flush()
             for tensor in tensors.values():
@@ -206,4 +211,6 @@ def _splits_as_gpt2(file: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # what others print goes to stderr
+    main(sys.argv[1], stdout)

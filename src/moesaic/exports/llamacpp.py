@@ -239,7 +239,7 @@ class Rounding:
 
 
 def convert(
-    script: Path, folder: Path, named: Path, out: Path, type: str, pipe: tuple[int, ...] = ()
+    script: Path, folder: Path, named: Path, out: Path, type: str, values: int | None = None
 ) -> None:
     """Run llama.cpp's converter on a native checkpoint.
 
@@ -249,8 +249,8 @@ def convert(
         named: the folder from which the file's name and card are taken.
         out: the file to write.
         type: type of its weights.
-        pipe: the end to read from and that to write to of a pipe that values are written to; the
-            file has a hole in their place. By default they are in the file.
+        values: file descriptor that values are written to; the file has a hole in their place. By
+            default they are in the file.
 
     Raises:
         MoesaicError: the converter refuses the checkpoint.
@@ -259,11 +259,13 @@ def convert(
     layers = source.config.num_hidden_layers
     predicting = any(is_mtp(name, layers) for name in source.checkpoint.names())
     settings = puzzle_settings(source.config)
-    given = [*map(str, (script, folder, named, out)), type, predicting, settings, *pipe[1:]]
-    trouble = run_script("convert.py", json.dumps(given), pipe)
+    given = [*map(str, (script, folder, named, out)), type, predicting, settings]
+    if values is not None:
+        given.append("streamed")
+    trouble = run_script("convert.py", json.dumps(given), values)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
-    if not pipe:
+    if values is None:
         check_positions(out, source.config)
 
 
@@ -286,7 +288,7 @@ def converting(
 
     def run() -> None:
         try:
-            convert(script, folder, named, out, type, (reading, writing))
+            convert(script, folder, named, out, type, writing)
         finally:
             os.close(writing)
 
