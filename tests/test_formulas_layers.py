@@ -29,6 +29,7 @@ from moesaic.plans.recovery import (
     recovered,
     refitted_downs,
     ridge_path,
+    within_tokens,
 )
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
@@ -326,6 +327,28 @@ def test_conjugate_gradients_end_at_the_ridge_of_all_blocks(strengths):
     penalty_F = torch.cat([0.1 * power_F.mean().expand(len(power_F)) for power_F in powers])
     expected_FO = torch.linalg.solve(x_TF.T @ x_TF + penalty_F.diag(), x_TF.T @ y_TO)
     torch.testing.assert_close(found_FO, expected_FO)
+
+
+def test_features_of_few_tokens_are_solved_for_in_the_space_of_those_tokens():
+    whole = [some_blocks(5, 1), some_blocks(3, 2)]  # five tokens of each block
+    assert not within_tokens(*whole)[0].bases
+    wider = [
+        Blocks(s.y_TO, {i: (rows, x_NF.repeat(1, 4)) for i, (rows, x_NF) in s.features.items()})
+        for s in whole
+    ]
+    turned = within_tokens(*wider)
+    assert [x_NF.shape[1] for _, x_NF in turned[0].features.values()] == [5, 5, 5]
+    for expected_FO, found_FO in zip(
+        ridge_path(wider, None, (3.0, 0.1), iterations=3),
+        ridge_path(turned, None, (3.0, 0.1), iterations=3),
+        strict=True,
+    ):
+        weights = turned[0].split(found_FO)
+        torch.testing.assert_close(
+            torch.cat([turned[0].bases[i] @ weights[i] for i in weights]), expected_FO
+        )
+        for before, after in zip(wider, turned, strict=True):
+            torch.testing.assert_close(after.times(found_FO), before.times(expected_FO))
 
 
 def test_one_block_alone_takes_one_iteration():

@@ -146,9 +146,15 @@ class Blocks:
     """Outputs to explain."""
     features: Mapping[int, Block]
     """Rows and features by block."""
+    bases: Mapping[int, Tensor] = field(default_factory=dict)
+    """Of blocks whose features are coordinates in a subspace, its orthonormal basis (W, F_i)."""
 
     def only(self, blocks: Iterable[int]) -> Blocks:
-        return Blocks(self.y_TO, {i: self.features[i] for i in blocks})
+        return Blocks(self.y_TO, {i: self.features[i] for i in blocks}, self.bases)
+
+    def widths(self) -> list[int]:
+        """Return the number of features by block, before they became coordinates."""
+        return [len(self.bases.get(i, x_NF.T)) for i, (_, x_NF) in self.features.items()]
 
     def split(self, w_FO: Tensor) -> dict[int, Tensor]:
         """Return weights by block (F_i, O)."""
@@ -166,6 +172,31 @@ class Blocks:
     def transposed(self, y_TO: Tensor) -> Tensor:
         """Return X^T Y (F, O)."""
         return torch.cat([x_NF.T @ y_TO[rows] for rows, x_NF in self.features.values()])
+
+
+def within_tokens(*samples: Blocks) -> tuple[Blocks, ...]:
+    """Replace the features of blocks with fewer tokens than features by coordinates in the space
+    that these tokens span.
+
+    Weights of a ridge regression lie in it, so they stay the same, and so do all products; only
+    the cost changes, to that of as many features as tokens.
+
+    Args:
+        samples: several sets of tokens; each block's tokens of all sets span one space.
+    """
+    features: list[dict[int, Block]] = [dict(tokens.features) for tokens in samples]
+    bases = {}
+    for i in {i for blocks in features for i in blocks}:
+        found = [blocks for blocks in features if i in blocks]
+        x_NF = torch.cat([blocks[i][1] for blocks in found])
+        if len(x_NF) < x_NF.shape[1]:
+            bases[i], turned_NN = torch.linalg.qr(x_NF.T)
+            parts = turned_NN.T.split([len(blocks[i][0]) for blocks in found])
+            for blocks, part_NN in zip(found, parts, strict=True):
+                blocks[i] = blocks[i][0], part_NN
+    return tuple(
+        Blocks(tokens.y_TO, blocks, bases) for tokens, blocks in zip(samples, features, strict=True)
+    )
 
 
 def _gram_times(w_FO: Tensor, tokens: Blocks) -> Tensor:
@@ -199,12 +230,13 @@ def ridge_path(
     same = zip(*(tokens.features.values() for tokens in samples), strict=True)
     grams = [reduce(torch.add, (x_NF.T @ x_NF for _, x_NF in block)) for block in same]
     sizes, like_TO = [len(gram_FF) for gram_FF in grams], samples[0].y_TO
+    squares = [gram_FF.trace() / n for gram_FF, n in zip(grams, samples[0].widths(), strict=True)]
     w_FO = like_TO.new_zeros(sum(sizes), like_TO.shape[1]) if start_FO is None else start_FO
     left_FO = summed(lambda tokens: tokens.transposed(tokens.y_TO - tokens.times(w_FO)))
     for strength in strengths:
         factors, lambdas = [], []
-        for gram_FF in grams:
-            lambda_F = (strength * gram_FF.diagonal().mean()).clamp(min=1e-30).expand(len(gram_FF))
+        for gram_FF, square in zip(grams, squares, strict=True):
+            lambda_F = (strength * square).clamp(min=1e-30).expand(len(gram_FF))
             system_FF = (gram_FF + lambda_F.diag()).double()
             factors.append(torch.linalg.cholesky(system_FF).to(w_FO))
             lambdas.append(lambda_F)
@@ -339,8 +371,10 @@ class _Part:
     """Kept neurons, int64."""
     removed: Tensor = field(init=False)
     """Removed neurons, int64."""
-    change_WD: Tensor | None = None
+    change_FD: Tensor | None = None
     """Change of the down projection, transposed."""
+    basis_WF: Tensor | None = None
+    """Basis in which the change has its coordinates; None for that of the neurons."""
 
     def __post_init__(self) -> None:
         self.order_W = self.order_W.to(self.down_DM.device)
@@ -358,12 +392,14 @@ class _Part:
         ridge = Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
         for x_TD in site.inputs():
             ridge.add(*self.split(site.view.hidden(expert, x_TD).float()))
-        self.change_WD = ridge.solve().weight_FO
+        self.change_FD = ridge.solve().weight_FO
 
     def refitted(self) -> Tensor:
         """Return the new down projection (D, W), float64."""
-        down_DW = self.down_DM[:, self.order_W].double()
-        return down_DW if self.change_WD is None else down_DW + self.change_WD.T
+        down_DW, change_FD = self.down_DM[:, self.order_W].double(), self.change_FD
+        if change_FD is None:
+            return down_DW
+        return down_DW + (change_FD if self.basis_WF is None else self.basis_WF @ change_FD).T
 
 
 @torch.no_grad()
@@ -401,6 +437,7 @@ def refitted_downs(
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
     fitted, held, square = _regression_data(site, parts)
+    fitted, held = within_tokens(fitted, held)
     before = _square(held.y_TO)
     lost = _square(fitted.y_TO) + before
     enough = [i for i, (rows, _) in held.features.items() if len(rows) >= LEAST]
@@ -409,7 +446,7 @@ def refitted_downs(
         if len(part.removed) and i not in held.features:
             part.fit_alone(site, i)
     figures = recovered(lost, after / max(before, 1e-300) * lost, square)
-    if all(part.change_WD is None for part in parts.values()):
+    if all(part.change_FD is None for part in parts.values()):
         return None, None, figures
     shared_DS = None
     if SHARED in parts:
@@ -485,7 +522,7 @@ def _fit(
     """Fit the parts whose change significantly lowers the error of held-out tokens.
 
     Args:
-        parts: by expert; their ``change_WD`` is set.
+        parts: by expert; their change is set.
         fitted: tokens to fit to.
         held: held-out tokens, which choose strength and parts.
         strengths: candidates of lambda, falling.
@@ -505,18 +542,18 @@ def _fit(
     if best < 0:
         return held.y_TO
     sure = {}
-    for i, change_WD in held.split(trial_FD).items():
-        rows, h_NW = held.features[i]
-        if helps(left_TD[rows] + h_NW @ change_WD, left_TD[rows]):
-            sure[i] = change_WD
+    for i, change_FD in held.split(trial_FD).items():
+        rows, h_NF = held.features[i]
+        if helps(left_TD[rows] + h_NF @ change_FD, left_TD[rows]):
+            sure[i] = change_FD
     if len(sure) < len(held.features):
         start_FD = torch.cat([*sure.values(), trial_FD[:0]])
         return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
     if not helps(held.y_TO, left_TD):
         return held.y_TO
     last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
-    for i, change_WD in held.split(last_FD).items():
-        parts[i].change_WD = change_WD
+    for i, change_FD in held.split(last_FD).items():
+        parts[i].change_FD, parts[i].basis_WF = change_FD, held.bases.get(i)
     return left_TD
 
 
