@@ -288,7 +288,7 @@ def priced_layers(
             leaving.append(after.clone())
         if last is not None:
             last(states)
-        _draw(stream, states, gradients, seed)
+        _draw(stream, states, gradients, seed, track)
         order = range(stream.count - 1, -1, -1)
         for block in track(stream.blocks(kwargs, order=order), "Pricing changes", stream.count):
             mine = [entering[block.index * batches + b] for b in range(batches)]
@@ -319,7 +319,11 @@ def _carry_back(
 
 
 def _draw(
-    stream: LayerStream[object], last: SpilledList, into: Sequence[SpilledList], seed: int
+    stream: LayerStream[object],
+    last: SpilledList,
+    into: Sequence[SpilledList],
+    seed: int,
+    track: Track,
 ) -> None:
     """Append batches of the gradient (B, L, D) of drawn labels' log-likelihood, a draw a spill.
 
@@ -333,7 +337,8 @@ def _draw(
     head, passed = stream.model.get_output_embeddings(), list[tuple[Tensor, Tensor]]()
     seen = head.register_forward_hook(lambda _, entering, z: passed.append((entering[0], z)))
     with seen, stream.headed(logits=True, gradients=True) as finish:
-        for batch, states in zip(stream.batches, last, strict=True):
+        pairs = zip(stream.batches, last, strict=True)
+        for batch, states in track(pairs, "Drawing labels", len(stream.batches)):
             found: list[list[Tensor]] = [[] for _ in into]
             for n, window in enumerate(states.split(1)):
                 one = batch.rows(slice(n, n + 1))
@@ -456,7 +461,8 @@ def estimates(
     def heads(states: SpilledList) -> None:
         if every := users(stream.count):
             plans = [changes[members[0]][stream.count] for members in every]
-            kls = once(stream.count, _head_divergences(stream, states, plans))
+            kls_U = track(_head_divergences(stream, states, plans), "Pricing heads", len(plans))
+            kls = once(stream.count, kls_U)
             for members, kl in zip(every, kls, strict=True):
                 head_C[members] = kl
 
