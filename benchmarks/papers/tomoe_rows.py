@@ -121,7 +121,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "static": {MASKS: StaticDimensions},
     "heads": {
         MASKS: HeadPruning,
-        "moesaic.carving.tomoe.method.Learned": by_head,
+        "moesaic.carving.tomoe.method.Logits": by_head,
         "moesaic.carving.tomoe.method._pruned": pruned_heads,
     },
     "language": {"moesaic.carving.tomoe.method.Student": Language},
