@@ -19,8 +19,8 @@ A description has
 - ``needs``: the other tool that a row is made by. Without ``--peer TOOL=PYTHON:CHECKOUT``, or
   without steps, the row says that it was not run.
 - ``rows``: several groups, each with its own of the above beside those at the top.
-- ``speed``: ``model`` beside which results are timed, interleaved, round by round; ``prompt``,
-  ``new_tokens``, ``rounds``, ``threads``.
+- ``speed``: a function that times what ``--work`` keeps: of rows' folders, by name, it returns the
+  speeds.
 
 Each command is a process of its own: its CPU seconds, its peak of memory and the machine's load are
 in the row; with ``--small`` all are carried out in one process, which has no peaks. Rows that the
@@ -43,7 +43,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -247,33 +246,6 @@ def _matching(word: str) -> list[str]:
     return sorted(map(str, path.parent.glob(path.name))) if "*" in path.name else [word]
 
 
-def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str, Any]:
-    """Speeds of all results that a folder holds, beside a model, interleaved round by round."""
-    import torch
-
-    from moesaic.io.source import resolve
-    from moesaic.metrics.score import model_size
-    from moesaic.metrics.speed import against, interleaved, one_round
-
-    torch.set_num_threads(speed.get("threads", 1))
-    names = {row.name: str(work / row.folder) for row in rows if (work / row.folder).exists()}
-    folders = {"original": speed["model"], **names}
-    models = {name: resolve(folder).load() for name, folder in folders.items()}
-    prompt = torch.randint(
-        5, 4000, (1, speed["prompt"]), generator=torch.Generator().manual_seed(0)
-    )
-    runners = {name: partial(one_round, model) for name, model in models.items()}
-    speeds = interleaved(runners, prompt, speed["new_tokens"], speed["rounds"])
-    whole = model_size(models["original"]).active_parameters
-    return {
-        name: {
-            **result.as_json(),
-            **against(result, speeds["original"], whole / model_size(model).active_parameters),
-        }
-        for (name, model), result in zip(models.items(), speeds.values(), strict=True)
-    }
-
-
 def _named(file: Path) -> str:
     """A description's path in this folder; elsewhere its name."""
     path = file.resolve()
@@ -339,11 +311,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
     if args.speed:
-        speed, load = description["speed"], os.getloadavg()
-        speed |= {"model": settings.get("model", speed["model"])}
-        for name, figures in timed(rows, speed, args.work).items():
-            results.setdefault(name, {})["speed"] = figures
-        record["load_while_timed"] = [load[0], os.getloadavg()[0]]
+        made, load = {row.name: args.work / row.folder for row in rows}, os.getloadavg()[0]
+        for name, speed in resolve_name(description["speed"])(made).items():
+            results.setdefault(name, {})["speed"] = speed
+        record["load_while_timed"] = [load, os.getloadavg()[0]]
         keep()
         return
     with tempfile.TemporaryDirectory(prefix="moesaic-benchmark-") as scratch:

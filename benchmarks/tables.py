@@ -362,25 +362,21 @@ GROWN = {
 }
 
 
-def dense(rows: Results) -> Iterator[str]:
+def dense(results: Results) -> Iterator[str]:
     """Quality of one draw; speed as the median of the rounds' ratios, with their range."""
     columns = "file", "text that ships", "WikiText-2", "KL", "decoding", "prompts"
     yield head("SmolLM2-135M", *columns)
-    for kind, words in DENSE.items():
-        for row in (row for row in rows.values() if row["kind"] == kind):
-            speeds = (
-                (row["speed"][what] for what in ("decode", "prefill")) if "speed" in row else ()
-            )
-            timed = [
-                f"{s['ratio']:.1f} ({s['spread'][0]:.1f}–{s['spread'][1]:.1f})" for s in speeds
-            ]
-            yield line(
-                words.format(f", {row['shipped']['active_ratio']:.2f} active"),
-                f"{row['bytes'] / 1e6:.0f} MB",
-                *(f"{row[text]['perplexity']:.2f}" for text in ("shipped", "wikitext2-valid")),
-                f"{row['shipped'].get('kl', 0):.3f}",
-                *(["1", "1"] if kind == "dense" else timed or ["", ""]),
-            )
+    for name, words in DENSE.items():
+        row = results[name]
+        speeds = [row["speed"][what] for what in ("decode", "prefill")]
+        timed = [f"{s['ratio']:.1f} ({s['spread'][0]:.1f}–{s['spread'][1]:.1f})" for s in speeds]
+        yield line(
+            words.format(f", {row['shipped']['active_ratio']:.2f} active"),
+            f"{row['file']['bytes'] / 1e6:.0f} MB",
+            *(f"{row[text]['perplexity']:.2f}" for text in ("shipped", "wikitext2-valid")),
+            f"{row['shipped'].get('kl', 0):.3f}",
+            *(["1", "1"] if name == "dense" else timed),
+        )
 
 
 def growth(results: Results) -> Iterator[str]:
@@ -408,7 +404,7 @@ def tables() -> dict[str, str]:
         **{f"below-{model}": files(rows) for model, rows in found.items()},
         "skills": skills(record("skills")["results"]),
         "gains": gains(found),
-        "frontier": dense(record("frontier")["rows"]),
+        "frontier": dense(record("frontier")["results"]),
         "growth": growth(record("growth")["results"]),
     }
     return {name: "\n".join(lines) + "\n" for name, lines in written.items()}
@@ -525,13 +521,13 @@ def picture_of_one(figure: Any) -> None:
 
 def picture_of_speeds(figure: Any) -> None:
     """Perplexity and KL over decoding speed, beside the dense model."""
-    rows = record("frontier")["rows"]
-    base = rows["dense"]["shipped"]["perplexity"]
+    results = record("frontier")["results"]
+    base = results["dense"]["shipped"]["perplexity"]
     left, right = figure.subplots(1, 2)
-    for n, row in enumerate(row for row in rows.values() if "speed" in row):
+    for n, (name, row) in enumerate(results.items()):
         here, speed = row["shipped"], row["speed"]["decode"]["ratio"]
         mark = {"marker": "os"[n // 10], "color": f"C{n % 10}", "linestyle": ""}
-        left.plot(speed, 100 * (here["perplexity"] / base - 1), label=row["kind"], **mark)
+        left.plot(speed, 100 * (here["perplexity"] / base - 1), label=name, **mark)
         right.plot(speed, here.get("kl", 0.0), **mark)
     for axes, up, least, ticks in (
         (left, "perplexity above the dense model's, %", 2, (0, 1, 2, 5, 10, 20, 50, 100, 200)),
