@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -30,30 +29,27 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from run import apart, circumstances, commit, read, write
 from tables import OURS
 
 HERE = Path(__file__).parent
-COST = """import json, os, sys
-process = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
-_, status, used = os.wait4(process, 0)
-with open(sys.argv[1], "w") as file:
-    json.dump([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024], file)
-sys.exit(os.waitstatus_to_exitcode(status))"""
-"""Runs a command from a small process, for a peak counts what the one that starts it holds."""
+LENGTH = 256
+"""Tokens of a window that calibrates."""
 LOADING = """import json, sys
 from transformers import AutoModelForCausalLM
-for folder in sys.stdin:
-    try:
-        read = AutoModelForCausalLM.from_pretrained
-        _, report = read(folder.strip(), output_loading_info=True, trust_remote_code=False)
-        wrong = ", ".join(f"{len(keys)} {what}" for what, keys in report.items() if keys)
-    except Exception as error:
-        wrong = str(error).replace(folder.strip(), "OUT").partition(". ")[0][:200]
-    print(json.dumps(wrong or True), flush=True)"""
+folder = sys.argv[1]
+try:
+    read = AutoModelForCausalLM.from_pretrained
+    _, report = read(folder, output_loading_info=True, trust_remote_code=False)
+    wrong = ", ".join(f"{len(keys)} {what}" for what, keys in report.items() if keys)
+except Exception as error:
+    wrong = str(error).replace(folder, "OUT").partition(". ")[0][:200]
+print(json.dumps(wrong or True))"""
 """Without Moesaic: true where transformers finds exactly the tensors that it needs, or why not."""
 
 
@@ -235,7 +231,7 @@ def work(job: Job) -> None:
     print("\n" + json.dumps(outcome))
 
 
-def prepared(name: str, work: Path, windows: int, length: int) -> dict[str, str]:
+def prepared(name: str, work: Path, windows: int) -> dict[str, str]:
     """A model in float32 and its calibration windows, as files that every tool reads."""
     import torch
     from safetensors.torch import save_file
@@ -253,7 +249,7 @@ def prepared(name: str, work: Path, windows: int, length: int) -> dict[str, str]
         # both transformers 4 and 5 read the older name
         settings["num_experts"] = settings.pop("num_local_experts")
     config.write_text(json.dumps(settings), "utf-8")
-    ids = calibration_tokens("", source.tokenizer, windows, length).input_ids
+    ids = calibration_tokens("", source.tokenizer, windows, LENGTH).input_ids
     with torch.no_grad():
         logits_LV = model(ids[:1]).logits[0]
     save_file({"input_ids": ids}, work / f"{name}.ids.safetensors")
@@ -261,32 +257,25 @@ def prepared(name: str, work: Path, windows: int, length: int) -> dict[str, str]
     return {"base": str(base), "tokens": str(work / f"{name}.given.safetensors")}
 
 
-def figures(job: Job, command: Sequence[str], text: Any, loads: Callable[[str], Any]) -> Any:
+def figures(job: Job, command: Sequence[str], text: Any) -> dict[str, Any]:
     """A row: what the tool made, and what it took."""
     import moesaic
 
     alone = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as place:
-        cost = f"{place}/cost"
-        process = subprocess.run(
-            [sys.executable, "-c", COST, cost, *command],
-            capture_output=True,
-            text=True,
-            env=alone,
-            cwd=place,
-        )
-        seconds, peak = json.loads(Path(cost).read_text("utf-8"))
+        process, seconds, peak = apart(command, capture_output=True, env=alone, cwd=place)
     last = (process.stderr if process.returncode else process.stdout).rstrip().rpartition("\n")[2]
     if process.returncode:
         return {"cannot": last}
-    record = {k: v for k, v in json.loads(last).items() if v} if job.peer in PEERS else {}
-    if "cannot" in record:
-        return record
-    record["loads_in_transformers"] = loads(job.out)
+    said = {k: v for k, v in json.loads(last).items() if v} if job.peer in PEERS else {}
+    if "cannot" in said:
+        return said
+    loading = subprocess.check_output([sys.executable, "-c", LOADING, job.out], text=True)
     folder = job.mended if Path(job.mended).exists() else job.out
     score = moesaic.evaluate(folder, against=job.base, data=text).as_json()
     return {
-        **record,
+        **said,
+        "loads_in_transformers": json.loads(loading),
         "perplexity": score["perplexity"],
         "kl": score["kl"],
         "bytes": sum(file.stat().st_size for file in Path(job.out).glob("*.safetensors")),
@@ -305,19 +294,12 @@ def versions(peer: str, python: str, checkout: str) -> dict[str, str]:
     return installed | ({"commit": commit(checkout)} if checkout else {})
 
 
-def commit(folder: Path | str) -> str:
-    """Of the checkout that a folder is in."""
-    head = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peer", nargs="*", action="extend", default=[], metavar="NAME=PYTHON:DIR")
     parser.add_argument("--models", nargs="*", default=["tiny-shared-moe", "tiny-moe"])
     parser.add_argument("--keep", nargs="*", type=float, default=[0.5, 0.25])
     parser.add_argument("--windows", type=int, default=32)
-    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=HERE / "peers.json")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -325,10 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.job:
         work(Job(**json.loads(args.job)))
         return
-    from moesaic import __version__
     from moesaic.data.text import evaluation_tokens
     from moesaic.io.source import resolve
-    from moesaic.metrics.speed import environment
 
     peers = {}
     for name, _, where in (peer.partition("=") for peer in args.peer):
@@ -336,53 +316,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"--peer {name}: one of {', '.join(PEERS)}")
         python, _, checkout = where.partition(":")
         peers[name] = str(Path(python).absolute()), checkout and str(Path(checkout).absolute())
-    record = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"results": []}
+    record = {"results": [], **read(args.out)}
     words = [f"{name}=ENV/bin/python{place[1] and ':CHECKOUT'}" for name, place in peers.items()]
     words = ["--models", *args.models, "--keep", *map(str, args.keep), "--peer", *words]
     words += ["--windows", str(args.windows), "--max-tokens", str(args.max_tokens)]
     record |= {
-        "command": shlex.join(["python", "benchmarks/peers.py", *words, "--out", args.out.name]),
-        "moesaic": __version__,
-        "commit": commit(HERE),
-        "environment": environment(),
-        "calibration": {"windows": args.windows, "length": args.length},
+        **circumstances("benchmarks/peers.py", *words, "--out", args.out.name),
+        "calibration": {"windows": args.windows, "length": LENGTH},
         "peers": record.get("peers", {})
         | {name: versions(name, *place) for name, place in peers.items()},
         "models": [*dict.fromkeys([*record.get("models", []), *args.models])],
         "keep": [*dict.fromkeys([*record.get("keep", []), *args.keep])],
     }
     done = {(row["tool"], row["model"], row["keep"]) for row in record["results"]}
-    reader = subprocess.Popen(
-        [sys.executable, "-c", LOADING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def loads(folder: str) -> Any:
-        print(folder, file=reader.stdin, flush=True)
-        return json.loads(reader.stdout.readline() if reader.stdout else "")
-
-    with tempfile.TemporaryDirectory(prefix="moesaic-peers-") as scratch, reader:
+    with tempfile.TemporaryDirectory(prefix="moesaic-peers-") as scratch:
         for name in args.models:
-            files = prepared(name, Path(scratch), args.windows, args.length)
+            files = prepared(name, Path(scratch), args.windows)
             text = evaluation_tokens("", resolve(name).tokenizer, max_tokens=args.max_tokens)
-            for keep in args.keep:
-                for tool in (*peers, *OURS):
-                    if (tool, name, keep) in done:
-                        continue
-                    python, checkout = peers.get(tool, (sys.executable, ""))
-                    job = Job(tool, checkout, keep=keep, out=f"{scratch}/out", **files)
-                    command = [python, str(Path(__file__).absolute())]
-                    command += ["--job", json.dumps(asdict(job))]
-                    if tool in OURS:
-                        ids = files["tokens"].replace(".given.", ".ids.")
-                        command = [python, "-m", "moesaic", *tool.split(), job.base, job.out]
-                        command += ["--keep", str(keep), "--no-eval", "--calibration", ids]
-                    row = {"tool": tool, "model": name, "keep": keep}
-                    row |= figures(job, command, text, loads)
-                    record["results"].append(row)
-                    args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-                    print(json.dumps(row), flush=True)
-                    for folder in (job.out, job.mended):
-                        shutil.rmtree(folder, ignore_errors=True)
+            for keep, tool in product(args.keep, (*peers, *OURS)):
+                if (tool, name, keep) in done:
+                    continue
+                python, checkout = peers.get(tool, (sys.executable, ""))
+                job = Job(tool, checkout, keep=keep, out=f"{scratch}/out", **files)
+                command = [python, str(Path(__file__).absolute())]
+                command += ["--job", json.dumps(asdict(job))]
+                if tool in OURS:
+                    ids = files["tokens"].replace(".given.", ".ids.")
+                    command = [python, "-m", "moesaic", *tool.split(), job.base, job.out]
+                    command += ["--keep", str(keep), "--no-eval", "--calibration", ids]
+                row = {"tool": tool, "model": name, "keep": keep}
+                row |= figures(job, command, text)
+                record["results"].append(row)
+                write(record, args.out)
+                print(json.dumps(row), flush=True)
+                for folder in (job.out, job.mended):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

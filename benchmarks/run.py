@@ -53,6 +53,13 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 KEYS = ("vary", "name", "steps", "set", "small", "needs")
+COST = """import json, os, sys
+process = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
+_, status, used = os.wait4(process, 0)
+with open(sys.argv[1], "w") as file:
+    json.dump([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024], file)
+sys.exit(os.waitstatus_to_exitcode(status))"""
+"""Runs a command from a small process, for a peak counts what the one that starts it holds."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ def taken(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 
 def carried_out(
-    row: Row, work: Path, here: bool = False, peers: Mapping[str, Sequence[str]] | None = None
+    row: Row, work: Path, here: bool = False, peers: Mapping[str, Sequence[str]] = {}
 ) -> dict[str, Any]:
     """A row's figures, and what its commands took.
 
@@ -182,7 +189,7 @@ def carried_out(
     Raises:
         SystemExit: a command failed; its own words are shown.
     """
-    if row.needs and not (row.steps and row.needs in (peers or {})):
+    if row.needs and not (row.steps and row.needs in peers):
         return {"not_run": f"needs {row.needs}"}
     out = work / row.folder
     figures: dict[str, Any] = {"commands": row.commands}
@@ -198,11 +205,14 @@ def carried_out(
             output = _called(step, out) if step.kind == "call" else _said(words)
             seconds = time.process_time() - started
         else:
-            command = [sys.executable, "-m", "moesaic"]
-            if step.kind == "peer" and peers is not None:
+            command = [sys.executable, "-m", "moesaic", *words]
+            if step.kind == "peer":
                 python, checkout = peers[row.needs]
-                command, words = [python], [f"{checkout}/{words[0]}", *words[1:]]
-            output, seconds, peak = _apart([*command, *words], row.name)
+                command = [python, f"{checkout}/{words[0]}", *words[1:]]
+            process, seconds, peak = apart(command, stdout=subprocess.PIPE)
+            if process.returncode:
+                raise SystemExit(f"{row.name}: {shlex.join(command)} failed.")
+            output = process.stdout
             figures["peak_memory_bytes"].append(peak)
         if step.key:
             figures[step.key] = taken(json.loads(output), step.take)
@@ -210,16 +220,15 @@ def carried_out(
     return figures if figures["peak_memory_bytes"] else figures | {"peak_memory_bytes": None}
 
 
-def _apart(command: Sequence[str], name: str) -> tuple[str, float, int]:
-    """What a process of its own prints, its CPU seconds and its peak of memory."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"{name}: {shlex.join(command)} failed.")
-        output.seek(0)
-        return output.read(), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
+def apart(
+    command: Sequence[str], **options: Any
+) -> tuple[subprocess.CompletedProcess[str], float, int]:
+    """A command, finished in a process of its own; its CPU seconds and peak of memory (bytes)."""
+    with tempfile.NamedTemporaryFile("r") as cost:
+        words = [sys.executable, "-c", COST, cost.name, *command]
+        process = subprocess.run(words, text=True, check=False, **options)
+        seconds, peak = json.load(cost)
+    return process, seconds, peak
 
 
 def _said(words: Sequence[str]) -> str:
@@ -246,25 +255,34 @@ def _matching(word: str) -> list[str]:
     return sorted(map(str, path.parent.glob(path.name))) if "*" in path.name else [word]
 
 
-def _named(file: Path) -> str:
-    """A description's path in this folder; elsewhere its name."""
-    path = file.resolve()
-    return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else file.name
+def commit(folder: Path | str) -> str:
+    """Of the checkout that a folder is in."""
+    head = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
-    """What every result carries: the command that makes it, versions and machine."""
+def circumstances(*words: str) -> dict[str, Any]:
+    """What every record carries: the command that makes it, versions and machine."""
     from moesaic import __version__
     from moesaic.metrics.speed import environment
 
-    head = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "command": shlex.join(["python", "benchmarks/run.py", _named(file), *words]),
+        "command": shlex.join(["python", *words]),
         "moesaic": __version__,
-        "commit": commit,
+        "commit": commit(HERE),
         "environment": environment(),
     }
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A record, empty where there is none yet."""
+    record: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return record
+
+
+def write(record: Mapping[str, Any], file: Path) -> None:
+    """Keep a record."""
+    file.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -300,22 +318,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: place.partition(":")[::2]
         for name, place in (pair.split("=", 1) for pair in args.peer)
     }
-    own = file.with_suffix(".small.json" if args.small else ".json")
-    out = args.out or (own if own.resolve().is_relative_to(HERE) else HERE / own.name)
-    record: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    path = file.resolve()
+    own = path.relative_to(HERE) if path.is_relative_to(HERE) else Path(path.name)
+    out = args.out or (HERE / own).with_suffix(".small.json" if args.small else ".json")
+    record = read(out)
     words = [word for pair in args.set for word in ("--set", pair)] + ["--small"] * args.small
-    record |= circumstances(file, words)
+    record |= circumstances("benchmarks/run.py", str(own), *words)
     results = record.setdefault("results", {})
-
-    def keep() -> None:
-        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-
     if args.speed:
         made, load = {row.name: args.work / row.folder for row in rows}, os.getloadavg()[0]
         for name, speed in resolve_name(description["speed"])(made).items():
             results.setdefault(name, {})["speed"] = speed
         record["load_while_timed"] = [load, os.getloadavg()[0]]
-        keep()
+        write(record, out)
         return
     with tempfile.TemporaryDirectory(prefix="moesaic-benchmark-") as scratch:
         work = args.work or Path(scratch)
@@ -326,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             twins = (r for r in results.values() if row.steps and r.get("commands") == row.commands)
             twin = next(twins, None)
             results[row.name] = twin or carried_out(row, work, args.small, peers)
-            keep()
+            write(record, out)
             print(row.name, json.dumps(results[row.name])[:500], flush=True)
             if args.work is None:
                 shutil.rmtree(work / row.folder, ignore_errors=True)

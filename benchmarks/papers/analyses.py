@@ -6,33 +6,34 @@
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from baselines import opened
-from torch import Tensor, nn
+from torch import Tensor
 
-import moesaic
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MaskingModules
 from moesaic.carving.tomoe.student import layer_shapes
-from moesaic.data.text import calibration_tokens, evaluation_tokens
+from moesaic.data.text import evaluation_tokens
 from moesaic.io.models import shape_of
 from moesaic.io.names import RECORD, our_path
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import evaluate
+from moesaic.metrics.forward import _choice
+from moesaic.metrics.speed import clock, interleaved
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.surgery import routed_modules
-
-JSON = dict[str, Any]
+from moesaic.types import JSON, Model
 
 
 def record(folder: str) -> JSON:
@@ -57,14 +58,18 @@ def overlap(first: str, second: str) -> JSON:
     return {"layers": layers, "same": sum(a == b for a, b in layers.values()), "of": len(layers)}
 
 
-def chosen(out: Any) -> Tensor:
-    """The experts that a router chose (T, K); of one that weighs all, the heaviest."""
-    parts = out if isinstance(out, tuple) else (out,)
-    numbers = [part for part in parts if not part.is_floating_point()]
-    return numbers[0] if numbers else parts[0].argmax(-1, keepdim=True)
-
-
 @torch.no_grad()
+def chosen(live: Any, batches: Iterable[Tensor]) -> dict[int, Tensor]:
+    """The experts (T, K) that tokens run in the first, the middle and the last layer."""
+    found = routed_modules(live, base_arch(live.config))
+    kept: dict[int, list[Tensor]] = {i: [] for i in three([*found])}
+    for i, parts in kept.items():
+        found[i].router.register_forward_hook(lambda _m, _a, out, to=parts: to.append(_choice(out)))
+    for ids in batches:
+        live(ids.to(live.device), use_cache=False)
+    return {i: torch.cat(parts).cpu() for i, parts in kept.items()}
+
+
 def pairs(model: str, text: str, device: str = "cpu") -> JSON:
     """Fig. 5: how often two experts run together, in the first, the middle and the last layer.
 
@@ -73,20 +78,11 @@ def pairs(model: str, text: str, device: str = "cpu") -> JSON:
         over what it would be if all were as common.
     """
     _, live, tokens = opened(model, text, device)
-    found = routed_modules(live, base_arch(live.config))
-    kept: dict[int, list[Tensor]] = {i: [] for i in three([*found])}
-    handles = [
-        found[i].router.register_forward_hook(lambda _m, _a, out, i=i: kept[i].append(chosen(out)))
-        for i in kept
-    ]
-    for batch in tokens.batches():
-        live(batch.input_ids.to(device), use_cache=False)
-    for handle in handles:
-        handle.remove()
+    experts = {i: len(m.experts) for i, m in routed_modules(live, base_arch(live.config)).items()}
     layers: dict[int, JSON] = {}
-    for i, parts in kept.items():
-        count = len(found[i].experts)
-        ran_TE = torch.zeros(sum(map(len, parts)), count).scatter_(1, torch.cat(parts).cpu(), 1)
+    for i, chosen_TK in chosen(live, (batch.input_ids for batch in tokens.batches())).items():
+        count = experts[i]
+        ran_TE = torch.zeros(len(chosen_TK), count).scatter_(1, chosen_TK, 1)
         together_EE = (ran_TE.T @ ran_TE).triu(1)
         share_EE = together_EE / together_EE.sum()
         most = float(share_EE.max()) * count * (count - 1) / 2
@@ -138,10 +134,7 @@ def activations(model: str, text: str, device: str = "cpu") -> list[Tensor]:
 
     h is what enters the down projection; of a mixture, that of its shared experts.
     """
-    source = resolve(model)
-    live = source.load(device)
-    name, samples, length = text.rsplit(",", 2)
-    tokens = calibration_tokens(name, source.tokenizer, int(samples), int(length), documents=True)
+    _, live, tokens = opened(model, text, device, documents=True)
     arch = base_arch(live.config)
     wanted = three([*range(len(arch.layers(live)))])
     each = tokens.input_ids.shape[1]  # a document is a batch
@@ -228,7 +221,6 @@ def load(folder: str, data: str, max_tokens: int) -> JSON:
     return {"share": share, "jsd": jsd, "mean": mean(jsd.values())}
 
 
-@torch.no_grad()
 def routed(folder: str, prompt: str, device: str = "cpu") -> JSON:
     """Tabs. 7, 11 and 14: each token of a text with its expert, in three layers.
 
@@ -236,21 +228,14 @@ def routed(folder: str, prompt: str, device: str = "cpu") -> JSON:
         by layer ``tokens``, and ``runs``: the share of neighbours that go to the same expert.
     """
     source = resolve(folder)
-    live = source.load(device)
-    found = routed_modules(live, base_arch(live.config))
     ids = source.tokenizer(prompt, return_tensors="pt").input_ids
-    kept: dict[int, Tensor] = {}
-    for i in three([*found]):
-        hook = lambda _m, _a, out, i=i: kept.__setitem__(i, chosen(out).flatten().cpu())  # noqa: E731
-        found[i].router.register_forward_hook(hook)
-    live(ids.to(device), use_cache=False)
     words = [source.tokenizer.decode([t]) for t in ids[0].tolist()]
     return {
         str(i): {
-            "tokens": [[w, e] for w, e in zip(words, experts.tolist(), strict=True)],
-            "runs": float((experts[1:] == experts[:-1]).float().mean()),
+            "tokens": [[word, *ran] for word, ran in zip(words, ran_T1.tolist(), strict=True)],
+            "runs": float((ran_T1[1:] == ran_T1[:-1]).float().mean()),
         }
-        for i, experts in kept.items()
+        for i, ran_T1 in chosen(source.load(device), [ids]).items()
     }
 
 
@@ -269,33 +254,30 @@ def modules(model: str, experts: int) -> JSON:
     return {"trained": dict(counts), "kept_by_the_paper": said}
 
 
+@torch.no_grad()
+def _forward(live: Model, ids: Tensor, _: int) -> tuple[float, float]:
+    """Seconds of a forward pass, and of no decoding."""
+    started = clock(live.device)
+    live(ids, use_cache=False)
+    return clock(live.device) - started, math.inf
+
+
 def throughput(models: str, batches: str, length: int, device: str = "cpu") -> JSON:
     """Tab. 15: tokens a second of forward passes, the models in turn, all in float32."""
-    live = {m: resolve(m).load(device, torch.float32) for m in models.split()}
-    speed: dict[str, dict[str, float]] = {m: {} for m in live}
+    dense, *others = models.split()
+    names = {"dense": dense, **{Path(name).name.rpartition(".")[2]: name for name in others}}
+    live = {name: resolve(model).load(device, torch.float32) for name, model in names.items()}
+    speed: dict[str, dict[str, float]] = {name: {} for name in names}
     for size in batches.split():
         ids = torch.randint(5, 500, (int(size), int(length)), device=device)
-        times: dict[str, list[float]] = {m: [] for m in live}
-        for _ in range(4):
-            for name, model in live.items():
-                started = time.perf_counter()
-                with torch.no_grad():
-                    model(ids, use_cache=False).logits[0, 0, 0].item()
-                times[name].append(time.perf_counter() - started)
-        for name, taken in times.items():
-            speed[name][size] = ids.numel() / sorted(taken[1:])[1]
-    names = ["dense", *(Path(name).name.rpartition(".")[2] for name in [*live][1:])]
-    by_name = dict(zip(names, speed.values(), strict=True))
-    last = batches.split()[-1]
-    ratio = {name: by[last] / by_name["dense"][last] for name, by in by_name.items()}
-    return {"tokens_per_second": by_name, "ratio": ratio}
+        runners = {name: partial(_forward, model) for name, model in live.items()}
+        for name, measured in interleaved(runners, ids, rounds=3).items():
+            speed[name][size] = int(size) * measured.prefill.median
+    ratio = {name: by[size] / speed["dense"][size] for name, by in speed.items()}
+    return {"tokens_per_second": speed, "ratio": ratio}
 
 
 # --- DSMoE ---------------------------------------------------------------------------------------
-
-
-def _gates(model: nn.Module) -> Iterator[nn.Module]:
-    return (m for m in model.modules() if type(m).__name__ == "ThresholdRouter")
 
 
 def thresholds(folder: str, taus: str, data: str, max_tokens: int, device: str = "cpu") -> JSON:
@@ -303,10 +285,11 @@ def thresholds(folder: str, taus: str, data: str, max_tokens: int, device: str =
     source = resolve(folder)
     live = source.load(device)
     tokens = evaluation_tokens(data, source.tokenizer, 256, int(max_tokens), live.config)
+    gates = [m for m in live.modules() if type(m).__name__ == "ThresholdRouter"]
     found = {}
     for tau in taus.split():
-        for gate in _gates(live):
-            gate.tau = float(tau)  # type: ignore[assignment]
+        for gate in gates:
+            gate.tau = float(tau)
         measured = evaluate(live, data=tokens, progress=False)
         calls = mean(r.calls for r in measured.routing.values())
         active = measured.active_parameters / measured.total_parameters
@@ -318,7 +301,7 @@ def activity(folder: str, sources: str, max_tokens: int) -> JSON:
     """Fig. 3: the mean number of active blocks by layer, text by text."""
     found = {}
     for data in sources.split():
-        measured = moesaic.evaluate(folder, data=data, max_tokens=int(max_tokens), progress=False)
+        measured = evaluate(folder, data=data, max_tokens=int(max_tokens), progress=False)
         layers = {str(i): r.calls for i, r in measured.routing.items()}
         found[data] = {"layers": layers, "mean": mean(layers.values())}
     return found

@@ -18,7 +18,8 @@ sleb       Song et al., ICML 2024: removes one layer at a time, the one that cos
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,17 +36,25 @@ from moesaic.metrics.forward import InMemory
 from moesaic.metrics.score import scores
 from moesaic.observation.stats import Tally, square_sums
 from moesaic.observation.stream import LayerStream
+from moesaic.types import JSON
+
+Choice = tuple[list[int], JSON]
+"""Layers that go, and what they were chosen by."""
 
 
-def opened(model: str, text: str, device: str = "cpu") -> tuple[Source, Any, Tokens]:
-    """A model, loaded, and its calibration tokens."""
+def opened(
+    model: str, text: str, device: str = "cpu", documents: bool = False
+) -> tuple[Source, Any, Tokens]:
+    """A model, loaded, and its calibration tokens; ``documents``: a window of each document."""
     source = resolve(model)
     name, samples, length = text.rsplit(",", 2)
-    tokens = calibration_tokens(name, source.tokenizer, int(samples), int(length))
+    tokens = calibration_tokens(
+        name, source.tokenizer, int(samples), int(length), documents=documents
+    )
     return source, source.load(device), tokens
 
 
-def kept(source: Source, live: Any, out: str, **figures: Any) -> dict[str, Any]:
+def kept(source: Source, live: Any, out: str, **figures: Any) -> JSON:
     """Write a live model as a folder; return its figures."""
     live.save_pretrained(out)
     source.tokenizer.save_pretrained(out)
@@ -66,8 +75,12 @@ def two_of_four(weight_OI: Tensor, norm_I: Tensor) -> Tensor:
     return torch.ones_like(score_OG4, dtype=torch.bool).scatter_(2, least_OG2, False).flatten(1)
 
 
+def _note(tally: Tally, count: int, path: str, x_NI: Tensor, expert: int | None) -> None:
+    tally.add(path, square_sums(x_NI), expert, count)
+
+
 @torch.no_grad()
-def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any]:
+def wanda(model: str, out: str, text: str, device: str = "cpu") -> JSON:
     """Experts at 2:4; one that no token reached, by only |W|."""
     source, live, tokens = opened(model, text, device)
     arch = moe_arch(live.config)
@@ -77,17 +90,7 @@ def wanda(model: str, out: str, text: str, device: str = "cpu") -> dict[str, Any
         view = arch.mixture(block.layer)
         into, down = (f"{arch.inside}{arch.experts}.{name}" for name in view.matrices)
         tally = Tally()
-
-        def note(
-            path: str,
-            x_NI: Tensor,
-            expert: int | None,
-            tally: Tally = tally,
-            count: int = view.count,
-        ) -> None:
-            tally.add(path, square_sums(x_NI), expert, count)
-
-        with tap(block.layer, arch, (into, down), note):
+        with tap(block.layer, arch, (into, down), partial(_note, tally, view.count)):
             for _ in block.outputs(states):
                 pass
         for i in range(view.count):
@@ -130,94 +133,90 @@ def remove(live: Any, arch: Arch, dropped: Sequence[int]) -> None:
     config.num_hidden_layers = len(layers)
 
 
-def _layers(arch: Arch, live: nn.Module, active: float | str) -> int:
-    """How many layers go."""
-    return max(1, round(len(arch.layers(live)) * (1 - float(active))))
+def step(choose: Callable[[Any, Arch, Tokens, int], Choice]) -> Callable[..., JSON]:
+    """A step that takes out so many layers, by a function that says which."""
+
+    @torch.no_grad()
+    def removed(model: str, out: str, text: str, active: str, device: str = "cpu") -> JSON:
+        """The share ``active`` of the layers is kept."""
+        source, live, tokens = opened(model, text, device)
+        arch = base_arch(live.config)
+        count = max(1, round(len(arch.layers(live)) * (1 - float(active))))
+        gone, figures = choose(live, arch, tokens, count)
+        remove(live, arch, gone)
+        return kept(source, live, out, removed=gone, **figures)
+
+    return removed
 
 
-@torch.no_grad()
-def shortgpt(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """The share ``active`` of the layers is kept, by block influence."""
-    source, live, tokens = opened(model, text, device)
-    arch = base_arch(live.config)
-    states = entering(live, arch, tokens)
-    influence = [1 - float(cosine(x, y).mean()) for x, y in pairwise(states)]
+@step
+def shortgpt(live: Any, arch: Arch, tokens: Tokens, count: int) -> Choice:
+    """By block influence."""
+    influence = [1 - float(cosine(x, y).mean()) for x, y in pairwise(entering(live, arch, tokens))]
     order = sorted(range(len(influence)), key=influence.__getitem__)
-    dropped = sorted(order[: _layers(arch, live, active)])
-    remove(live, arch, dropped)
-    return kept(source, live, out, removed=dropped, influence=influence)
+    return sorted(order[:count]), {"influence": influence}
 
 
-def _block(states: Sequence[Tensor], count: int, angle: bool) -> tuple[int, list[float]]:
-    """The first layer of the block that changes its input least, and all distances."""
-    found = []
-    for x, y in zip(states, states[count:], strict=False):
-        cos_T = cosine(x, y)
-        found.append(float((cos_T.arccos() / math.pi if angle else 1 - cos_T).mean()))
-    return min(range(len(found)), key=found.__getitem__), found
+def _block(distances: list[float], count: int, start: int = 0) -> Choice:
+    """The block of layers of least distance; ``start`` is the layer of the first distance."""
+    first = start + min(range(len(distances)), key=distances.__getitem__)
+    return [*range(first, first + count)], {"distances": distances}
 
 
-@torch.no_grad()
-def uidl(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """The share ``active`` of the layers is kept; those removed are neighbours."""
-    source, live, tokens = opened(model, text, device)
-    arch = base_arch(live.config)
-    count = _layers(arch, live, active)
-    first, distances = _block(entering(live, arch, tokens), count, True)
-    remove(live, arch, range(first, first + count))
-    return kept(source, live, out, removed=[*range(first, first + count)], distances=distances)
-
-
-@torch.no_grad()
-def replaceme(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """As :func:`uidl`; the FFN before the block learns what it did, in closed form."""
-    source, live, tokens = opened(model, text, device)
-    arch = base_arch(live.config)
-    count = _layers(arch, live, active)
+@step
+def uidl(live: Any, arch: Arch, tokens: Tokens, count: int) -> Choice:
+    """Neighbours, by the angle between what enters and what leaves them."""
     states = entering(live, arch, tokens)
-    first, distances = _block(states[1:], count, False)
-    first += 1  # an FFN is before it
+    both = zip(states, states[count:], strict=False)
+    return _block([float((cosine(x, y).arccos() / math.pi).mean()) for x, y in both], count)
+
+
+@step
+def replaceme(live: Any, arch: Arch, tokens: Tokens, count: int) -> Choice:
+    """As :func:`uidl`; the FFN before the block learns what it did, in closed form."""
+    states = entering(live, arch, tokens)
+    both = zip(states[1:], states[1 + count :], strict=False)  # an FFN is before the block
+    choice = _block([float((1 - cosine(x, y)).mean()) for x, y in both], count, 1)
+    first = choice[0][0]
     written: list[Tensor] = []
     ffn = arch.ffn_of(arch.layers(live)[first - 1])
     with arch.watch(ffn, lambda y: written.append(y.flatten(0, -2))):
         for batch in tokens.batches():
-            live(batch.input_ids.to(device), use_cache=False)
+            live(batch.input_ids.to(live.device), use_cache=False)
     m_TD = torch.cat(written).double()
     wanted_TD = states[first + count].double() - (states[first].double() - m_TD)
     map_DD = torch.linalg.lstsq(m_TD, wanted_TD).solution
     down = getattr(ffn, arch.ffn.down).weight
     down.copy_((map_DD.T @ down.double()).to(down.dtype))
-    remove(live, arch, range(first, first + count))
-    return kept(source, live, out, removed=[*range(first, first + count)], distances=distances)
+    return choice
 
 
-@torch.no_grad()
-def sleb(model: str, out: str, text: str, active: str, device: str = "cpu") -> dict[str, Any]:
-    """One layer after the other is removed, by the perplexity of the calibration text."""
-    source, live, tokens = opened(model, text, device)
-    arch = base_arch(live.config)
+def _passed(_: nn.Module, args: tuple[Any, ...], kwargs: JSON, output: Any) -> Any:
+    """What a layer that is not there returns: its input."""
+    x = args[0] if args else kwargs["hidden_states"]
+    return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    def passed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        return (x, *output[1:]) if isinstance(output, tuple) else x
+
+@step
+def sleb(live: Any, arch: Arch, tokens: Tokens, count: int) -> Choice:
+    """One layer after the other, by the perplexity of the calibration text without it."""
+    layers = arch.layers(live)
 
     def without(i: int) -> float:
-        handle = arch.layers(live)[i].register_forward_hook(passed, with_kwargs=True)
+        handle = layers[i].register_forward_hook(_passed, with_kwargs=True)
         try:
             return scores([InMemory(live)], tokens)[0].perplexity
         finally:
             handle.remove()
 
     gone: list[int] = []
-    numbers = [*range(len(arch.layers(live)))]
-    for _ in range(_layers(arch, live, active)):
-        worst = min(range(len(numbers)), key=without)
-        gone.append(numbers.pop(worst))
-        remove(live, arch, [worst])
-    return kept(source, live, out, removed=gone)
+    while len(gone) < count:
+        gone.append(min((i for i in range(len(layers)) if i not in gone), key=without))
+        layers[gone[-1]].register_forward_hook(_passed, with_kwargs=True)
+    return gone, {}
 
 
-def size(folder: str) -> dict[str, Any]:
+def size(folder: str) -> JSON:
     """Bytes of a checkpoint in 16 bits a value; matrices that are 2:4 as their kernels hold them:
     half of the values and two bits for each of these."""
     total = 0.0
