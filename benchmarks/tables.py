@@ -26,10 +26,14 @@ def record(name: str) -> dict[str, Any]:
     return found
 
 
-def stats(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and, of several draws, their standard deviation."""
+def stats(values: Sequence[float], digits: int = 2, draws: int = 1) -> str:
+    """Mean and, of several draws, their standard deviation; in brackets, if fewer than wanted, how
+    many they are."""
+    if not values:
+        return ""
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{spread}"
+    few = f" ({len(values)})" if len(values) < draws else ""
+    return f"{mean(values):.{digits}f}{spread}{few}"
 
 
 def head(*names: str, words: Sequence[str] = ()) -> str:
@@ -123,9 +127,8 @@ def slimmed(results: Results, model: str) -> Iterator[str]:
         cells = []
         for keep in KEEPS[1:]:
             runs = [f["ships"] for f in draws(results, model, keep, command).values()]
-            few = f" ({len(runs)})" if len(runs) < 3 else ""
-            cells += [stats([f["perplexity"] for f in runs]) + few] if runs else [""]
-            cells += [stats([f["kl"] for f in runs], 3)] if runs else [""]
+            cells += [stats([f["perplexity"] for f in runs], draws=3)]
+            cells += [stats([f["kl"] for f in runs], 3)]
         if any(cells):
             yield line(f"`{command}`", *cells)
 
@@ -298,11 +301,9 @@ def files(rows: Points) -> Iterator[str]:
         sizes, kls, perplexities, *of_sources = zip(*points, strict=True)
         words = {FIT: f"`fit {name}", LAYERS: "types by layer alone"}.get(kind, name)
         digits = 4 if mean(kls) < 0.01 else 3
-        few = f" ({len(kls)})" if kind in (FIT, VERB) and len(kls) < 3 else ""
+        figures = stats(kls, digits, 3 if kind in (FIT, VERB) else 1), stats(perplexities)
         parts = "/".join(f"{mean(values):.{digits}f}" for values in of_sources)
-        yield line(
-            words, f"{mean(sizes):.2f}", stats(kls, digits) + few, stats(perplexities), parts
-        )
+        yield line(words, f"{mean(sizes):.2f}", *figures, parts)
 
 
 def gains(found: Mapping[str, Points]) -> Iterator[str]:
@@ -354,12 +355,6 @@ DENSE = {
     "fine petals": "**`carve`**, [fine petals](beyond.md) in all layers{}",
 }
 """The rows of the table; ``{}`` for the active ratio."""
-GROWN = {
-    "layers": (4, 8, 16, 32),
-    "experts": (16, 32, 64, 128),
-    "width": (128, 256, 512, 1024),
-    "samples": (16, 32, 64, 128),
-}
 
 
 def dense(results: Results) -> Iterator[str]:
@@ -381,13 +376,14 @@ def dense(results: Results) -> Iterator[str]:
 
 def growth(results: Results) -> Iterator[str]:
     """CPU seconds at the smallest size and at each that is twice as large."""
-    heads = (f"{size} {values[0]} to {values[-1]}" for size, values in GROWN.items())
-    yield head("CPU seconds", *heads)
-    for verb in dict.fromkeys(name.partition(" | ")[0] for name in results):
-        cells = (
-            "/".join(f"{sum(results[f'{verb} | {size}-{n}']['cpu_seconds']):.0f}" for n in values)
-            for size, values in GROWN.items()
-        )
+    grown: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for name, result in results.items():
+        verb, size, number = re.split(r" \| |-(?=\d+$)", name)
+        grown[verb][size][int(number)] = sum(result["cpu_seconds"])
+    (sizes, *_) = grown.values()
+    yield head("CPU seconds", *(f"{size} {min(n)} to {max(n)}" for size, n in sizes.items()))
+    for verb, seconds in grown.items():
+        cells = ("/".join(f"{seconds[size][n]:.0f}" for n in sorted(sizes[size])) for size in sizes)
         yield line(f"`{verb}`", *cells)
 
 
@@ -414,24 +410,21 @@ def tables() -> dict[str, str]:
 
 INK = "#7d858c"
 """Of text that is read on white and on black."""
+STYLE = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "moesaic"},
+    **{"axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.labelcolor": INK, "axes.titlecolor": INK, "axes.titlelocation": "left"},
+    **{"xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.alpha": 0.25},
+    **{"legend.frameon": False, "legend.labelcolor": INK},
+}
+"""Settings of matplotlib for all pictures."""
+MEGABYTES, DIVERGENCE = "megabytes of the GGUF file", "KL from the original"
 LABELLED = {
     "by layer": ("the smallest quantised file", (9, 4)),
     "--memory 2090KB": ("fit, of that size", (-8, -36)),
     "--memory 1310KB": ("fit, smaller still", (9, 4)),
 }
 """Points that README's picture names: what it says, and where."""
-
-
-def plain(axes: Any, across: str, up: str, title: str = "") -> None:
-    """Axes as all pictures have them: KL or perplexity is logarithmic."""
-    axes.set_yscale("log")
-    axes.set_xlabel(across, color=INK)
-    axes.set_ylabel(up, color=INK)
-    axes.set_title(title, loc="left", color=INK)
-    axes.tick_params(colors=INK, which="both")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(INK)
 
 
 def numbered(axis: Any, ticks: Iterable[float]) -> None:
@@ -456,9 +449,9 @@ def picture_of_slim(figure: Any) -> None:
             if len(runs) > 1:
                 megabytes = [2 * size / 1e6 for size in sizes]
                 axes.plot(megabytes, perplexities, "o-", color=colour, label=words)
-        plain(axes, "megabytes in bfloat16", "perplexity", model)
+        axes.set(xlabel="megabytes in bfloat16", ylabel="perplexity", yscale="log", title=model)
         numbered(axes.yaxis, (14, 20, 30, 35, 40, 50, 60, 80, 100, 150, 250))
-    figure.axes[0].legend(frameon=False, labelcolor=INK)
+    figure.axes[0].legend()
 
 
 def picture_of_petals(figure: Any) -> None:
@@ -472,9 +465,10 @@ def picture_of_petals(figure: Any) -> None:
     level = mean(perplexity(groups["dense"], text))
     axes.axhline(level, color=INK, linestyle="--", label=f"dense {level:.1f}")
     axes.invert_xaxis()
-    plain(axes, "active ratio", "perplexity", "SmolLM2-135M without training, on WikiText-2")
+    axes.set(xlabel="active ratio", ylabel="perplexity", yscale="log")
+    axes.set_title("SmolLM2-135M without training, on WikiText-2")
     numbered(axes.yaxis, (20, 25, 30, 40, 50, 70, 100, 140))
-    axes.legend(frameon=False, labelcolor=INK)
+    axes.legend()
 
 
 def picture_of_files(figure: Any) -> None:
@@ -493,8 +487,8 @@ def picture_of_files(figure: Any) -> None:
                 label = name.removesuffix(", iq1_s").removesuffix(", iq3_xxs")
                 offset = {"textcoords": "offset points", "fontsize": 8, "color": INK}
                 axes.annotate(label, (x, y), (7, -3), **offset)
-        plain(axes, "megabytes of the GGUF file", "KL from the original", model)
-    figure.axes[0].legend(frameon=False, labelcolor=INK)
+        axes.set(xlabel=MEGABYTES, ylabel=DIVERGENCE, yscale="log", title=model)
+    figure.axes[0].legend()
 
 
 def picture_of_one(figure: Any) -> None:
@@ -514,9 +508,8 @@ def picture_of_one(figure: Any) -> None:
             )  # fmt: skip
     for kind, label in ((PLAIN_TYPE, "quantised alone"), (FIT, "moesaic fit")):
         axes.plot(*zip(*sorted(lines[kind]), strict=True), "o-", color=COLOURS[kind], label=label)
-    plain(axes, "megabytes of the GGUF file", "KL from the original")
-    axes.set(xlim=(1.1, 4.4), ylim=(0.002, 1.2))
-    axes.legend(frameon=False, labelcolor=INK, loc="lower left")
+    axes.set(xlabel=MEGABYTES, ylabel=DIVERGENCE, yscale="log", xlim=(1.1, 4.4), ylim=(0.002, 1.2))
+    axes.legend(loc="lower left")
 
 
 def picture_of_speeds(figure: Any) -> None:
@@ -533,12 +526,12 @@ def picture_of_speeds(figure: Any) -> None:
         (left, "perplexity above the dense model's, %", 2, (0, 1, 2, 5, 10, 20, 50, 100, 200)),
         (right, "KL from it", 0.02, (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)),
     ):
-        plain(axes, "tokens a second at decoding, dense = 1", up)
+        across = "tokens a second at decoding, dense = 1"
+        axes.set(xlabel=across, ylabel=up, xscale="log", yscale="log")  # whose limits are kept
         axes.set_yscale("symlog", linthresh=least)
-        axes.set_xscale("log")
         numbered(axes.yaxis, ticks)
         numbered(axes.xaxis, (1, 1.5, 2, 3, 5))
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK)
+    figure.legend(loc="outside lower center", ncols=4)
 
 
 PICTURES = {
@@ -557,9 +550,8 @@ def main() -> None:
     made = tables()
     for page in PAGES:
         page.write_text(rewritten(page.read_text("utf-8"), made), "utf-8")
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic"})
     for name, (draw, size) in PICTURES.items():
-        with plt.rc_context({"font.size": 13 if name == "first" else 10}):
+        with plt.rc_context({**STYLE, "font.size": 13 if name == "first" else 10}):
             figure = plt.figure(figsize=size, layout="constrained")
             draw(figure)
             file = DOCS / "images" / f"{name}.svg"

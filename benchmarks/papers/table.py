@@ -20,7 +20,7 @@ PAGE = HERE.parents[1] / "docs" / "papers.md"
 PAPERS = ("naee", "cdmoe", "more", "tomoe", "dsmoe")
 sys.path.insert(0, str(HERE.parent))
 
-from tables import rewritten  # noqa: E402
+from tables import record, rewritten  # noqa: E402
 
 
 def found(value: Any, path: str) -> dict[str, float]:
@@ -50,9 +50,8 @@ def entries(paper: str) -> dict[str, dict[str, Any]]:
 
 def results(paper: str) -> dict[str, Any]:
     """The rows of the small run."""
-    file = HERE / f"{paper}.small.json"
-    kept: dict[str, Any] = json.loads(file.read_text("utf-8"))["results"] if file.exists() else {}
-    return kept
+    rows: dict[str, Any] = record(f"papers/{paper}.small")["results"]
+    return rows
 
 
 def cells(rows: Mapping[str, Any], entry: str, path: str) -> tuple[dict[str, float], list[str]]:
