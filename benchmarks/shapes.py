@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moesaic.io.checkpoint import ShardWriter
@@ -75,6 +76,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
     | {"num_nextn_predict_layers": 0, "q_lora_rank": 1536, "kv_lora_rank": 512}
     | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "qwen3-moe-1b": shapes("qwen3_moe", 1024, 12, 16, 4, 4096, head_dim=64)
+    | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768},
 }
 
 
@@ -84,11 +87,6 @@ def mixture(layers: int = 4, experts: int = 16, width: int = 128) -> dict[str, A
     return shapes("qwen3_moe", 256, layers, 4, 2, 4096, head_dim=64, **of_experts)
 
 
-SHAPES["qwen3-moe-1b"] = shapes("qwen3_moe", 1024, 12, 16, 4, 4096, head_dim=64) | {
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 768,
-}
 SHAPES |= {
     f"{size}-{value << doubled}": mixture(**{size: value << doubled})
     for size, value in (("layers", 4), ("experts", 16), ("width", 128))
@@ -97,23 +95,15 @@ SHAPES |= {
 
 
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """By name on disk the shape of every tensor; stacks of experts taken apart, or in MXFP4."""
+    """By name on disk the shape of every tensor; of gpt-oss experts in MXFP4."""
     result: dict[str, tuple[int, ...]] = {}
-    for name, tensor in skeleton(config, torch.bfloat16).state_dict().items():
+    model = skeleton(config, torch.bfloat16)
+    for name, tensor in revert_weight_conversion(model, dict(model.state_dict())).items():
         shape = tuple(tensor.shape)
         if config.model_type == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = shape
             result[f"{name}_blocks"] = (experts, outputs, inputs // 32, 16)
             result[f"{name}_scales"] = (experts, outputs, inputs // 32)
-        elif name.endswith("experts.gate_up_proj"):
-            start, half = name.removesuffix("gate_up_proj"), (shape[1] // 2, shape[2])
-            for expert in range(shape[0]):
-                result[f"{start}{expert}.gate_proj.weight"] = half
-                result[f"{start}{expert}.up_proj.weight"] = half
-        elif name.endswith("experts.down_proj"):
-            start = name.removesuffix("down_proj")
-            for expert in range(shape[0]):
-                result[f"{start}{expert}.down_proj.weight"] = shape[1:]
         else:
             result[name] = shape
     return result

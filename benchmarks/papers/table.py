@@ -100,9 +100,8 @@ def lines(paper: str) -> Iterator[str]:
         if absent:
             shown.append(f"not&nbsp;run:&nbsp;{','.join(absent).replace(' ', '&nbsp;')}")
         order = agreement(figures, about["printed"], about["shows"]) if "printed" in about else "–"
-        hours = f"{about['hours']:,}" if about["hours"] else "0"
         small = "<br>".join(shown) or "not run"
-        yield f"|`{entry}`|{about['title']}|{small}|{order}|{hours}|"
+        yield f"|`{entry}`|{about['title']}|{small}|{order}|{about['hours']:,}|"
 
 
 def tables() -> dict[str, str]:
