@@ -59,15 +59,17 @@ def overlap(first: str, second: str) -> JSON:
 
 
 @torch.no_grad()
-def chosen(live: Any, batches: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The experts (T, K) that tokens run in the first, the middle and the last layer."""
+def ran(live: Any, batches: Iterable[Tensor]) -> dict[int, Tensor]:
+    """One where a token runs an expert (T, E), in the first, the middle and the last layer."""
     found = routed_modules(live, base_arch(live.config))
     kept: dict[int, list[Tensor]] = {i: [] for i in three([*found])}
     for i, parts in kept.items():
         found[i].router.register_forward_hook(lambda _m, _a, out, to=parts: to.append(_choice(out)))
     for ids in batches:
         live(ids.to(live.device), use_cache=False)
-    return {i: torch.cat(parts).cpu() for i, parts in kept.items()}
+    chosen = {i: torch.cat(parts).cpu() for i, parts in kept.items()}  # no expert: their number
+    blank = {i: torch.zeros(len(c_TK), len(found[i].experts) + 1) for i, c_TK in chosen.items()}
+    return {i: blank[i].scatter_(1, c_TK, 1)[:, :-1] for i, c_TK in chosen.items()}
 
 
 def pairs(model: str, text: str, device: str = "cpu") -> JSON:
@@ -78,11 +80,9 @@ def pairs(model: str, text: str, device: str = "cpu") -> JSON:
         over what it would be if all were as common.
     """
     _, live, tokens = opened(model, text, device)
-    experts = {i: len(m.experts) for i, m in routed_modules(live, base_arch(live.config)).items()}
     layers: dict[int, JSON] = {}
-    for i, chosen_TK in chosen(live, (batch.input_ids for batch in tokens.batches())).items():
-        count = experts[i]
-        ran_TE = torch.zeros(len(chosen_TK), count).scatter_(1, chosen_TK, 1)
+    for i, ran_TE in ran(live, (batch.input_ids for batch in tokens.batches())).items():
+        count = ran_TE.shape[1]
         together_EE = (ran_TE.T @ ran_TE).triu(1)
         share_EE = together_EE / together_EE.sum()
         most = float(share_EE.max()) * count * (count - 1) / 2
@@ -232,10 +232,10 @@ def routed(folder: str, prompt: str, device: str = "cpu") -> JSON:
     words = [source.tokenizer.decode([t]) for t in ids[0].tolist()]
     return {
         str(i): {
-            "tokens": [[word, *ran] for word, ran in zip(words, ran_T1.tolist(), strict=True)],
-            "runs": float((ran_T1[1:] == ran_T1[:-1]).float().mean()),
+            "tokens": [[w, e] for w, e in zip(words, ran_TE.argmax(1).tolist(), strict=True)],
+            "runs": float((ran_TE[1:] == ran_TE[:-1]).all(1).float().mean()),
         }
-        for i, ran_T1 in chosen(source.load(device), [ids]).items()
+        for i, ran_TE in ran(source.load(device), [ids]).items()
     }
 
 
