@@ -38,8 +38,14 @@ def loaded(model: str) -> Any:
         return torch.ao.quantization.quantize_dynamic(live, kinds)
 
 
-class TimedEngine(Engine):
-    """A GGUF file that llama.cpp runs with keys and values in its own type, and that is timed."""
+class InLlamaCpp(Engine):
+    """A GGUF file that llama.cpp itself runs, to be measured or timed."""
+
+    def run(self, batches: Sequence[Tokens], track: Any = None, label: str = "") -> Pass:
+        """As :meth:`moesaic.metrics.forward.Runner.run`."""
+        return Pass(
+            (torch.stack([self.logits(ids) for ids in batch.input_ids]), batch) for batch in batches
+        )
 
     def __call__(self, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
         """Seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
@@ -51,20 +57,6 @@ class TimedEngine(Engine):
         for _ in range(new_tokens):
             token = self._next([token])
         return prefilled - start, perf_counter() - prefilled
-
-
-class InLlamaCpp:
-    """A GGUF file, run by llama.cpp itself with keys and values in float32."""
-
-    def __init__(self, file: str) -> None:
-        self._engine = Engine(Path(file), WINDOW + 8, exact=True)
-
-    def run(self, batches: Sequence[Tokens], track: Any = None, label: str = "") -> Pass:
-        """As :meth:`moesaic.metrics.forward.Runner.run`."""
-        return Pass(
-            (torch.stack([self._engine.logits(ids) for ids in batch.input_ids]), batch)
-            for batch in batches
-        )
 
 
 @torch.no_grad()
@@ -79,7 +71,10 @@ def of_prompts(model: Any, tokens: Tokens) -> float:
 def measured(model: str, data: str, tokens: int) -> dict[str, float | None]:
     """Perplexity on a text, the one that ships if it is empty, and divergence from the dense."""
     text = evaluation_tokens(data, resolve(MODEL).tokenizer, WINDOW, int(tokens))
-    runner: Any = InLlamaCpp(model) if model.endswith(".gguf") else InMemory(loaded(model))
+    if model.endswith(".gguf"):  # keys and values in float32, too
+        runner: Any = InLlamaCpp(Path(model), WINDOW + 8, exact=True)
+    else:
+        runner = InMemory(loaded(model))
     score = qualities([runner, InMemory(loaded(MODEL))], text)[0]
     figures = {"perplexity": score.perplexity, "active_ratio": 1.0}
     if isinstance(runner, InMemory) and model != INT8:
@@ -114,7 +109,7 @@ def timed(made: Mapping[str, Path]) -> dict[str, Any]:
     runners: dict[str, Timed] = {name: partial(one_round, live) for name, live in models.items()}
     runners["int8 in torch"] = partial(one_round, loaded(INT8))
     files = {name: Path(f"{path}.gguf") for name, path in made.items()}
-    runners |= {n: TimedEngine(f, PROMPT + STEPS + 8) for n, f in files.items() if f.exists()}
+    runners |= {n: InLlamaCpp(f, PROMPT + STEPS + 8) for n, f in files.items() if f.exists()}
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, 20_000, (1, PROMPT), generator=draw)
     speeds = interleaved(runners, prompt, STEPS, ROUNDS)

@@ -52,7 +52,6 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).resolve().parent
-KEYS = ("vary", "name", "steps", "set", "small", "needs")
 COST = """import json, os, sys
 process = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
 _, status, used = os.wait4(process, 0)
@@ -116,14 +115,13 @@ def rows_of(
         settings: values that are set for names, of ``vary`` several with commas between.
         small: take the values of ``small``.
     """
-    shared = {key: description[key] for key in KEYS if key in description}
     for group in description.get("rows") or [{}]:
-        options = {**shared, **group}
-        less = {**shared.get("small", {}), **options.get("small", {})} if small else {}
+        options = {**description, **group}
+        less = {**description.get("small", {}), **options.get("small", {})} if small else {}
         varied = options.get("vary", {})
         vary = {name: _labelled(less.pop(name, values)) for name, values in varied.items()}
         vary |= {n: _labelled(settings[n].split(",")) for n in vary if n in settings}
-        fixed = {**shared.get("set", {}), **options.get("set", {}), **less}
+        fixed = {**description.get("set", {}), **options.get("set", {}), **less}
         fixed |= {name: value for name, value in settings.items() if name not in vary}
         for picked in product(*(values.items() for values in vary.values())):
             pairs = [*zip(vary, picked, strict=True)]

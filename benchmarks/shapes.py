@@ -117,15 +117,14 @@ def write_random(config: Config, folder: Path) -> None:
     codes = torch.randint(256, (POOL,), generator=others, dtype=torch.uint8)
     for name, shape in tensors(config).items():
         if name.endswith("norm.weight"):
-            writer.add(name, torch.ones(shape, dtype=torch.bfloat16))
-            continue
-        if name.endswith("_scales"):
-            writer.add(name, torch.full(shape, 120, dtype=torch.uint8))
-            continue
-        start = int(torch.randint(POOL, (1,), generator=generator))
-        values = (codes if name.endswith("_blocks") else pool).roll(start)
-        values = values.repeat(-(-math.prod(shape) // POOL))
-        writer.add(name, values[: math.prod(shape)].view(shape).clone())
+            values = torch.ones(shape, dtype=torch.bfloat16)
+        elif name.endswith("_scales"):
+            values = torch.full(shape, 120, dtype=torch.uint8)
+        else:
+            count, start = math.prod(shape), int(torch.randint(POOL, (1,), generator=generator))
+            drawn = (codes if name.endswith("_blocks") else pool).roll(start)
+            values = drawn.repeat(-(-count // POOL))[:count].view(shape).clone()
+        writer.add(name, values)
     writer.close()
 
 

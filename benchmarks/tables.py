@@ -411,11 +411,20 @@ def tables() -> dict[str, str]:
 INK = "#7d858c"
 """Of text that is read on white and on black."""
 STYLE = {
-    **{"svg.fonttype": "none", "svg.hashsalt": "moesaic"},
-    **{"axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.labelcolor": INK, "axes.titlecolor": INK, "axes.titlelocation": "left"},
-    **{"xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.alpha": 0.25},
-    **{"legend.frameon": False, "legend.labelcolor": INK},
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moesaic",
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
 """Settings of matplotlib for all pictures."""
 MEGABYTES, DIVERGENCE = "megabytes of the GGUF file", "KL from the original"
@@ -471,15 +480,21 @@ def picture_of_petals(figure: Any) -> None:
     axes.legend()
 
 
+def centres(rows: Points, *kinds: str) -> list[tuple[float, float, str]]:
+    """MB and KL, the means of draws, and names of the rows of some kinds, the smallest first."""
+    means = (
+        (mean(p[0] for p in points), mean(p[1] for p in points), name)
+        for (kind, name), points in rows.items()
+        if kind in kinds
+    )
+    return sorted(means)
+
+
 def picture_of_files(figure: Any) -> None:
     """KL over megabytes, a panel a model."""
     for axes, (model, rows) in zip(figure.subplots(2, 2).flat, below().items(), strict=True):
         for kind, colour in COLOURS.items():
-            named = sorted(
-                (mean(p[0] for p in points), mean(p[1] for p in points), name)
-                for (of, name), points in rows.items()
-                if of == kind
-            )
+            named = centres(rows, kind)
             style = "o-" if kind in (FIT, PLAIN_TYPE) else "o"
             xs, ys = [x for x, _, _ in named], [y for _, y, _ in named]
             axes.plot(xs, ys, style, color=colour, label=kind.replace("`", ""))
@@ -493,21 +508,16 @@ def picture_of_files(figure: Any) -> None:
 
 def picture_of_one(figure: Any) -> None:
     """README's: one mixture, quantised alone and by fit."""
-    axes = figure.subplots()
-    lines: dict[str, list[tuple[float, float]]] = {FIT: [], PLAIN_TYPE: []}
-    for (kind, name), points in below()["tiny-moe"].items():
-        of = lines.get(PLAIN_TYPE if kind == LAYERS else kind)
-        if of is None:
-            continue
-        point = mean(p[0] for p in points), mean(p[1] for p in points)
-        of.append(point)
-        if words := LABELLED.get(name.replace("`", "")):
-            axes.annotate(
-                f"{words[0]}:\n{point[0]:.2f} MB, KL {point[1]:.2f}", point, words[1],
-                textcoords="offset points", ha="right" if words[1][0] < 0 else "left", color=INK,
-            )  # fmt: skip
-    for kind, label in ((PLAIN_TYPE, "quantised alone"), (FIT, "moesaic fit")):
-        axes.plot(*zip(*sorted(lines[kind]), strict=True), "o-", color=COLOURS[kind], label=label)
+    axes, rows = figure.subplots(), below()["tiny-moe"]
+    for kinds, label in (((PLAIN_TYPE, LAYERS), "quantised alone"), ((FIT,), "moesaic fit")):
+        xs, ys, names = zip(*centres(rows, *kinds), strict=True)
+        axes.plot(xs, ys, "o-", color=COLOURS[kinds[0]], label=label)
+        for x, y, name in zip(xs, ys, names, strict=True):
+            if words := LABELLED.get(name.replace("`", "")):
+                offset = {"textcoords": "offset points", "color": INK}
+                aligned = "right" if words[1][0] < 0 else "left"
+                text = f"{words[0]}:\n{x:.2f} MB, KL {y:.2f}"
+                axes.annotate(text, (x, y), words[1], ha=aligned, **offset)
     axes.set(xlabel=MEGABYTES, ylabel=DIVERGENCE, yscale="log", xlim=(1.1, 4.4), ylim=(0.002, 1.2))
     axes.legend(loc="lower left")
 

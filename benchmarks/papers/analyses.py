@@ -246,8 +246,8 @@ def modules(model: str, experts: int) -> JSON:
     masking = MaskingModules(ToMoEConfig(experts=int(experts)), shapes)
     counts: Counter[str] = Counter()
     for name, parameter in masking.named_parameters():
-        part = name.split(".")
-        counts[".".join([part[0], *part[2:3]]) if part[0] != "hypernetwork" else part[0]] += (
+        part, *rest = name.split(".")
+        counts[part if part == "hypernetwork" else ".".join([part, *rest[1:2]])] += (
             parameter.numel()
         )
     said = sum(s.hidden * 128 + 128 * s.heads.size + s.hidden * int(experts) for s in shapes)
@@ -267,10 +267,10 @@ def throughput(models: str, batches: str, length: int, device: str = "cpu") -> J
     dense, *others = models.split()
     names = {"dense": dense, **{Path(name).name.rpartition(".")[2]: name for name in others}}
     live = {name: resolve(model).load(device, torch.float32) for name, model in names.items()}
+    runners = {name: partial(_forward, model) for name, model in live.items()}
     speed: dict[str, dict[str, float]] = {name: {} for name in names}
     for size in batches.split():
         ids = torch.randint(5, 500, (int(size), int(length)), device=device)
-        runners = {name: partial(_forward, model) for name, model in live.items()}
         for name, measured in interleaved(runners, ids, rounds=3).items():
             speed[name][size] = int(size) * measured.prefill.median
     ratio = {name: by[size] / speed["dense"][size] for name, by in speed.items()}
