@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from moesaic.arch.lookup import base_arch, dense_arch, moe_arch
 from moesaic.errors import MoesaicError
 from moesaic.hub import SAME
+from moesaic.io import models
 from moesaic.io.models import SHAPES, shape_of, skeleton
 from moesaic.plans.cut import CutLayer
 
@@ -127,3 +128,13 @@ def test_a_router_may_return_its_results_in_reverse(kept, monkeypatch, tokens):
         assert (view.router(x_TD)[0] > 0).all()
     assert torch.equal(view.logits(x_TD), F.linear(x_TD, view.router.weight))
     assert torch.equal(logits(converted(plain, {0: plan}), tokens), wanted)
+
+
+def test_a_config_may_ask_for_as_many_tensors_as_there_are(monkeypatch):
+    config = tiny_config("mixtral")
+    there = len([*skeleton(config).parameters()])
+    monkeypatch.setattr(models, "PARAMETERS", there * 5 // 4)
+    skeleton(config)
+    monkeypatch.setattr(models, "PARAMETERS", there - 1)
+    with pytest.raises(MoesaicError, match=f"asks for more than {there - 1} tensors"):
+        skeleton(config)

@@ -322,6 +322,17 @@ def test_training_continues_only_as_it_began(changes, said, tmp_path):
     assert equal(dict(tuned(tmp_path).model.state_dict()), dict(whole))
 
 
+def test_a_stream_of_training_texts_is_known_by_its_first_ones():
+    def texts(count):
+        return ({"input_ids": [n]} for n in range(count))
+
+    known = checkpoint.examples_fingerprint(texts(checkpoint.EXAMPLES))
+    longer = checkpoint.EXAMPLES + 1
+    assert checkpoint.examples_fingerprint(texts(longer)) == known
+    assert checkpoint.examples_fingerprint([*texts(longer)]) != known
+    assert checkpoint.examples_fingerprint(texts(checkpoint.EXAMPLES - 1)) != known
+
+
 def test_a_training_that_is_whole_takes_no_step_more(tmp_path):
     """From a checkpoint of the last step the Trainer does one more."""
     config = {"steps": 3, "save_every": 1, "batch": 1, "accumulate": 1}

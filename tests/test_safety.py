@@ -397,9 +397,18 @@ def test_a_result_names_no_code_that_it_has_not(theirs, tmp_path):
     (theirs / "evil.py").write_text(EVIL.format("ran"))
     (theirs / "tokenizer_evil.py").write_text("")
     edited(theirs / "config.json", auto_map={"AutoConfig": "evil.C"})
+    edited(theirs / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     out = pruned(theirs).save(tmp_path / "out")
-    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    for file in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((out / file).read_text())
     assert not [*out.rglob("*.py")]
+
+
+def test_a_tokenizer_that_needs_its_code_is_said_to(theirs, tmp_path, caplog):
+    edited(theirs / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
+    (theirs / "tokenizer.json").write_text("{}")
+    pruned(theirs).save(tmp_path / "out")
+    assert "The tokenizer cannot be loaded from the result: it needs Python code" in caplog.text
 
 
 def test_every_auto_class_is_told_to_run_no_code():
