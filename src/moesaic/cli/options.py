@@ -78,7 +78,7 @@ class Option(click.Option):
     """True if a value that is not given is left out, since the config has the default."""
 
     def __init__(self, names: str, help: str, group: str = OWN, **more: Any) -> None:
-        if not more.keys() & {"metavar", "is_flag", "flag_value"} and "/" not in names:
+        if not more.keys() & {"metavar", "is_flag"} and "/" not in names:
             more |= {"is_flag": True, "default": False}
         super().__init__(names.split(), help=help, **more)
         self.group = group

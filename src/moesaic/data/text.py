@@ -225,7 +225,7 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
-    begin, ids_T = beginning(tokenizer), _ids(BETWEEN.join(texts), tokenizer)
+    begin, ids_T = beginning(tokenizer), _tokenised(BETWEEN.join(texts), tokenizer)
     place_NL = window_places(ids_T, begin, length)
     first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(place_NL), -1)
     return torch.cat([first_N1, ids_T[place_NL]], 1)
@@ -257,20 +257,23 @@ def window_places(ids_T: Tensor, begin: Sequence[int], length: int) -> Tensor:
     return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(body)
 
 
-_KEPT: dict[tuple[str, Hashable], Tensor] = {}
+IDS, PLACES = "input_ids", "offset_mapping"
+"""What a tokenizer returns: tokens, and where each begins and ends in the text."""
+_KEPT: dict[tuple[str, str, Hashable], Tensor] = {}
 """Cache of the tokens of the last two texts, one to calibrate and one to measure on."""
 
 
-def _ids(text: str, tokenizer: Tokenizer) -> Tensor:
-    """Return a text's tokens, cached by the tokenizer's rules."""
+def _tokenised(text: str, tokenizer: Tokenizer, what: str = IDS) -> Tensor:
+    """Return a text's tokens (T,), or where they begin (T,); cached by the tokenizer's rules."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     by_object: Hashable = (tokenizer, len(tokenizer))
-    key = text, backend.to_str() if backend is not None else by_object
+    key = what, text, backend.to_str() if backend is not None else by_object
     if key not in _KEPT:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        for old in [*_KEPT][:-1]:
+        more = {"return_offsets_mapping": True} if what == PLACES else {}
+        found = tokenizer(text, add_special_tokens=False, verbose=False, **more)[what]
+        for old in [*_KEPT][:-3]:
             del _KEPT[old]
-        _KEPT[key] = torch.tensor(ids, dtype=torch.int64)
+        _KEPT[key] = torch.tensor([p[0] for p in found] if what == PLACES else found).long()
     return _KEPT[key]
 
 
@@ -286,14 +289,12 @@ def _domains(
     names = tuple(dict.fromkeys(of_rows))
     if len(names) < 2 or "" in names or not tokenizer.is_fast:
         return (), None
-    offsets = tokenizer(
-        BETWEEN.join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )["offset_mapping"]
+    whole = BETWEEN.join(texts)
     ends = torch.tensor([len(text) + len(BETWEEN) for text in texts]).cumsum(0)
-    row_T = torch.bucketize(torch.tensor([start for start, _ in offsets]), ends, right=True)
+    row_T = torch.bucketize(_tokenised(whole, tokenizer, PLACES), ends, right=True)
     domain_R = torch.tensor([names.index(name) for name in of_rows])
     begin = beginning(tokenizer)
-    parts = domain_R[row_T][window_places(_ids(BETWEEN.join(texts), tokenizer), begin, length)]
+    parts = domain_R[row_T][window_places(_tokenised(whole, tokenizer), begin, length)]
     return names, torch.cat([parts[:, :1].expand(-1, len(begin)), parts], 1)
 
 
