@@ -256,6 +256,15 @@ def test_values_are_those_of_transformers(model_type, kind, tmp_path, tokenizer)
     assert source.tokenizer("a word").input_ids == tokenizer("a word").input_ids
 
 
+def test_a_head_that_is_the_embeddings_is_not_missed(tmp_path, tokenizer):
+    base = model_of("llama", tie_word_embeddings=True)
+    file = written(base, tokenizer, tmp_path / "model.gguf")
+    assert "output.weight" not in tensors_of(file)
+    model = resolve(str(file)).load()
+    assert same(model, base)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_a_mixture_is_what_it_was_made_from(model_type, tmp_path, tokenizer, tokens):
     """Mixtral too, which transformers would take for a dense Llama."""
