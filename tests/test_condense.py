@@ -123,9 +123,13 @@ def test_an_expert_that_no_token_chose_is_left_out(tokens):
     ("model_type", "metric"),
     [("qwen2_moe", "js"), ("mixtral", "kl"), ("deepseek_v2", "js"), ("granitemoeshared", "kl")],
 )
-def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded):
+def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded, monkeypatch):
     """K = 2; its first step is brute force over K = 1."""
     changes = {"residual_multiplier": 0.5} if model_type == "granitemoeshared" else {}
+    factors, found_by = [], ExpertSearch._factor
+    monkeypatch.setattr(
+        ExpertSearch, "_factor", lambda search: factors.append(found_by(search)) or factors[-1]
+    )
     model = tiny_moe(model_type, **changes)
     arch, i, layer = routed_layer(model)
     view = arch.mixture(layer)
@@ -152,6 +156,7 @@ def test_cached_search_is_the_search_by_full_forwards(model_type, metric, padded
             expected.append(losses[best])
             chosen.append(best)
     plans, found = searched(model, padded, keep="shared+routed", metric=metric)
+    assert {*factors} == {changes.get("residual_multiplier", 1.0)}, "experts were run again"
     assert plans[i].experts == chosen
     assert plans[i].gates_K.tolist() == pytest.approx(g_E[chosen].tolist(), rel=1e-5)
     assert found[i]["calls"] == (w_TE != 0).sum(0).tolist()
