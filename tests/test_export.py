@@ -34,8 +34,10 @@ from shrunken import small_model, small_whole
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+import moesaic
 from moesaic import export
 from moesaic.arch.lookup import base_arch
+from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.exports import convert as converter
 from moesaic.exports import llamacpp
@@ -292,6 +294,28 @@ def test_export_says_what_it_did(refused, done, tmp_path, own_process):
     assert 0 <= record["largest_difference"] < 1e-5
     assert record["costs"]["experts"] == [4, 4]
     refused("--overwrite", "export", source.folder, out)
+
+
+def test_options_are_read_as_the_command_reads_them(moe_folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(llamacpp, "export_gguf", lambda *given: asked.append(given[2]) or {})
+    export(moe_folder, tmp_path / "out.gguf", memory="500KB")
+    moesaic.prune(str(moe_folder), keep=3, score="aimer", refit=False).export(tmp_path / "out.gguf")
+    assert asked == [ExportArgs(to="gguf", memory=500_000), ExportArgs(to="gguf")]
+    for options, message in (
+        ({"type": None}, "type None is none of f32, f16"),
+        ({"typo": 1}, "typo is not an option; known: to, target, type"),
+        ({"type": "q8_0", "calibration": "text.txt"}, "q8_0 is not quantised by text"),
+    ):
+        with pytest.raises(MoesaicError, match=message):
+            export(moe_folder, tmp_path / "out.gguf", **options)
+
+
+def test_text_is_read_before_a_file_is_begun(moe_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(llamacpp, "library", lambda: None)
+    monkeypatch.setattr(llamacpp, "converting", None)
+    with pytest.raises(MoesaicError, match=r"nofile\.txt"):
+        export(moe_folder, tmp_path / "out.gguf", type="q4_k_m", calibration="./nofile.txt")
 
 
 def test_an_export_that_is_not_the_same_is_refused(tmp_path):

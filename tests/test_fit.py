@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -370,12 +371,37 @@ def test_what_cannot_win_is_not_made(looking, plain):
     assert shown[0].endswith(": quantise 0.1, drop 1.2.")
 
 
-@pytest.mark.parametrize("price", ['{"v": [[1e400]], "head": 0}', '{"v": [[0]], "head": NaN}'])
-def test_prices_that_are_no_numbers_are_refused(price, tmp_path):
+def table(steps=(), types=()):
+    steps = {str(n): price for n, price in enumerate(steps)}
+    return json.dumps({"request": {}, "steps": steps, "types": dict(types)})
+
+
+ONE, TWO = ({"v": [[0.1] * windows], "head": 0.0} for windows in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (table([{"v": [[math.inf]], "head": 0}]), "no table of numbers"),
+        (table([{"v": [[1e308]], "head": 0}]), "no table of numbers"),
+        (table([{"v": [], "head": 0}]), "no table of numbers"),
+        (table([{"v": 0.5, "head": 0}]), "no table of numbers"),
+        (table([{"v": [[0]], "head": math.nan}]), "no table of numbers"),
+        (table([{"v": [[0]], "head": -5}]), "a price is -5"),
+        (table([ONE, TWO]), "different numbers of windows"),
+        (table([ONE], {"q8_0": {"head": TWO}}), "different numbers of windows"),
+        (table([None], {"q8_0": {"head": None}}), "a group of tensors has no price"),
+        (table([], {"q8_0": {"head": ONE}, "q4_0": {"down 0": ONE}}), "has no price"),
+        ('{"request": {}}', "it has no 'steps'"),
+    ],
+)
+def test_a_table_of_prices_that_is_damaged_is_refused(text, reason, tmp_path):
     file = tmp_path / "prices.json"
-    file.write_text(f'{{"request": {{}}, "steps": {{"a": {price}}}, "types": {{}}}}')
-    with pytest.raises(MoesaicError, match="must not contain infs or NaNs"):
+    file.write_text(text)
+    with pytest.raises(MoesaicError, match=f"cannot be read: .*{reason}.* the table is made anew"):
         Prices.load(file, {})
+    file.write_text("")
+    assert Prices.load(file, {}) == Prices({})
 
 
 @pytest.mark.parametrize("model", ["small", "llama_folder"])
@@ -405,11 +431,15 @@ def test_alternatives_are_priced_once(model, request, looking, tmp_path, monkeyp
     with pytest.raises(MoesaicError, match="holds prices of other weights"):
         prices(model="tiny-dense" if model == "llama_folder" else "tiny-moe")
     (tmp_path / "prices.json").write_text("{}")
-    with pytest.raises(MoesaicError, match="Remove it, and the table is made anew"):
-        prices()
-    for place, message in (("", "is a folder"), ("out/prices.json", "lies in OUT")):
-        with pytest.raises(MoesaicError, match=message):  # before anything is estimated
-            prices(prices=str(tmp_path / place))
+    for place, message in (
+        ("", "is a folder"),
+        ("prices.json", "is no file such as this command makes; it will not be overwritten"),
+        ("out/prices.json", "lies in OUT"),
+        ("out.search/prices.json", "lies in OUT or beside"),
+        ("out.partial/prices.json", "lies in OUT or beside"),
+    ):
+        with pytest.raises(MoesaicError, match=message):
+            looking(replace(config, prices=str(tmp_path / place)), form, model=folder).run()
 
 
 def test_between_priced_configs_kl_is_interpolated():

@@ -723,8 +723,17 @@ def test_values_of_a_conversion_are_not_on_disk(tmp_path, tokenizer):
         pass
 
 
-@pytest.mark.parametrize("trouble", ["OSError: stopped", None])
-def test_a_converter_that_stops_among_the_values_is_refused(trouble, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("trouble", "error", "message"),
+    [
+        ("OSError: stopped", MoesaicError, "refused base: OSError: stopped"),
+        ("OSError: 2000 requested and 1000 written", OSError, "No space left on device"),
+        (None, MoesaicError, "Values of base are missing"),
+    ],
+)
+def test_a_converter_that_stops_among_the_values_is_refused(
+    trouble, error, message, tmp_path, monkeypatch
+):
     folder, whole = stored(small_model("qwen2"), tmp_path / "base"), tmp_path / "whole.gguf"
     out, writer = tmp_path / "made.gguf", gguf.GGUFWriter(whole, "qwen2")
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(64, np.float32))
@@ -738,7 +747,7 @@ def test_a_converter_that_stops_among_the_values_is_refused(trouble, tmp_path, m
     reader = gguf.GGUFReader(whole)
     tensors = quantiser.begin_file(reader, out, "q8_0", {})
     given = Path("script.py"), folder, folder, whole, "f32"
-    refused = pytest.raises(MoesaicError, match=trouble or "Values of base are missing")
+    refused = pytest.raises(error, match=message)
     with refused, llamacpp.converting(*given) as values:
         quantiser.fill_file(out, tensors, reader, values, {})
 
@@ -836,6 +845,25 @@ def test_keys_and_values_of_mla_are_those_of_the_file(tmp_path, tokens):
     with torch.no_grad(), rounder.rounded(types, model.model.layers[1], 1) as layer:
         found = layer.self_attn.kv_b_proj.weight
         assert found.equal(torch.cat([keys_HIN.mT, values_HNI], 1).flatten(0, 1))
+
+
+def test_a_shared_path_that_is_fused_is_two_tensors_of_the_file(tmp_path, tokens):
+    needs_llamacpp(converter=True)
+    base = small_model("granitemoeshared", hidden_size=64, shared_intermediate_size=32)
+    files = Files(resolve(str(stored(base, tmp_path / "base"))), "", tmp_path)
+    files.original.tokens, rounder = tokens.rows(slice(2)), files.original.rounder
+    types = {group: "q4_0" if group == "shared 0" else "q8_0" for group in rounder.groups}
+    assert {"shared 0", "shared 1"} <= types.keys()
+    files.make(None, tmp_path / "made.gguf", ExportArgs(to="gguf", memory=1), types)
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "made.gguf").tensors}
+    gate_MD, up_MD, down_DM = (
+        torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in (held[f"blk.0.ffn_{part}_shexp.weight"] for part in ("gate", "up", "down"))
+    )
+    model = files.source.load("cpu", torch.float32)
+    with torch.no_grad(), rounder.rounded(types, model.model.layers[0], 0) as layer:
+        assert layer.shared_mlp.input_linear.weight.equal(torch.cat([gate_MD, up_MD]))
+        assert layer.shared_mlp.output_linear.weight.equal(down_DM)
 
 
 @pytest.mark.parametrize("types", [("q8_0",), ("q8_0", "q4_0")])

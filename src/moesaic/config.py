@@ -480,7 +480,7 @@ class ExportArgs(Options):
     memory: int | None = option(
         None,
         "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types of least "
-        "KL together, by measuring each by itself.",
+        "KL together, by an estimate of each.",
         minimum=1,
         parse="bytes",
     )
@@ -507,6 +507,16 @@ class ExportArgs(Options):
             raise MoesaicError("memory chooses types by text: leave calibration=none out.")
         if by_text(self.type) and self.calibration == "none":
             raise MoesaicError(f"type={self.type} rounds by text: leave calibration=none out.")
+        if self.calibration not in ("", "none") and self.converted and self.to == "gguf":
+            raise MoesaicError(
+                f"calibration={self.calibration}: type={self.type} is not quantised by text; leave "
+                "it out."
+            )
+
+    @property
+    def converted(self) -> bool:
+        """True for types that llama.cpp's converter writes; the others are the quantiser's."""
+        return self.memory is None and self.type in ("f32", "f16", "bf16", "q8_0")
 
     @property
     def called(self) -> str:

@@ -227,7 +227,7 @@ class Result(MadeModel):
         """
         return push(self, repo, token=token)
 
-    def export(self, out: str | Path, to: str = "native", **options: Any) -> JSON:
+    def export(self, out: str | Path, to: str = "", **options: Any) -> JSON:
         """Write the model in the form that other engines load; see :func:`moesaic.export`."""
         return export(self, out, to, **options)
 

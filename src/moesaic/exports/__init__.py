@@ -11,6 +11,7 @@ from pathlib import Path
 from moesaic.config import ExportArgs, form_of, path_to
 from moesaic.hub import on_disk
 from moesaic.progress import tracked
+from moesaic.recipe import parse_as
 from moesaic.types import JSON, Named, Tokenizer, Track
 
 
@@ -44,7 +45,7 @@ def export(
         MoesaicError: the form is unknown, or cannot hold the model.
     """
     file = path_to(out)
-    args = ExportArgs(to=form_of(file, to), **options)  # type: ignore[arg-type]
+    args = parse_as(ExportArgs, {"to": form_of(file, to), **options}, "")
     with on_disk(model, tokenizer, revision, token) as name:
         if args.to == "gguf":
             from moesaic.exports.llamacpp import export_gguf

@@ -6,9 +6,11 @@ were found in ggml-org/llama.cpp: src/models/*.cpp, src/llama-hparams.h, convers
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,10 +56,10 @@ if TYPE_CHECKING:
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
-CONVERTED = ("f32", "f16", "bf16", "q8_0")
-"""Types that the converter writes; the others are the quantiser's."""
 SPLIT = 8
 """Step through the texts that ship, to compare how llama.cpp splits them."""
+FULL = re.compile(r"No space left|requested and \d+ written")
+"""Words of a converter for whose file there is no room; the last are numpy's."""
 NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 """Value for no text with k-quants; default number of windows, and their tokens."""
 
@@ -110,12 +112,13 @@ def export_gguf(
     """
     args = args or ExportArgs(to="gguf")
     script, out = find_converter(), Path(out)
-    plain = args.type in CONVERTED and args.memory is None
-    if not plain:
+    if not args.converted:
         library()
     check_out_file(out, GGUF, overwrite, [model, args.calibration])
     source = resolve(model)
     check_embedding(source)
+    if not args.converted:
+        weighing_tokens(args.calibration, source)  # refused before anything is written
     with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder, config = source.folder, source.config
@@ -129,7 +132,7 @@ def export_gguf(
         if lacks := lacking(config):
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = place / "model.gguf"
-        if plain:
+        if args.converted:
             convert(script, folder, source.folder, work, args.type)
             tensors = tensors_of(work)
         else:
@@ -145,6 +148,14 @@ def export_gguf(
         put_file(work, out, overwrite)
     record |= {"out": str(out), "type": args.called, "bytes": out.stat().st_size}
     return {**record, "types": types_of(tensors)}
+
+
+def weighing_tokens(text: str, source: Source, samples: int = SAMPLES) -> Tokens | None:
+    """Return the tokens by which a model's inputs are weighed; None without text."""
+    if text == NO_TEXT:
+        return None
+    length = min(LENGTH, positions(source.config) or LENGTH)
+    return calibration_tokens(text, source.tokenizer, samples, length)
 
 
 def _check_vocabulary(file: Path, source: Source) -> None:
@@ -190,10 +201,7 @@ class Rounding:
     @cached_property
     def tokens(self) -> Tokens | None:
         """Tokens of the text; None without text."""
-        if self.text == NO_TEXT:
-            return None
-        length = min(LENGTH, positions(self.native.config) or LENGTH)
-        return calibration_tokens(self.text, self.native.tokenizer, self.samples, length)
+        return weighing_tokens(self.text, self.native, self.samples)
 
     @cached_property
     def rounder(self) -> Rounder:
@@ -263,6 +271,8 @@ def convert(
     if values is not None:
         given.append("streamed")
     trouble = run_script("convert.py", json.dumps(given), values)
+    if trouble is not None and FULL.search(trouble):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
     if values is None:

@@ -61,6 +61,8 @@ from moesaic.types import Config, Model, Track, silent
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """Names of the routed experts' stacked matrices in llama.cpp."""
+SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
+"""Names of the shared expert's."""
 SQUARE, CALLS = ".square_EI", ".calls_E"
 """Ends of the names of a matrix's statistics."""
 LATENT, KEYS, VALUES = ".attn_kv_b.weight", ".attn_k_b.weight", ".attn_v_b.weight"
@@ -159,6 +161,11 @@ def _names_in(
         gates, *stacked = [f"blk.{index}.{name}.weight" for name in EXPERTS]
         yield f"{arch.inside}{arch.experts}.{up}", [gates] * view.gated + stacked[:1]
         yield f"{arch.inside}{arch.experts}.{down}", stacked[1:]
+        names = arch.shared_names
+        if arch.shared_at is not None and names.gate == names.up:  # two tensors in llama.cpp
+            gate, up, down = (f"blk.{index}.{name}.weight" for name in SHARED)
+            yield f"{arch.shared_at}.{names.up}", [gate, up]
+            yield f"{arch.shared_at}.{names.down}", [down]
 
 
 @contextmanager
@@ -540,7 +547,7 @@ class Rounder:
         Args:
             types: of tensors.
         """
-        _ = self.weights  # found before a head or a layer is in memory beside it
+        _ = self.groups, self.weights  # before a head or a layer is in memory beside them
         every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
         changes = []
         for group, type in product(self.groups, types):

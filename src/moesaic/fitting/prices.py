@@ -80,12 +80,12 @@ class Prices:
 
     @classmethod
     def load(cls, file: Path, request: JSON) -> Prices:
-        """Read the table of a file; an empty one where there is no file.
+        """Read the table of a file; an empty one where there is no file, or an empty one.
 
         Raises:
             MoesaicError: the file is of another model or text, or damaged.
         """
-        if not file.is_file():
+        if not file.is_file() or not file.stat().st_size:
             return cls(request)
         held = mapping_of(file)
         with reading(file, "Remove it, and the table is made anew."):
@@ -95,6 +95,12 @@ class Prices:
                 type: {group: _read(price) for group, price in of_type.items()}
                 for type, of_type in held["types"].items()
             }
+            of_types = [price for of_type in types.values() for price in of_type.values()]
+            priced = [p for p in [*steps.values(), *of_types] if p is not IMPOSSIBLE]
+            if len({price.v_KN.shape for price in priced}) > 1:
+                raise ValueError("its prices are of different numbers of windows")
+            if IMPOSSIBLE in of_types or len({frozenset(of) for of in types.values()}) > 1:
+                raise ValueError("a group of tensors has no price")
         if other:
             raise MoesaicError(
                 f"{file} holds prices of other {' and '.join(other)}: name another file, or "
@@ -171,7 +177,13 @@ class Prices:
 def _read(held: Any) -> Price:
     if held is None:
         return IMPOSSIBLE
-    return Price(np.asarray_chkfinite(held["v"], float), float(np.asarray_chkfinite(held["head"])))
+    price = Price(np.array(held["v"], float), float(held["head"]))
+    with np.errstate(over="ignore"):
+        if price.v_KN.ndim != 2 or not price.kl_S.size or not np.isfinite(price.kl_S).all():
+            raise ValueError("a price is no table of numbers")
+    if price.head < 0:
+        raise ValueError(f"a price is {price.head}")
+    return price
 
 
 def _written(price: Price) -> JSON | None:

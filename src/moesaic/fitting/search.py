@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Prices, key_of, priced_configs
 from moesaic.fitting.trials import Texts, Trials
-from moesaic.io.outputs import check_out_file, remove
+from moesaic.io.outputs import check_out_file, remove, run_folder, search_folder
 from moesaic.io.source import resolve
 from moesaic.metrics.evaluate import measured_text
 from moesaic.observation.changes import priced_on
@@ -121,6 +122,7 @@ class Search:
         """
         config = self.config
         self._check_text()
+        _ = self._table
         self._check_needed()
         chosen = self._best(config) if config.has_size else self._smallest()
         if chosen is None:
@@ -145,6 +147,7 @@ class Search:
             MoesaicError: no candidate meets any of them; names what would.
         """
         self._check_text()
+        _ = self._table
         self._single = True
         for budget in budgets:
             self._measure_best(budget)
@@ -260,8 +263,12 @@ class Search:
     # --- prices ----------------------------------------------------------------------------------
 
     @cached_property
-    def prices(self) -> Prices:
-        """Price table, read from its file and completed; made if there is none."""
+    def _table(self) -> tuple[Path, Prices]:
+        """File of the price table, and what it holds.
+
+        Raises:
+            MoesaicError: it is another file, or would not outlive the run.
+        """
         deciding, pricing = self.texts.both
         request = {
             "weights": self.source.fingerprint,
@@ -270,20 +277,37 @@ class Search:
             "dtype": self.recipe.dtype,
             "version": __version__,
         }
-        file = Path(at_home(self.config.prices or self.work / FOUND / "prices.json"))
-        prices = Prices.load(file, request)
+        own = self.work / FOUND / "prices.json"
+        file = Path(at_home(self.config.prices or own))
+        out = self.recipe.out
+        made = {Path(folder).resolve() for folder in (out, run_folder(out), search_folder(out))}
+        if file != own and made & {*file.resolve().parents}:
+            raise MoesaicError(
+                f"prices {file} lies in OUT or beside what a run keeps, which is removed: name "
+                "another place."
+            )
+        if os.access(file, os.W_OK) or not file.exists():  # one that is complete is only read
+            check_out_file(file, TABLE, overwrite=True)
+        return file, Prices.load(file, request)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Price table, read from its file and completed; made if there is none."""
+        file, prices = self._table
         lacking = [c for c in priced_configs(self.forms) if key_of(c) not in prices.steps]
         types = [type for type in self._tensor_types if type not in prices.types]
+        rounder = self.files.original.rounder if self.files and self._tensor_types else None
+        if rounder and any(of.keys() != rounder.groups.keys() for of in prices.types.values()):
+            raise MoesaicError(
+                f"{file} has prices of other tensors. Remove it, and the table is made anew."
+            )
         if lacking or types:
-            check_out_file(file, TABLE, overwrite=True)
-            if Path(self.recipe.out).resolve() in file.resolve().parents:
-                raise MoesaicError(f"prices {file} lies in OUT, which is made whole.")
             plans = self.trials.plans(lacking)
             prices.steps |= {key_of(c): IMPOSSIBLE for c in lacking if c not in plans}
-            rounder = self.files.original.rounder if self.files and types else None
-            args = replace(self.trials.args(), text=priced_on(pricing))
+            args = replace(self.trials.args(), text=priced_on(self.texts.both[1]))
             folder = self.work / PRICES
-            prices.add(Job(args, base_arch), plans, types, rounder, self.track, folder)
+            job = Job(args, base_arch)
+            prices.add(job, plans, types, rounder if types else None, self.track, folder)
             prices.save(file)
             remove(folder)
         return prices
@@ -361,7 +385,8 @@ class Search:
     def _check_needed(self) -> None:
         """Refuse a budget that the model meets as it is."""
         if self.files:
-            _ = self.files.original  # a converter that refuses is asked once, before all else
+            original = self.files.original  # a converter that refuses is asked before all else
+            _ = original.rounder.groups if self._tensor_types else None
             return
         size = self.sizes.of(())
         if not self.config.has_size or size is None or not self.config.allows(size):
