@@ -357,6 +357,11 @@ def test_progressive_prune_refits_on_what_is_passed_on(tokens):
 # --- words ---------------------------------------------------------------------------------------
 
 
+def test_a_variant_has_its_own_name():
+    assert MoREConfig(variant="static").base_label == "static pruning"
+    assert MoREConfig(variant="full").base_label == MoREConfig.title
+
+
 @pytest.mark.usefixtures("short_text")
 def test_an_addition_that_changed_nothing_is_not_claimed(tokens):
     model = tiny_moe("mixtral")

@@ -20,6 +20,10 @@ def test_every_recipe_that_ships_parses_and_round_trips(file):
     assert parse_recipe(recipe.to_yaml()) == recipe
 
 
+def test_names_are_written_as_they_are():
+    assert "model: modèle\n" in parse_recipe(TEXT.replace("smollm2", "modèle")).to_yaml()
+
+
 def test_every_method_ships_a_recipe():
     used = {
         f"{config.verb}.{config.name}" for file in SHIPPED for config in load_recipe(file).steps

@@ -180,7 +180,11 @@ WORDS: dict[object, str] = {
 
 
 def _kind_in_words(hint: object) -> str:
-    """Return a field's type in words: ``a number or text``."""
+    """Return a field's type in words.
+
+    >>> _kind_in_words(float | str | None), _kind_in_words(Path)
+    ('a number or text', 'Path')
+    """
     kinds = get_args(hint)
     if get_origin(hint) is tuple:
         return f"several ({_kind_in_words(kinds[0])} each)"
@@ -753,8 +757,8 @@ def parse_dtype(name: str) -> torch.dtype | None:
 def parse_bytes(text: str) -> int:
     """Parse a number of bytes with an optional unit, decimal (KB) or binary (KiB).
 
-    >>> parse_bytes("1.5GB"), parse_bytes("300"), parse_bytes("1.001MB")
-    (1500000000, 300, 1001000)
+    >>> parse_bytes("1.5GB"), parse_bytes("300"), parse_bytes("1.001MB"), parse_bytes("2GiB")
+    (1500000000, 300, 1001000, 2147483648)
     """
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

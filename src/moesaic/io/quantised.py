@@ -68,6 +68,8 @@ def _method_of(config: JSON) -> str:
 
     >>> _method_of({"quant_method": "fp8", "moe_quant_algo": "NVFP4"}), _method_of({"bits": 4})
     ('modelopt', 'mlx')
+    >>> _method_of({"producer": {"name": "modelopt"}})
+    'modelopt'
     """
     producer = config.get("producer")
     named = producer.get("name") if isinstance(producer, dict) else None
