@@ -107,9 +107,9 @@ def checked(text: str) -> str:
     Raises:
         RowError: it has half of a surrogate pair, which JSON may hold and no tokenizer accepts.
 
-    >>> checked("before \\ud83d after")
+    >>> checked("a \\ud83d b")
     Traceback (most recent call last):
-    moesaic.data.rows.RowError: A row holds half of a surrogate pair, no character: 'before \\ud83d after'
+    moesaic.data.rows.RowError: A row holds half of a surrogate pair, no character: 'a \\ud83d b'
     """
     try:
         text.encode()
