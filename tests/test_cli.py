@@ -452,7 +452,7 @@ def test_interrupt(command, refused, monkeypatch, tmp_path):
     assert "Nothing is finished yet" in command(*fit)[2]
     (tmp_path / "fitted.search").mkdir()
     refused("--resume continues", *fit, "--resume", code=130)
-    monkeypatch.setattr("moesaic.observation.files.observe", interrupted)
+    monkeypatch.setattr("moesaic.api.observe", interrupted)
     observe = ["observe", "tiny-moe", tmp_path / "stats"]
     refused("Nothing is finished yet", *observe, code=130)
 

@@ -385,8 +385,7 @@ class Search:
     def _check_needed(self) -> None:
         """Refuse a budget that the model meets as it is."""
         if self.files:
-            original = self.files.original  # a converter that refuses is asked before all else
-            _ = original.rounder.groups if self._tensor_types else None
+            _ = self.files.original  # a converter that refuses is asked once, before all else
             return
         size = self.sizes.of(())
         if not self.config.has_size or size is None or not self.config.allows(size):
