@@ -311,6 +311,15 @@ def test_options_are_read_as_the_command_reads_them(moe_folder, tmp_path, monkey
             export(moe_folder, tmp_path / "out.gguf", **options)
 
 
+def test_what_llamacpp_lacks_is_said_before_a_native_checkpoint_is_made(tmp_path, monkeypatch):
+    source = carved(tmp_path / "carved")
+    monkeypatch.setattr(llamacpp, "find_converter", lambda: None)
+    monkeypatch.setattr(llamacpp, "lacking", lambda config: [config.model_type])
+    monkeypatch.setattr(llamacpp, "export_native", None)
+    with pytest.raises(MoesaicError, match=r"llama\.cpp lacks granitemoeshared"):
+        export(str(source.folder), tmp_path / "out.gguf")
+
+
 def test_text_is_read_before_a_file_is_begun(moe_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(llamacpp, "library", lambda: None)
     monkeypatch.setattr(llamacpp, "converting", None)

@@ -30,7 +30,7 @@ from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError, quote
 from moesaic.exports import run_script
-from moesaic.exports.native import base_config, check_embedding, export_native, head_dim_of
+from moesaic.exports.native import base_config, check_embedding, decide, export_native, head_dim_of
 from moesaic.exports.quantiser import (
     OTHERS,
     WHOLE,
@@ -126,11 +126,11 @@ def export_gguf(
             config = base_config(config, base_arch(config))
             record = {"model_type": config.model_type}
         elif args.target or config.model_type.startswith(PREFIX):
-            folder = place / "native"
-            record = export_native(model, folder, args.target)
-            config = resolve(str(folder)).config
+            folder, config = place / "native", decide(source, args.target).config
         if lacks := lacking(config):
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
+        if folder != source.folder:
+            record = export_native(model, folder, args.target)
         work = place / "model.gguf"
         if args.converted:
             convert(script, folder, source.folder, work, args.type)
