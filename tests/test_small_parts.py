@@ -63,7 +63,7 @@ class OutOfMemoryError(RuntimeError):
         (OutOfMemoryError("3 GiB"), 1, "Out of memory on the device; try --device cpu"),
         (MemoryError(), 1, "Out of memory; try a narrower --dtype"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "Out of memory; try a"),
-        (RuntimeError("strides should be multiple of 16 bytes"), 2, "pass --dtype float32"),
+        (RuntimeError("strides should be multiple of 16 bytes"), 2, "take float32"),
         (BrokenPipeError(), 1, ""),
         (KeyboardInterrupt(), 130, "Interrupted."),
         (MoesaicError("no such thing"), 2, "Error: no such thing"),

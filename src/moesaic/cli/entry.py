@@ -75,7 +75,7 @@ def exit_on_error() -> Iterator[None]:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
             fail("Out of memory; try a narrower --dtype, a smaller batch or less text.", 1)
         if "strides should be multiple of 16 bytes" in str(error):
-            fail("torch cannot run experts of these widths in 16 bits; pass --dtype float32.", 2)
+            fail("torch cannot run experts of these widths in 16 bits: take float32 (--dtype).", 2)
         if type(error).__name__ == "OutOfMemoryError":
             fail("Out of memory on the device; try --device cpu or a narrower --dtype.", 1)
         fail(
