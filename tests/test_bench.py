@@ -1,6 +1,7 @@
 """Speed beside another model: ratios, the ideal, plain words."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from moesaic.exports.llamacpp import SCRIPT, find_converter
 from moesaic.io.source import resolve
 from moesaic.metrics.measurement import _prompt
-from moesaic.metrics.speed import Speed, Timing, against, interleaved, peak_memory
+from moesaic.metrics.speed import Speed, Timing, against, environment, interleaved, peak_memory
 from moesaic.report.contents import speed_words
+
+CPU = Path("/proc/cpuinfo")
 
 
 def speed(prefill, decode):
@@ -89,3 +92,10 @@ def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
     for place in ("~", f"~/{SCRIPT}"):
         monkeypatch.setenv("LLAMA_CPP", place)
         assert find_converter() == tmp_path / SCRIPT
+
+
+def test_a_processor_is_named_as_the_system_names_it():
+    listed = CPU.read_text() if CPU.is_file() else ""
+    if "model name" not in listed:
+        pytest.skip("this system lists no processor by its name")
+    assert f": {environment()['processor']}\n" in listed

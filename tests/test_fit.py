@@ -982,3 +982,14 @@ def test_mixtures_have_forms_of_two_steps():
         tuple(step.verb for step in form.steps(0)) for form in forms(source, FitConfig(memory=1))
     }
     assert {("prune",), ("slim",), ("condense",), ("prune", "slim"), ("condense", "slim")} == verbs
+
+
+def test_an_unfinished_run_of_out_is_replaced_only_where_that_is_asked_for(tmp_path, monkeypatch):
+    def begun(*_, **__):
+        raise MoesaicError("begun")
+
+    (tmp_path / "out.partial").mkdir()
+    monkeypatch.setattr(run, "open_search", begun)
+    for asked, message in (({}, "unfinished run"), ({"overwrite": True}, "begun")):
+        with pytest.raises(MoesaicError, match=message):
+            fit(Recipe("tiny-moe", str(tmp_path / "out"), ()), FitConfig(memory=1), **asked)
