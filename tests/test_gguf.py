@@ -46,6 +46,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.exports import llamacpp, quantiser
 from moesaic.exports import rounder as rounder_module
 from moesaic.exports.llamacpp import find_converter
+from moesaic.exports.native import head_dim_of
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, tensors_of, types_of
 from moesaic.exports.rounder import least
 from moesaic.fitting.gguf_files import Files
@@ -155,7 +156,7 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
     architecture = ARCHITECTURES[config.model_type]
     numbers = {
         "feed_forward_length": config.intermediate_size,
-        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.dimension_count": head_dim_of(config),
         "attention.key_length": getattr(config, "head_dim", None),
         "attention.value_length": getattr(config, "head_dim", None),
         "expert_count": getattr(config, "num_experts", getattr(config, "num_local_experts", None)),
