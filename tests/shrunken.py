@@ -67,6 +67,8 @@ def sections(*sizes: int) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
+HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
 MORE: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64},
@@ -120,7 +122,7 @@ MORE: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    **dict.fromkeys(("olmo_hybrid", "kimi_linear", "bailing_hybrid"), HYBRID),
 }  # fmt: skip
 """What some need beside, by model_type."""
 
