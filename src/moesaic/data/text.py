@@ -225,7 +225,7 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """
     if not any(text.strip() for text in texts):
         raise MoesaicError("The text is nothing but blanks; give text that has some words.")
-    begin, ids_T = beginning(tokenizer), _tokenised(BETWEEN.join(texts), tokenizer)
+    begin, (ids_T, _) = beginning(tokenizer), _tokenised(BETWEEN.join(texts), tokenizer)
     place_NL = window_places(ids_T, begin, length)
     first_N1 = torch.tensor(begin, dtype=torch.int64).expand(len(place_NL), -1)
     return torch.cat([first_N1, ids_T[place_NL]], 1)
@@ -257,23 +257,25 @@ def window_places(ids_T: Tensor, begin: Sequence[int], length: int) -> Tensor:
     return torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(body)
 
 
-IDS, PLACES = "input_ids", "offset_mapping"
-"""What a tokenizer returns: tokens, and where each begins and ends in the text."""
-_KEPT: dict[tuple[str, str, Hashable], Tensor] = {}
-"""Cache of the tokens of the last two texts, one to calibrate and one to measure on."""
+_KEPT: dict[tuple[str, Hashable], tuple[Tensor, Tensor]] = {}
+"""Cache of the last two tokenised texts, one to calibrate and one to measure on."""
 
 
-def _tokenised(text: str, tokenizer: Tokenizer, what: str = IDS) -> Tensor:
-    """Return a text's tokens (T,), or where they begin (T,); cached by the tokenizer's rules."""
+def _tokenised(text: str, tokenizer: Tokenizer, placed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return a text's tokens (T,) and, if ``placed``, the characters where they begin (T,).
+
+    Cached by the tokenizer's rules.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     by_object: Hashable = (tokenizer, len(tokenizer))
-    key = what, text, backend.to_str() if backend is not None else by_object
-    if key not in _KEPT:
-        more = {"return_offsets_mapping": True} if what == PLACES else {}
-        found = tokenizer(text, add_special_tokens=False, verbose=False, **more)[what]
-        for old in [*_KEPT][:-3]:
+    key = text, backend.to_str() if backend is not None else by_object
+    if key not in _KEPT or (placed and not len(_KEPT[key][1])):
+        more = {"return_offsets_mapping": True} if placed else {}
+        found = tokenizer(text, add_special_tokens=False, verbose=False, **more)
+        starts = [start for start, _ in found["offset_mapping"]] if placed else []
+        for old in [*_KEPT][:-1]:
             del _KEPT[old]
-        _KEPT[key] = torch.tensor([p[0] for p in found] if what == PLACES else found).long()
+        _KEPT[key] = torch.tensor(found["input_ids"]).long(), torch.tensor(starts).long()
     return _KEPT[key]
 
 
@@ -289,12 +291,12 @@ def _domains(
     names = tuple(dict.fromkeys(of_rows))
     if len(names) < 2 or "" in names or not tokenizer.is_fast:
         return (), None
-    whole = BETWEEN.join(texts)
+    ids_T, start_T = _tokenised(BETWEEN.join(texts), tokenizer, placed=True)
     ends = torch.tensor([len(text) + len(BETWEEN) for text in texts]).cumsum(0)
-    row_T = torch.bucketize(_tokenised(whole, tokenizer, PLACES), ends, right=True)
+    row_T = torch.bucketize(start_T, ends, right=True)
     domain_R = torch.tensor([names.index(name) for name in of_rows])
     begin = beginning(tokenizer)
-    parts = domain_R[row_T][window_places(_tokenised(whole, tokenizer), begin, length)]
+    parts = domain_R[row_T][window_places(ids_T, begin, length)]
     return names, torch.cat([parts[:, :1].expand(-1, len(begin)), parts], 1)
 
 
@@ -391,13 +393,13 @@ def evaluation_tokens(
         else:
             limit = None if share is None else max(POOL // 10, 32 * share)
             read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
+            parts, part_NL = _domains(read, texts, tokenizer, window)
             tokens = _windows(texts, rows, tokenizer, window)
             if not tokens.count:
                 raise MoesaicError(
                     f"The evaluation text is shorter than one window of {window} tokens; give more "
                     "text, or lower length."
                 )
-            parts, part_NL = _domains(read, texts, tokenizer, window)
             tokens = replace(tokens, parts=parts, part_NL=part_NL)
         if share is not None:
             so_far = tokens.real.sum(1).cumsum(0)
