@@ -321,7 +321,8 @@ def test_what_llamacpp_lacks_is_said_before_a_native_checkpoint_is_made(tmp_path
 
 
 def test_text_is_read_before_a_file_is_begun(moe_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(llamacpp, "library", lambda: None)
+    for name in ("find_converter", "library"):
+        monkeypatch.setattr(llamacpp, name, lambda: None)
     monkeypatch.setattr(llamacpp, "converting", None)
     with pytest.raises(MoesaicError, match=r"nofile\.txt"):
         export(moe_folder, tmp_path / "out.gguf", type="q4_k_m", calibration="./nofile.txt")

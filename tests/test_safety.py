@@ -404,7 +404,7 @@ def test_a_result_names_no_code_that_it_has_not(theirs, tmp_path):
     assert not [*out.rglob("*.py")]
 
 
-def test_a_tokenizer_that_needs_its_code_is_said_to(theirs, tmp_path, caplog):
+def test_a_tokenizer_that_needs_its_code_is_warned_of(theirs, tmp_path, caplog):
     edited(theirs / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     (theirs / "tokenizer.json").write_text("{}")
     pruned(theirs).save(tmp_path / "out")

@@ -511,10 +511,10 @@ class ExportArgs(Options):
             raise MoesaicError("memory chooses types by text: leave calibration=none out.")
         if by_text(self.type) and self.calibration == "none":
             raise MoesaicError(f"type={self.type} rounds by text: leave calibration=none out.")
-        if self.calibration not in ("", "none") and self.converted and self.to == "gguf":
+        if self.calibration not in ("", "none") and self.converted:
             raise MoesaicError(
-                f"calibration={self.calibration}: type={self.type} is not quantised by text; leave "
-                "it out."
+                f"type={self.type} is not quantised by text: leave calibration={self.calibration} "
+                "out."
             )
 
     @property

@@ -58,7 +58,7 @@ SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
 SPLIT = 8
 """Step through the texts that ship, to compare how llama.cpp splits them."""
-FULL = re.compile(r"No space left|requested and \d+ written")
+NO_ROOM = re.compile(r"No space left|requested and \d+ written")
 """Words of a converter for whose file there is no room; the last are numpy's."""
 NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 """Value for no text with k-quants; default number of windows, and their tokens."""
@@ -271,7 +271,7 @@ def convert(
     if values is not None:
         given.append("streamed")
     trouble = run_script("convert.py", json.dumps(given), values)
-    if trouble is not None and FULL.search(trouble):
+    if trouble is not None and NO_ROOM.search(trouble):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")

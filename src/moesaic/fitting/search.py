@@ -121,8 +121,7 @@ class Search:
             MoesaicError: nothing fits (names what would), or the model does as it is.
         """
         config = self.config
-        self._check_text()
-        _ = self._table
+        self._check_inputs()
         self._check_needed()
         chosen = self._best(config) if config.has_size else self._smallest()
         if chosen is None:
@@ -146,8 +145,7 @@ class Search:
         Raises:
             MoesaicError: no candidate meets any of them; names what would.
         """
-        self._check_text()
-        _ = self._table
+        self._check_inputs()
         self._single = True
         for budget in budgets:
             self._measure_best(budget)
@@ -283,8 +281,8 @@ class Search:
         made = {Path(folder).resolve() for folder in (out, run_folder(out), search_folder(out))}
         if file != own and made & {*file.resolve().parents}:
             raise MoesaicError(
-                f"prices {file} lies in OUT or beside what a run keeps, which is removed: name "
-                "another place."
+                f"prices {file} lies in OUT or beside it in a folder of a run, which is removed: "
+                "name another place."
             )
         if os.access(file, os.W_OK) or not file.exists():  # one that is complete is only read
             check_out_file(file, TABLE, overwrite=True)
@@ -306,8 +304,7 @@ class Search:
             prices.steps |= {key_of(c): IMPOSSIBLE for c in lacking if c not in plans}
             args = replace(self.trials.args(), text=priced_on(self.texts.both[1]))
             folder = self.work / PRICES
-            job = Job(args, base_arch)
-            prices.add(job, plans, types, rounder if types else None, self.track, folder)
+            prices.add(Job(args, base_arch), plans, types, rounder, self.track, folder)
             prices.save(file)
             remove(folder)
         return prices
@@ -374,9 +371,12 @@ class Search:
         of_types = (prices[type][group].kl_S for group, type in types.items())
         return types, sum(of_types, NONE)
 
-    def _check_text(self) -> None:
-        """Refuse unusable text, also what results are measured on, before anything is computed."""
-        _ = self.texts.both
+    def _check_inputs(self) -> None:
+        """Refuse unusable text and price tables, before anything is computed.
+
+        Text includes that on which results are measured.
+        """
+        _ = self.texts.both, self._table
         if self.recipe.evaluation is not None:
             measured_text(self.source, self.recipe.evaluation)
 

@@ -461,9 +461,8 @@ def estimates(
     def heads(states: SpilledList) -> None:
         if every := users(stream.count):
             plans = [changes[members[0]][stream.count] for members in every]
-            kls_U = track(_head_divergences(stream, states, plans), "Pricing heads", len(plans))
-            kls = once(stream.count, kls_U)
-            for members, kl in zip(every, kls, strict=True):
+            found = track(_head_divergences(stream, states, plans), "Pricing heads", len(plans))
+            for members, kl in zip(every, once(stream.count, found), strict=True):
                 head_C[members] = kl
 
     for part in priced_layers(stream, draws, seed, track, heads):

@@ -188,11 +188,11 @@ def within_tokens(*samples: Blocks) -> tuple[Blocks, ...]:
     bases = {}
     for i in {i for blocks in features for i in blocks}:
         found = [blocks for blocks in features if i in blocks]
-        x_NF = torch.cat([blocks[i][1] for blocks in found])
-        if len(x_NF) < x_NF.shape[1]:
+        counts = [len(blocks[i][0]) for blocks in found]
+        if sum(counts) < found[0][i][1].shape[1]:
+            x_NF = torch.cat([blocks[i][1] for blocks in found])
             bases[i], turned_NN = torch.linalg.qr(x_NF.T)
-            parts = turned_NN.T.split([len(blocks[i][0]) for blocks in found])
-            for blocks, part_NN in zip(found, parts, strict=True):
+            for blocks, part_NN in zip(found, turned_NN.T.split(counts), strict=True):
                 blocks[i] = blocks[i][0], part_NN
     return tuple(
         Blocks(tokens.y_TO, blocks, bases) for tokens, blocks in zip(samples, features, strict=True)
