@@ -46,7 +46,7 @@ SOME = (
     "gemma4_text",  # experts in the decoder layer itself, with norms of their own
     "gpt_neox",  # a head of another name on disk
     "glm_moe_dsa",  # layers that hand on more than hidden states
-    "inkling_text",  # experts in another order on disk
+    "inkling_text",  # shared experts that the router weighs
     "hunyuan_v1_moe",  # no attribute for the shared path
     "jamba",  # experts and dense layers of one width
     "laguna",  # a factor of the block
