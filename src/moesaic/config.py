@@ -598,13 +598,10 @@ class RunArgs:
 
         options["compare"] = tuple(options.get("compare", ()))
         progress = options.pop("progress", True)
-        if isinstance(options.get("dtype"), str):
-            options["dtype"] = parse_dtype(options["dtype"])
         if options.get("resume_from") is not None:
             options["resume_from"] = Path(at_home(options["resume_from"]))
-        check_model_arguments(
-            options.get("tokenizer"), options.get("dtype"), options.get("device", "cpu")
-        )
+        place = options.get("dtype"), options.get("device", "cpu")
+        options["dtype"] = checked_dtype(*place, options.get("tokenizer"))
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
@@ -731,17 +728,19 @@ def path_to(out: object) -> Path:
     return Path(at_home(out))
 
 
-def check_model_arguments(tokenizer: object, dtype: object, device: object) -> None:
-    """Refuse arguments of Python functions that are no tokenizer, dtype or device.
+def checked_dtype(dtype: object, device: object, tokenizer: object) -> torch.dtype | None:
+    """Return the floating-point type that a Python function was given, as one or by its name.
 
     Raises:
-        MoesaicError: names the argument.
+        MoesaicError: the dtype, the device or the tokenizer is none; names the argument.
     """
-    parts = {"tokenizer": (tokenizer, "encode"), "dtype": (dtype, "is_floating_point")}
-    for name, (value, part) in parts.items():
-        if value is not None and (isinstance(value, str) or not hasattr(value, part)):
-            raise MoesaicError(f"{name} must be a {name} or None; got {quote(value)}.")
+    found = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    if found is not None and getattr(found, "is_floating_point", False) is not True:
+        raise MoesaicError(f"dtype must be a floating-point dtype or None; got {quote(dtype)}.")
+    if isinstance(tokenizer, str) or (tokenizer is not None and not hasattr(tokenizer, "encode")):
+        raise MoesaicError(f"tokenizer must be a tokenizer or None; got {quote(tokenizer)}.")
     check_device(str(device))
+    return cast("torch.dtype | None", found)
 
 
 def parse_dtype(name: str) -> torch.dtype | None:

@@ -90,7 +90,7 @@ def importance(
         source.checkpoint, source.config, arch, tokens, view=lambda layer: layer
     )
     tally = Tally()
-    for block, states in track(stream.turns(), "Importance", len(stream)):
+    for block, states in track(stream.turns(), "Weighing inputs", len(stream)):
         layer = block.layer
         names = dict(_names_in(layer, block.index, arch, named))
         with tap(layer, arch, names, partial(_take, tally, names, arch.experts_in(layer))):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import Evaluation, check_model_arguments, text_fields
+from moesaic.config import Evaluation, checked_dtype, text_fields
 from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
@@ -58,7 +58,7 @@ def evaluate(
     baselines: Sequence[str] = Evaluation.baselines,
     tokenizer: Tokenizer | None = None,
     device: str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     progress: bool | Track = True,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -84,7 +84,7 @@ def evaluate(
             measured quantised to each.
         tokenizer: for texts and tasks, when ``model`` is loaded.
         device: where to compute, when a model is a name.
-        dtype: floating-point type, when a model is a name; None for the checkpoint's own.
+        dtype: type or its name, when a model is a name; None for the checkpoint's own.
         progress: draw bars on stderr; or a function (items, label, total).
         revision: branch, tag or commit, when ``model`` is a hub id.
         token: of the hub, when ``model`` is a hub id.
@@ -93,7 +93,7 @@ def evaluate(
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
     track = tracked(progress)
-    check_model_arguments(tokenizer, dtype, device)
+    dtype = checked_dtype(dtype, device, tokenizer)
     data = str(data) if isinstance(data, Path) else data
     if not isinstance(data, str | Sequence | Tokens | torch.Tensor) or not isinstance(tasks, str):
         raise MoesaicError(

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from jinja2 import TemplateError
 
-from moesaic.config import check_model_arguments
+from moesaic.config import checked_dtype
 from moesaic.data.rows import rendered
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched
@@ -151,7 +151,7 @@ def generate(
     new_tokens: int = 64,
     chat: bool = False,
     device: str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> str:
@@ -167,7 +167,7 @@ def generate(
         new_tokens: tokens to add at most.
         chat: put the prompt as a user's turn into the tokenizer's chat template.
         device: where to compute, when ``model`` is a name.
-        dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
+        dtype: type or its name, when ``model`` is a name; None for the checkpoint's own.
         revision: branch, tag or commit, when ``model`` is a hub id.
         token: of the hub, when ``model`` is a hub id.
 
@@ -177,7 +177,7 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise MoesaicError(f"The prompt is text; got {type(prompt).__name__}.")
-    check_model_arguments(tokenizer, dtype, device)
+    dtype = checked_dtype(dtype, device, tokenizer)
     if type(new_tokens) is not int or new_tokens < 1:
         raise MoesaicError(f"new_tokens must be a whole number from 1 on; got {quote(new_tokens)}.")
     opened = source_or_model(model, revision, token)

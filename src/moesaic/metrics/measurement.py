@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import Bench, Evaluation, check_model_arguments
+from moesaic.config import Bench, Evaluation, checked_dtype
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
 from moesaic.distributed import own_device
@@ -223,7 +223,7 @@ def bench(
     *,
     tokenizer: Tokenizer | None = None,
     device: str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     progress: bool | Track = True,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -238,7 +238,7 @@ def bench(
         against: another, which is timed in turn with it.
         tokenizer: for a loaded model, which brings none.
         device: where they compute.
-        dtype: floating-point type; None for the checkpoint's own.
+        dtype: floating-point type or its name; None for the checkpoint's own.
         progress: draw bars on stderr; or a function (items, label, total).
         revision: branch, tag or commit, when ``model`` is a hub id.
         token: of the hub, when ``model`` is a hub id.
@@ -252,7 +252,7 @@ def bench(
     Raises:
         MoesaicError: a model cannot be loaded.
     """
-    check_model_arguments(tokenizer, dtype, device)
+    dtype = checked_dtype(dtype, device, tokenizer)
     settings = Bench(**options)
     track = tracked(progress)
     given = {"model": model} | ({} if against is None else {"against": against})
