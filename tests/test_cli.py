@@ -119,7 +119,7 @@ carve MODEL OUT -o alpha=2 | --alpha 2.0 must be at most 1
 carve MODEL OUT -o seed=-1 --method more | -1 must be at least 0
 carve MODEL OUT -o lr=-1 --method tomoe | -1.0 must be at least 0
 carve MODEL OUT --recipe worst | known: best
-carve MODEL OUT --recipe paper | is for more, tomoe, dsmoe: say method=more
+carve MODEL OUT --recipe paper | is for more, tomoe, dsmoe: give method=more
 carve MODEL OUT --method dsmoe --compare static | --compare 'static' is none of
 carve MODEL OUT --samples 0 | --samples 0 must be at least 1
 carve MODEL OUT --samples 99999999999999999999 | must be at most 1e+15

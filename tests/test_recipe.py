@@ -68,7 +68,7 @@ def test_a_named_recipe_says_the_method_that_has_it():
     for name in ("best", "fast"):
         assert step_config("carve", {"recipe": name}).name == "more"
     assert step_config("skip", {"recipe": "paper", "quantile": 0.4}).name == "naee"
-    with pytest.raises(MoesaicError, match="'paper' is for more, tomoe, dsmoe: say method=more"):
+    with pytest.raises(MoesaicError, match="'paper' is for more, tomoe, dsmoe: give method=more"):
         step_config("carve", {"recipe": "paper"})
     with pytest.raises(MoesaicError, match="for more, not for tomoe"):
         step_config("carve", {"method": "tomoe", "recipe": "fast"})
@@ -81,7 +81,7 @@ def test_a_named_recipe_says_the_method_that_has_it():
 def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch):
     """Unless an option that one of them alone has decides."""
     monkeypatch.setattr(ToMoEConfig, "bundles", {"best": {"recompute": True}})
-    with pytest.raises(MoesaicError, match="'best' is for more, tomoe: say method=more"):
+    with pytest.raises(MoesaicError, match="'best' is for more, tomoe: give method=more"):
         step_config("carve", {"recipe": "best"})
     assert step_config("carve", {"recipe": "best", "alpha": 1.0}).name == "more"
 

@@ -309,7 +309,7 @@ def method_of(verb: str, options: JSON) -> str:
     if not having or len(able) == 1:
         return able[0]
     raise MoesaicError(
-        f"Recipe {bundle!r} is for {', '.join(candidates)}: say method={able[0]}, or another of "
+        f"Recipe {bundle!r} is for {', '.join(candidates)}: give method={able[0]}, or another of "
         "them."
     )
 

@@ -57,7 +57,7 @@ class RowError(MoesaicError):
 
 
 def usable_rows(
-    rows: Iterable[Row], read: Callable[[Row], T], name: str, say: bool = True
+    rows: Iterable[Row], read: Callable[[Row], T], name: str, warn: bool = True
 ) -> Iterator[tuple[Row, T]]:
     """Yield rows, and the result of ``read`` for each, without those that are :class:`RowError`.
 
@@ -65,7 +65,7 @@ def usable_rows(
         rows: rows of one source.
         read: function of a row.
         name: name of the source, for messages.
-        say: True to warn at the end how many were left out.
+        warn: True to warn at the end how many were left out.
 
     Raises:
         MoesaicError: all rows are unusable, or one has columns that are not known.
@@ -82,7 +82,7 @@ def usable_rows(
             taken += 1
             yield row, item
     finally:
-        if say and left and taken:
+        if warn and left and taken:
             logger.warning(
                 "%s: %d of %d rows are left out. The first: %s", name, left, left + taken, reason
             )

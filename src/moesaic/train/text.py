@@ -116,7 +116,7 @@ class PackedText(IterableDataset[Example]):
             raise MoesaicError(f"{tokenised}: a file of token ids cannot be part of a stream.")
         self._rows = {str(part): open_rows(part, "calibration") for part in sources}
         for name, rows in self._rows.items():  # fail now, not in the middle of training
-            if next(self._usable(name, rows, say=False), None) is None:
+            if next(self._usable(name, rows, warn=False), None) is None:
                 raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
 
     @property
@@ -124,7 +124,7 @@ class PackedText(IterableDataset[Example]):
         """Hash of the sources, their shares, the draws, and the first windows of each."""
         digest = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
         for name in self.weights:
-            digest.update(repr(list(islice(self._examples(name, say=False), SAMPLED))).encode())
+            digest.update(repr(list(islice(self._examples(name, warn=False), SAMPLED))).encode())
         return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Example]:
@@ -144,12 +144,12 @@ class PackedText(IterableDataset[Example]):
         """Return the seed of a source's draws: the same wherever its file lies."""
         return f"{self.seed} {Path(name).name}"
 
-    def _usable(self, name: str, rows: Iterable[Row], say: bool) -> Iterator[str | Example]:
+    def _usable(self, name: str, rows: Iterable[Row], warn: bool) -> Iterator[str | Example]:
         """Yield the text of each row that can be used, or an example of its own."""
         read = partial(_learned, self.tokenizer, self.begin, self.length, self.answers)
-        return (item for _, item in usable_rows(rows, read, name or SHIPPED, say))
+        return (item for _, item in usable_rows(rows, read, name or SHIPPED, warn))
 
-    def _examples(self, name: str, say: bool = True) -> Iterator[Example]:
+    def _examples(self, name: str, warn: bool = True) -> Iterator[Example]:
         end, ignored = self.tokenizer.eos_token_id, [IGNORED] * len(self.begin)
         between = self._ids("\n\n") if end is None else [end]
         rest: list[int] = []
@@ -157,7 +157,7 @@ class PackedText(IterableDataset[Example]):
         while True:
             has_text = False
             order = self._rows[name].shuffled(f"{self._seed_of(name)} {passes}")
-            for item in self._usable(name, order, say and not passes):
+            for item in self._usable(name, order, warn and not passes):
                 has_text = has_text or bool(item)
                 if isinstance(item, dict):
                     yield item
