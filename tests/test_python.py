@@ -15,6 +15,7 @@ import pytest
 import torch
 from builders import inside, launch, loaded, logits, pages, tiny_model, tiny_moe, tiny_tokenizer
 from rich.console import Console
+from safetensors.torch import save_file
 from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import (
@@ -136,6 +137,18 @@ def test_arguments_of_other_types_are_refused_in_words(name, verb, options, word
 
     with pytest.raises(moesaic.MoesaicError, match=words):
         call(**options)
+
+
+def test_token_ids_are_cut_and_drawn_as_a_text_is(name, tmp_path):
+    """72539f03 ignored samples, length and max_tokens there."""
+    ids = torch.arange(320).view(10, 32)
+    some = moesaic.evaluate(name, data=ids, length=16, max_tokens=64, progress=False)
+    assert some.perplexity == moesaic.evaluate(name, data=ids[:2].view(4, 16)).perplexity
+    file = tmp_path / "ids.safetensors"
+    save_file({"input_ids": ids}, file)
+    options = {"keep": 6, "samples": 3, "length": 16}
+    one, other = (moesaic.prune(name, calibration=text, **options) for text in (ids, str(file)))
+    assert one.plan.fingerprint == other.plan.fingerprint
 
 
 def test_a_dtype_may_be_given_by_its_name(name):

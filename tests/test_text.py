@@ -653,34 +653,43 @@ def test_padding_is_neither_seen_nor_scored_nor_counted(padded):
         scores([InMemory(model)], nothing)[0]
 
 
-def test_options_hold_for_token_files(tmp_path):
+@pytest.mark.parametrize("kind", ["file", "tokens"])
+def test_options_hold_for_token_ids(kind, tmp_path):
     """S9: bdfe050 ignored --samples, --length and --max-tokens there."""
     ids = torch.arange(60).view(6, 10)
     mask = torch.ones(6, 10, dtype=torch.bool)
     mask[0, 3:] = False
     file = str(tmp_path / "ids.safetensors")
     save_file({"input_ids": ids, "attention_mask": mask}, file)
+    given = file if kind == "file" else Tokens(ids, mask)
     none = None
-    assert torch.equal(calibration_tokens(file, none).input_ids, ids)
+    assert torch.equal(calibration_tokens(given, none).input_ids, ids)
+    some = calibration_tokens(given, none, samples=2, length=4, seed=3)
+    assert some.input_ids.shape == (2, 4)
+    assert torch.equal(some.input_ids, calibration_tokens(given, none, 2, 4, 3).input_ids)
+    cut = evaluation_tokens(given, none, length=4)
+    assert cut.input_ids[0].tolist() == [0, 1, 2, 3]
+    assert cut.input_ids[1].tolist() == [10, 11, 12, 13], "a window of padding is left out"
+    assert len(cut.input_ids) == 11
+    assert torch.equal(evaluation_tokens(given, none).input_ids, ids)
+    assert len(evaluation_tokens(given, none, max_tokens=23).input_ids) == 3, "3 + 10 + 10 tokens"
+    assert len(evaluation_tokens(given, none, max_tokens=22).input_ids) == 2
+    with pytest.raises(MoesaicError, match="windows of 10 tokens; pass length=10"):
+        evaluation_tokens(given, none, length=11)
+    with pytest.raises(MoesaicError, match="samples 7: .* fills 6 windows"):
+        calibration_tokens(given, none, samples=7)
+    with pytest.raises(MoesaicError, match="documents is for text"):
+        calibration_tokens(given, none, documents=True)
+
+
+def test_a_token_file_holds_whole_numbers_and_a_mask_of_their_shape(tmp_path):
+    ids, mask, none = torch.arange(60).view(6, 10), torch.ones(6, 10, dtype=torch.bool), None
+    file = str(tmp_path / "ids.safetensors")
     for kind, right in ((torch.int32, True), (torch.float32, False)):
         save_file({"input_ids": ids.to(kind)}, tmp_path / "kind.safetensors")
         with nullcontext() if right else pytest.raises(MoesaicError, match=r"kind\..*whole numb"):
             found = calibration_tokens(str(tmp_path / "kind.safetensors"), none).input_ids
             assert torch.equal(found, ids)
-    some = calibration_tokens(file, none, samples=2, length=4, seed=3)
-    assert some.input_ids.shape == (2, 4)
-    assert torch.equal(some.input_ids, calibration_tokens(file, none, 2, 4, 3).input_ids)
-    cut = evaluation_tokens(file, none, length=4)
-    assert cut.input_ids[0].tolist() == [0, 1, 2, 3]
-    assert cut.input_ids[1].tolist() == [10, 11, 12, 13], "a window of padding is left out"
-    assert len(cut.input_ids) == 11
-    assert torch.equal(evaluation_tokens(file, none).input_ids, ids)
-    assert len(evaluation_tokens(file, none, max_tokens=23).input_ids) == 3, "3 + 10 + 10 tokens"
-    assert len(evaluation_tokens(file, none, max_tokens=22).input_ids) == 2
-    with pytest.raises(MoesaicError, match="windows of 10 tokens; pass length=10"):
-        evaluation_tokens(file, none, length=11)
-    with pytest.raises(MoesaicError, match="samples 7: .* fills 6 windows"):
-        calibration_tokens(file, none, samples=7)
     save_file({"input_ids": ids, "attention_mask": mask[:, :3].contiguous()}, file)
     with pytest.raises(MoesaicError, match="attention_mask must have the shape"):
         calibration_tokens(file, none)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -141,6 +142,32 @@ class Tokens:
         single = len(self.origins) == 1
         origins = tuple(replace(o, windows=len(ids)) for o in self.origins if single)
         return Tokens(ids, mask, origins, self.parts, part, self.begun)
+
+    def cut(self, length: int | None) -> Tokens:
+        """Return windows of fewer tokens, cut from these; None for the same ones.
+
+        The rest of a window is left out, and windows of nothing but padding.
+
+        Raises:
+            MoesaicError: the windows are shorter.
+        """
+        stored = self.input_ids.shape[1]
+        if length is None or length == stored:
+            return self
+        if length > stored:
+            source = self.origins[0].source if self.origins else "the text"
+            raise MoesaicError(
+                f"length {length}: {source} has windows of {stored} tokens; pass length={stored} "
+                "or less."
+            )
+        kept = stored // length * length
+        mask, part = (
+            None if tensor is None else tensor[:, :kept].reshape(-1, length)
+            for tensor in (self.attention_mask, self.part_NL)
+        )
+        ids = self.input_ids[:, :kept].reshape(-1, length)
+        shorter = Tokens(ids, mask, self.origins, self.parts, part)
+        return shorter.rows(shorter.real.any(1))
 
     def unpadded(self) -> list[list[int]]:
         """Return the ids of each window, padding left out."""
@@ -315,6 +342,9 @@ def needs_tokenizer(text: object) -> bool:
 
 # --- sources to tokens ---------------------------------------------------------------------------
 
+Text: TypeAlias = str | Sequence[Row] | Tokens | Tensor
+"""Text as verbs accept it: a source, texts or rows, or token ids (N, L)."""
+
 
 def without_overlap(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
     """Return the windows that share no run of ``run`` consecutive tokens with others.
@@ -340,10 +370,13 @@ def without_overlap(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
 
 
 def _shared(
-    text: str | Sequence[Row], use: Use, total: int | None, usual: int | None = None
-) -> Iterator[tuple[Rows | Path, int | None]]:
-    """Yield the rows, or the file of token ids, of each source of a text, with its share of a
-    total; mixes share ``usual`` without one."""
+    text: Text, use: Use, total: int | None, usual: int | None = None
+) -> Iterator[tuple[Rows | Tokens, int | None]]:
+    """Yield the rows, or the token ids, of each source of a text, with its share of a total; mixes
+    share ``usual`` without one."""
+    if isinstance(text, Tokens | Tensor):
+        yield text if isinstance(text, Tokens) else Tokens(text), total
+        return
     if not isinstance(text, str):
         yield IndexedRows(text, RowRange(INLINE)), total
         return
@@ -352,12 +385,13 @@ def _shared(
     weights = [source.weight for source in sources]
     shares = [None] * len(sources) if total is None else split_evenly(total, weights)
     for source, share in zip(sources, shares, strict=True):
-        yield Path(source.name) if source.tokenised else open_rows(source, use), share
+        tokenised = source.tokenised
+        yield token_file(Path(source.name)) if tokenised else open_rows(source, use), share
 
 
 def evaluation_tokens(
-    source: str | Sequence[Row],
-    tokenizer: Tokenizer,
+    source: Text,
+    tokenizer: Tokenizer | None,
     length: int | None = None,
     max_tokens: int | None = None,
     config: Config | None = None,
@@ -365,9 +399,9 @@ def evaluation_tokens(
     """Return the first windows of a text, in order; for a mix, of each source in turn.
 
     Args:
-        source: as for :func:`moesaic.data.sources.text_sources`, or rows.
-        tokenizer: the model's tokenizer; not used for a file of token ids.
-        length: tokens of a window; None for 512 (at most ``max_tokens``), or a token file's own.
+        source: as for :func:`moesaic.data.sources.text_sources`, rows, or token ids.
+        tokenizer: the model's tokenizer; not used for token ids.
+        length: tokens of a window; None for 512 (at most ``max_tokens``), or that of token ids.
         max_tokens: most tokens in all; 0 or None for the whole text. A mix shares it by its
             weights.
         config: the model's config, to check the tokens; the default length is then at most its
@@ -386,10 +420,10 @@ def evaluation_tokens(
             raise MoesaicError(
                 f"max_tokens {max_tokens}{of_it} is less than one window of {least} tokens."
             )
-        if isinstance(rows, Path):
-            tokens = token_file(rows, length)
+        if isinstance(rows, Tokens):
+            tokens = rows.cut(length)
             if share is not None and int(tokens.real[0].sum()) > share:
-                tokens = token_file(rows, share)
+                tokens = rows.cut(share)
         else:
             limit = None if share is None else max(POOL // 10, 32 * share)
             read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
@@ -412,8 +446,8 @@ def evaluation_tokens(
 
 
 def calibration_tokens(
-    source: str | Sequence[Row],
-    tokenizer: Tokenizer,
+    source: Text,
+    tokenizer: Tokenizer | None,
     samples: int | None = None,
     length: int | None = None,
     seed: int = 0,
@@ -424,11 +458,11 @@ def calibration_tokens(
     """Return windows drawn without replacement; for a mix, in proportion to its weights.
 
     Args:
-        source: as for :func:`moesaic.data.sources.text_sources`, or rows.
-        tokenizer: the model's tokenizer; not used for a file of token ids.
-        samples: number of windows; None for 100, or for all of a token file.
-        length: tokens of a window, or most tokens of a document; None for ``window``, or for a
-            token file's own.
+        source: as for :func:`moesaic.data.sources.text_sources`, rows, or token ids.
+        tokenizer: the model's tokenizer; not used for token ids.
+        samples: number of windows; None for 100, or for all of token ids.
+        length: tokens of a window, or most tokens of a document; None for ``window``, or for that
+            of token ids.
         seed: seed of the draw.
         documents: True if each window is one document with the tokenizer's special tokens, cut at
             ``length`` and padded, instead of a piece of all text.
@@ -441,8 +475,10 @@ def calibration_tokens(
     for rows, share in _shared(source, "calibration", samples, SAMPLES):
         if share == 0:
             continue
-        if isinstance(rows, Path):
-            tokens = token_file(rows, length)
+        if isinstance(rows, Tokens):
+            if documents:
+                raise MoesaicError("documents is for text: token ids are windows already.")
+            tokens = rows.cut(length)
         else:
             share = SAMPLES if share is None else share
             texts = _pool(rows, share * (length or window), seed, tokenizer)
@@ -451,7 +487,7 @@ def calibration_tokens(
                 continue
             tokens = _windows(texts, rows, tokenizer, length or window)
         count, each = tokens.input_ids.shape
-        if share is not None and not (isinstance(rows, Path) and share == count):
+        if share is not None and not (isinstance(rows, Tokens) and share == count):
             has = f"fills {{}} windows of {each} tokens"
             tokens = tokens.rows(_drawn(count, share, seed, has))
         found.append(tokens)
@@ -559,16 +595,15 @@ def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-def token_file(path: Path, length: int | None = None) -> Tokens:
-    """Return the windows of a ``.safetensors`` file, unchanged or cut into shorter ones.
+def token_file(path: Path) -> Tokens:
+    """Return the windows of a ``.safetensors`` file.
 
     Args:
         path: file with ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is
             padding.
-        length: tokens of a window; the rest of a row is left out, and windows of padding.
 
     Raises:
-        MoesaicError: there is no such file, or its windows are shorter.
+        MoesaicError: there is no such file, or it holds no token.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -584,19 +619,9 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
         raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T).") from None
     except MoesaicError as error:
         raise MoesaicError(f"{path}: {error}") from error
-    ids, mask = tokens.input_ids, tokens.attention_mask
-    mask = None if mask is None or bool(mask.all()) else mask
     if tokens.count == 0:
         raise MoesaicError(f"{path} holds no token.")
-    stored = ids.shape[1]
-    if length is not None and length > stored:
-        raise MoesaicError(
-            f"length {length}: {path} has windows of {stored} tokens; pass length={stored} or less."
-        )
-    if length is not None and length < stored:
-        ids, real = (
-            tensor[:, : stored // length * length].reshape(-1, length)
-            for tensor in (ids, tokens.real)
-        )
-        ids, mask = ids[real.any(1)], None if mask is None else real[real.any(1)]
+    mask = tokens.attention_mask
+    mask = None if mask is None or bool(mask.all()) else mask
+    ids = tokens.input_ids
     return Tokens(ids, mask, (RowRange(str(path.resolve()), windows=len(ids)),))

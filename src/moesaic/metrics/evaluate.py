@@ -292,11 +292,9 @@ def measured_text(
 def _tokens(
     model: Source | Model, data: object, tokenizer: Tokenizer | None, settings: Evaluation
 ) -> Tokens:
-    if isinstance(data, Tokens | torch.Tensor):
-        return data if isinstance(data, Tokens) else Tokens(data)
     if tokenizer is None and needs_tokenizer(data):
         raise MoesaicError("Text to measure on needs a tokenizer: pass tokenizer=, or Tokens.")
-    assert isinstance(data, str | Sequence)
+    assert isinstance(data, str | Sequence | Tokens | torch.Tensor)
     return evaluation_tokens(data, tokenizer, settings.length, settings.max_tokens, model.config)
 
 

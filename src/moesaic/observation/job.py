@@ -17,9 +17,9 @@ from torch import nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig, RunArgs
-from moesaic.data.rows import Row
 from moesaic.data.text import (
     SAMPLES,
+    Text,
     Tokens,
     calibration_tokens,
     needs_tokenizer,
@@ -117,26 +117,19 @@ class Job(Generic[A_co]):
                 in it is outside the model's vocabulary.
         """
         text, calibration = self.args.text, self.args.calibration
-        config = self.original.config
         text = calibration.source if text is None else text
-        if isinstance(text, torch.Tensor):
-            text = Tokens(text)
-        if not isinstance(text, Tokens):
-            if isinstance(text, Mapping | UserDict) or not hasattr(text, "__getitem__"):
-                raise MoesaicError(
-                    "calibration is a source, texts, or token ids: a tensor (N, T), or with "
-                    "padding moesaic.Tokens(input_ids, attention_mask); got "
-                    f"{type(text).__name__}."
-                )
-            tokenizer = self.tokenizer_for(text)
-            if tokenizer is None and needs_tokenizer(text):
-                raise MoesaicError(
-                    "Calibration text needs a tokenizer: pass tokenizer=, or token ids."
-                )
-            text = self._windows(text, calibration.samples)
-        text.check(config)
+        listed = hasattr(text, "__getitem__") and not isinstance(text, Mapping | UserDict)
+        if not listed and not isinstance(text, Tokens):
+            raise MoesaicError(
+                "calibration is a source, texts, or token ids: a tensor (N, T), or with padding "
+                f"moesaic.Tokens(input_ids, attention_mask); got {type(text).__name__}."
+            )
+        if needs_tokenizer(text) and self.tokenizer is None:
+            raise MoesaicError("Calibration text needs a tokenizer: pass tokenizer=, or token ids.")
+        tokens = self._windows(text, calibration.samples)
+        tokens.check(self.original.config)
         self.warn_of_text()
-        return text
+        return tokens
 
     def warn_of_text(self) -> None:
         """Warn if a multimodal mixture is calibrated on nothing but text."""
@@ -148,7 +141,7 @@ class Job(Generic[A_co]):
                 "pictures or sounds look unused. Measure the result on such input, too."
             )
 
-    def _windows(self, text: str | Sequence[Row], samples: int | None) -> Tokens:
+    def _windows(self, text: Text, samples: int | None) -> Tokens:
         """Return this many windows of a text."""
         calibration, most = self.args.calibration, positions(self.original.config)
         return calibration_tokens(

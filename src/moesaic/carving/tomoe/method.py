@@ -24,6 +24,7 @@ from moesaic.carving.overlapping_layer import EMBED, OFFSET, PROJECT, SCALE, SHI
 from moesaic.carving.tomoe.config import ToMoEConfig
 from moesaic.carving.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel_like
 from moesaic.carving.tomoe.student import Student, StudentLoss, layer_shapes
+from moesaic.config import Calibration
 from moesaic.errors import MoesaicError
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
@@ -406,7 +407,8 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         """Return the plan of a comparison, carved at the active ratio of the result."""
         baseline = _baseline(name, active)
         folder = job.args.resume_from and job.args.resume_from / name
-        args = replace(job.args, text=job.tokens, compare=(), resume_from=folder)
+        args = replace(job.args, text=job.tokens, calibration=Calibration())
+        args = replace(args, compare=(), resume_from=folder)
         plan = baseline.run(Job(args, baseline.find)).plan
         assert plan is not None
         return plan
