@@ -600,8 +600,8 @@ class RunArgs:
         progress = options.pop("progress", True)
         if options.get("resume_from") is not None:
             options["resume_from"] = Path(at_home(options["resume_from"]))
-        place = options.get("dtype"), options.get("device", "cpu")
-        options["dtype"] = checked_dtype(*place, options.get("tokenizer"))
+        place = checked_place(*map(options.get, ("device", "dtype", "tokenizer")))
+        options["device"], options["dtype"] = place
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}
         if unknown:
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
@@ -728,19 +728,22 @@ def path_to(out: object) -> Path:
     return Path(at_home(out))
 
 
-def checked_dtype(dtype: object, device: object, tokenizer: object) -> torch.dtype | None:
-    """Return the floating-point type that a Python function was given, as one or by its name.
+def checked_place(
+    device: object, dtype: object, tokenizer: object
+) -> tuple[str, torch.dtype | None]:
+    """Return the device and the floating-point type that a Python function was given, by name or as
+    torch has them; None is the CPU, and a model's own type.
 
     Raises:
-        MoesaicError: the dtype, the device or the tokenizer is none; names the argument.
+        MoesaicError: the device, the type or the tokenizer cannot be used; names the argument.
     """
-    found = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-    if found is not None and getattr(found, "is_floating_point", False) is not True:
-        raise MoesaicError(f"dtype must be a floating-point dtype or None; got {quote(dtype)}.")
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        known = ", ".join(name for name in DTYPES if name != "auto")
+        raise MoesaicError(f"dtype must be one of {known}, or None; got {quote(dtype)}.")
     if isinstance(tokenizer, str) or (tokenizer is not None and not hasattr(tokenizer, "encode")):
         raise MoesaicError(f"tokenizer must be a tokenizer or None; got {quote(tokenizer)}.")
-    check_device(str(device))
-    return cast("torch.dtype | None", found)
+    return check_device("cpu" if device is None else str(device)), parse_dtype(name)
 
 
 def parse_dtype(name: str) -> torch.dtype | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import Evaluation, checked_dtype, text_fields
+from moesaic.config import Evaluation, checked_place, text_fields
 from moesaic.data.reader import RowRange, check_apart
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
@@ -93,7 +93,7 @@ def evaluate(
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
     track = tracked(progress)
-    dtype = checked_dtype(dtype, device, tokenizer)
+    device, dtype = checked_place(device, dtype, tokenizer)
     data = str(data) if isinstance(data, Path) else data
     if not isinstance(data, str | Sequence | Tokens | torch.Tensor) or not isinstance(tasks, str):
         raise MoesaicError(

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from jinja2 import TemplateError
 
-from moesaic.config import checked_dtype
+from moesaic.config import checked_place
 from moesaic.data.rows import rendered
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched
@@ -177,7 +177,7 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise MoesaicError(f"The prompt is text; got {type(prompt).__name__}.")
-    dtype = checked_dtype(dtype, device, tokenizer)
+    device, dtype = checked_place(device, dtype, tokenizer)
     if type(new_tokens) is not int or new_tokens < 1:
         raise MoesaicError(f"new_tokens must be a whole number from 1 on; got {quote(new_tokens)}.")
     opened = source_or_model(model, revision, token)

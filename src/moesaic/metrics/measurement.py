@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import Bench, Evaluation, checked_dtype
+from moesaic.config import Bench, Evaluation, checked_place
 from moesaic.data.sources import wanted_tasks
 from moesaic.data.text import LENGTH, Tokens, evaluation_tokens, positions
 from moesaic.distributed import own_device
@@ -252,7 +252,7 @@ def bench(
     Raises:
         MoesaicError: a model cannot be loaded.
     """
-    dtype = checked_dtype(dtype, device, tokenizer)
+    device, dtype = checked_place(device, dtype, tokenizer)
     settings = Bench(**options)
     track = tracked(progress)
     given = {"model": model} | ({} if against is None else {"against": against})
