@@ -106,6 +106,11 @@ def test_a_wrong_call_shows_the_right_one(call, words):
         ("prune", {"tokenizer": "x"}, "tokenizer must be a tokenizer or None; got 'x'"),
         ("prune", {"dtype": 3}, "dtype must be one of .*float16, or None; got 3"),
         ("prune", {"stats": 3}, "stats"),
+        (
+            "prune",
+            {"stats": "some.stats", "calibration": torch.ones(1, 4).long()},
+            "calibration=Tensor is of text, and the statistics were observed on theirs already",
+        ),
         ("prune", {"calibration": "hf://datasets/you/it"}, "is an address, which is not read"),
         ("prune", {"calibration": torch.rand(2, 16)}, "whole numbers.*float32"),
         ("prune", {"calibration": torch.full((1, 4), 384)}, "Token id 384 is beyond .* 384"),
@@ -145,6 +150,12 @@ def test_token_ids_are_cut_and_drawn_as_a_text_is(name, tmp_path):
     options = {"keep": 6, "samples": 3, "length": 16}
     one, other = (moesaic.prune(name, calibration=text, **options) for text in (ids, str(file)))
     assert one.plan.fingerprint == other.plan.fingerprint
+
+
+def test_none_is_the_best_method_and_its_best_options(name):
+    options = {"keep": 6, "score": "aimer", "refit": False, "progress": False}
+    one = moesaic.prune(name, method=None, recipe=None, **options)
+    assert one.method.config == moesaic.prune(name, **options).method.config
 
 
 def test_a_dtype_may_be_given_by_its_name(name):

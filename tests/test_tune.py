@@ -164,8 +164,9 @@ def test_routers_learn_from_the_original():
             weight = student.get_parameter(name)
             weight.mul_(0.2)
     before = copy.deepcopy(student)
-    config = TuneConfig(what="routers", teacher="given", steps=12, batch=16, lr=2e-2)
-    tuned = moesaic.tune(student, config, text=examples(), teacher=original)
+    options = {"what": "routers", "steps": 12, "batch": 16, "lr": 2e-2}
+    tuned = moesaic.tune(student, text=examples(), teacher=original, **options)
+    assert tuned.method.config.teacher == "a loaded model"
     assert changed(before, tuned.model) == gates
     losses = [step["loss"] for step in losses_of(tuned)]
     assert losses[-1] < losses[0]

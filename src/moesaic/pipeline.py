@@ -45,6 +45,9 @@ from moesaic.types import JSON, Named, Track, Values, at_home, silent
 
 logger = logging.getLogger(__name__)
 
+LOADED = "a loaded model"
+"""Name in a config of a teacher that was passed loaded."""
+
 
 def convert(config: MethodConfig, args: RunArgs) -> Result:
     """Carry out one method on one model; all verbs call this.
@@ -90,7 +93,10 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
         config = replace(config, **own)
     if config.verb != name:
         raise TypeError(f"{type(config).__name__} is a config of {config.verb}, not of {name}.")
-    return convert(config, RunArgs.of(model, **run))
+    args = RunArgs.of(model, **run)
+    text = "" if args.text is None else type(args.text).__name__
+    check_step(config, args.calibration, args.compare, text)
+    return convert(config, args)
 
 
 def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tuple[JSON, JSON]:
@@ -118,9 +124,10 @@ def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tup
     to_method = {"seed"} & both if config is None else set()
     if not VERBS[name].calibrates:
         to_method = {*both}
-    if not isinstance(options.get("teacher"), str):  # then a loaded model
-        to_method.discard("teacher")
+    loaded = not isinstance(options.get("teacher") or "", str)
+    to_method -= {"teacher"} if loaded else set()
     own = {key: options[key] for key in options if key in method - both or key in to_method}
+    own |= {"teacher": LOADED} if loaded and "teacher" in method else {}
     to_run = (every | text) - (to_method - {"seed"})
     return own, {key: options[key] for key in options if key in to_run}
 

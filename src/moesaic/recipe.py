@@ -230,8 +230,16 @@ def command_of(recipe: Recipe) -> str:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence[str]) -> None:
+def check_step(
+    config: MethodConfig, calibration: Calibration, compare: Sequence[str], text: str = ""
+) -> None:
     """Refuse statistics, text beside them, and comparisons that a step does not use.
+
+    Args:
+        config: of the step.
+        calibration: where text comes from.
+        compare: other methods to decide by.
+        text: what was given in place of a source, in a word; empty for nothing.
 
     Raises:
         MoesaicError: names the field.
@@ -241,11 +249,12 @@ def check_step(config: MethodConfig, calibration: Calibration, compare: Sequence
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
     own = {entry.name for entry in fields(config)}  # a seed may be the method's, too
     refits = getattr(config, "refit", False)  # on text
-    for entry in fields(Calibration) if calibration.stats and not refits else ():
-        value = getattr(calibration, entry.name)
-        if entry.name not in ("stats", *own) and value != entry.default:
+    given = [(f.name, getattr(calibration, f.name), f.default) for f in fields(Calibration)]
+    beside = [("calibration", text, ""), *(v for v in given if v[0] not in ("stats", *own))]
+    for name, value, default in beside if calibration.stats and not refits else ():
+        if value != default:
             raise MoesaicError(
-                f"{entry.name}={value} is of text, and the statistics were observed on theirs "
+                f"{name}={value} is of text, and the statistics were observed on theirs "
                 "already: leave it out."
             )
     if compare and not verb.compares:
@@ -273,7 +282,8 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         raise MoesaicError(
             f"{place}: expected options such as 'method: ...', got {quote(options)}."
         )
-    options = dict(options)
+    given = ("method", "recipe")
+    options = {n: value for n, value in options.items() if n not in given or value is not None}
     method = method_of(verb, options)
     check_known(f"{place}: unknown method", method, methods, "; known:")
     config = methods[method]
