@@ -22,7 +22,7 @@ from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import Value, Writer, cast
 from moesaic.io.models import dtype_by_name, shape_of
 from moesaic.io.naming import Naming, is_mtp, language
-from moesaic.io.source import Source
+from moesaic.io.source import Source, warn_of_unplaced
 from moesaic.io.trust import reading
 from moesaic.modules.running import Watch, always_skipping
 from moesaic.plan import FORMAT, BaseShape, Plan
@@ -391,9 +391,13 @@ def write_applied(
     naming, model = source.naming, shape_of(source.config, dtype)
     mtp = mtp_fate(naming, arch, plan, changed) != "left_out"
     types = {} if dtype is None else {"dtype": dtype_by_name(model)}
-    whole = changed is not None or not source.beside
-    keep = kept_names(model, mtp, beside=whole)
-    rewrite(naming, arch, plan, writer if whole else language_alone(writer), keep, **types)
+    alone = changed is None and source.beside
+    keep = kept_names(model, mtp, beside=source.beside and not alone)
+    if not (source.beside or source.headers_only):
+        count = model.config.num_hidden_layers
+        names = [name for name in naming.in_memory.values() if not is_mtp(name, count)]
+        warn_of_unplaced(source.name, [name for name in names if not keep(name)])
+    rewrite(naming, arch, plan, language_alone(writer) if alone else writer, keep, **types)
 
 
 class _Counter:

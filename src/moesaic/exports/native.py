@@ -427,7 +427,7 @@ class _Reduced:
 
         writer = surgery.language_alone(writer) if self.source.beside else writer
         to = surgery.ChangedWriter(writer, renumbered)
-        keep = surgery.kept_names(model, mtp=False, beside=not self.source.beside)
+        keep = surgery.kept_names(model, mtp=False, beside=False)
         plan = Plan("export", self.shape, self.plans)
         surgery.rewrite(naming, self.arch, plan, to, keep)
 

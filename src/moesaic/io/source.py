@@ -360,6 +360,11 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
                 f"{name} cannot be loaded: weights are {words}: {_some(info[key])}. The checkpoint "
                 "is damaged, or was written by another version."
             )
+    warn_of_unplaced(name, unplaced)
+
+
+def warn_of_unplaced(name: str, unplaced: Collection[str | tuple[str, ...]]) -> None:
+    """Warn of weights of a checkpoint that its model has no place for."""
     if unplaced:
         logging.getLogger(__name__).warning(
             "%s: weights that its model has no place for are left out: %s", name, _some(unplaced)
