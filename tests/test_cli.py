@@ -219,7 +219,7 @@ observe MIXTURE FILE/stats | is no folder.
 observe MIXTURE FOLDER --overwrite | is a folder; give
 report DONE --out FILE/page.html | is no folder.
 inspect ~nobody/model | No model folder at ~nobody/model
-run RECIPE x=DEEP | does not name a place
+run RECIPE x=DEEP | is no value for x
 export MIXTURE FOLDER --to gguf --overwrite | is a folder; give
 """
 

@@ -106,6 +106,9 @@ def test_a_wrong_call_shows_the_right_one(call, words):
         ("prune", {"tokenizer": "x"}, "tokenizer must be a tokenizer or None; got 'x'"),
         ("prune", {"dtype": 3}, "dtype must be one of .*float16, or None; got 3"),
         ("prune", {"stats": 3}, "stats"),
+        ("prune", {"resume_from": 3}, "is named by a str or a Path; got 3"),
+        ("prune", {"resume_from": __file__}, "resume_from .*test_python.py is a file; name a fol"),
+        ("prune", {"compare": "rep"}, "compare 'rep' is none of"),
         (
             "prune",
             {"stats": "some.stats", "calibration": torch.ones(1, 4).long()},
@@ -180,6 +183,8 @@ def test_a_device_may_be_one_of_torchs(name):
         (lambda: moesaic.load_recipe("x" * 300), "cannot be read"),
         (lambda: moesaic.run_recipe("recipe.yaml"), "takes a Recipe, .* got 'recipe.yaml'"),
         (lambda: moesaic.estimate(None), "takes a Recipe, .* got None"),
+        (lambda: moesaic.Recipe(None, "out", ()), "A recipe names its model by a str; got None"),
+        (lambda: moesaic.apply("tiny-moe", None, "out"), "A plan is a folder, .* got None"),
         (lambda: moesaic.inspect("x" * 300), "No model at x+: File name too long"),
     ],
 )

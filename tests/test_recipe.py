@@ -133,3 +133,8 @@ def test_mistakes_are_named_with_their_place(text, message):
 def test_bad_overrides(override):
     with pytest.raises(MoesaicError, match="key=value|does not name a place"):
         parse_recipe(TEXT, [override])
+
+
+def test_a_value_that_cannot_be_read_is_not_blamed_on_its_place():
+    with pytest.raises(MoesaicError, match=r"'\[' is no value for steps.0.carve.active"):
+        parse_recipe(TEXT, ["steps.0.carve.active=["])

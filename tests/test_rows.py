@@ -56,7 +56,7 @@ def lacking():
             if name not in ("choices", "answer") or "choices" not in schema:
                 yield from ((row, {**row, name: value}) for value in EMPTY.values())
     mmlu = {"question": "Which one?", "choices": ["this", "that"], "answer": 1}
-    wrong = [{"answer": v} for v in (None, True, 2, -1, 1.0, "C", "", ["B"])]
+    wrong = [{"answer": v} for v in (None, True, 2, -1, 1.0, "C", "AB", "", ["B"])]
     wrong += [{"choices": v} for v in (None, "ab", 3, ["a", None], {"text": "a", "label": "b"})]
     yield from ((mmlu, {**mmlu, **changed}) for changed in wrong)
     blanks = [value for value in EMPTY.values() if not isinstance(value, str)]

@@ -269,8 +269,18 @@ NO_SETTINGS = {
 @pytest.mark.parametrize("content", NO_SETTINGS)
 def test_generation_settings_that_cannot_be_used_are_refused(theirs, content):
     (theirs / "generation_config.json").write_text(content)
-    with pytest.raises(MoesaicError, match=f"generation_config.json .*{NO_SETTINGS[content]}"):
-        resolve(str(theirs)).load()
+    words = f"^[^.]*/generation_config.json .*{NO_SETTINGS[content]}"
+    for use in (lambda: resolve(str(theirs)).load(), lambda: moesaic.observe(str(theirs), "x.s")):
+        with pytest.raises(MoesaicError, match=words):
+            use()
+
+
+def test_an_index_that_transformers_does_not_read_is_refused_by_every_verb(theirs: Path) -> None:
+    index = theirs / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": held["weight_map"]}))
+    with pytest.raises(MoesaicError, match="index.json has no metadata, .*add .metadata.: {}"):
+        moesaic.prune(str(theirs), keep=6, score="aimer", refit=False)
 
 
 def test_settings_of_how_it_is_run_do_not_stop_a_result(theirs: Path, tmp_path: Path) -> None:

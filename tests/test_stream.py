@@ -180,11 +180,21 @@ def test_activations_are_the_down_projections_input(tokens):
 
 
 def test_value_that_is_not_finite_is_named(tokens):
-    model = tiny_model("llama")
+    model, words = tiny_model("llama"), "calibration batch 0 layer 2 meets a value .* not finite"
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] = float("inf")
-    with pytest.raises(MoesaicError, match="Layer 2 .* not finite in calibration batch 0"):
+    with pytest.raises(MoesaicError, match=words):
         list(stream_of(model, tokens))
+
+
+def test_a_router_that_is_not_finite_is_named_by_its_layer(tokens, tmp_path):
+    """Of 72539f03 it was a fault of ours: its layer's sums were decomposed."""
+    model = tiny_moe("mixtral")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MoesaicError, match="Layer 1 computes a value that is not finite"):
+        moesaic.slim(str(tmp_path), keep=0.5, calibration=tokens, progress=False)
 
 
 ASKING = {"output_router_logits": True, "output_hidden_states": True}

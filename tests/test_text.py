@@ -579,6 +579,8 @@ def test_text_is_measured_by_the_domains_of_its_rows(tokenizer):
     assert len({round(part.kl or 0, 6) for part in parts}) == 2
     assert tokens.rows(slice(3)).parts == tokens.parts
     assert not evaluation_tokens(rows[:2], tokenizer, 32).parts  # of one domain
+    rows[1]["domain"] = None
+    assert not evaluation_tokens(rows, tokenizer, 32).parts  # of one row it is not known
 
 
 # --- S8: mixes and whole sets for all verbs ------------------------------------------------------

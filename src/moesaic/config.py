@@ -596,10 +596,13 @@ class RunArgs:
         else:
             options["text"], calibration = text, Calibration(**settings)
 
-        options["compare"] = tuple(options.get("compare", ()))
+        compare = options.get("compare") or ()
+        options["compare"] = (compare,) if isinstance(compare, str) else tuple(compare)
         progress = options.pop("progress", True)
-        if options.get("resume_from") is not None:
-            options["resume_from"] = Path(at_home(options["resume_from"]))
+        if (folder := options.get("resume_from")) is not None:
+            options["resume_from"] = folder = path_to(folder)
+            if folder.is_file():
+                raise MoesaicError(f"resume_from {folder} is a file; name a folder.")
         place = checked_place(*map(options.get, ("device", "dtype", "tokenizer")))
         options["device"], options["dtype"] = place
         unknown = options.keys() - {f.name for f in fields(cls)} | options.keys() & {"track"}

@@ -15,7 +15,7 @@ from typing import Any
 from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype, path_to
 from moesaic.data.sources import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
-from moesaic.errors import MoesaicError, hint
+from moesaic.errors import MoesaicError, hint, quote
 from moesaic.hub import on_disk
 from moesaic.io.models import untouched
 from moesaic.io.names import our_folder
@@ -159,6 +159,8 @@ def apply(
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
     out = path_to(out)
+    if not isinstance(plan, str | Path | Plan | Result):
+        raise MoesaicError(f"A plan is a folder, a plan.json, or a Result; got {quote(plan)}.")
     given = plan.complete if isinstance(plan, Result) else plan
     if given is None:
         raise MoesaicError(

@@ -117,7 +117,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("model", "out"):
-            object.__setattr__(self, name, at_home(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike):
+                raise MoesaicError(f"A recipe names its {name} by a str; got {quote(value)}.")
+            object.__setattr__(self, name, at_home(os.fspath(value)))
 
     @property
     def texts(self) -> list[str]:
@@ -475,10 +478,15 @@ def _override(data: Any, override: str) -> None:
     key, equals, value = str(override).partition("=")
     if not equals:
         raise MoesaicError(f"{override!r} is not key=value.")
+    try:
+        parsed = yaml.load(value, _OneValueEach)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise MoesaicError(f"{quote(value)} is no value for {key}: {reason:.120}") from None
     *path, last = key.split(".")
     try:
         for part in path:
             data = data[int(part)] if isinstance(data, list) else data.setdefault(part, {})
-        data[int(last) if isinstance(data, list) else last] = yaml.load(value, _OneValueEach)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        data[int(last) if isinstance(data, list) else last] = parsed
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise MoesaicError(f"{key} does not name a place in the recipe.") from None

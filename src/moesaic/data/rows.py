@@ -129,9 +129,9 @@ def _choices(row: Values) -> tuple[str, str]:
     listed = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
     if not listed or isinstance(right, bool):
         raise TypeError
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
+    letters = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"][: len(choices)]
     if isinstance(right, str):
-        right = letters.find(right.strip().upper()) if right.strip() else -1
+        right = letters.index(right.strip().upper()) if right.strip().upper() in letters else -1
     if not 0 <= right < len(choices):
         raise RowError(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
     lines = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))

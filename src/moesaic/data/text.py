@@ -314,7 +314,8 @@ def _domains(
     Empty if all rows have one domain, or one has none, or if the tokenizer cannot map tokens to
     characters.
     """
-    of_rows = [str(row.get(DOMAIN, "")) if isinstance(row, Mapping) else "" for row in rows]
+    given = (row.get(DOMAIN) if isinstance(row, Mapping) else None for row in rows)
+    of_rows = [name if isinstance(name, str) else "" for name in given]
     names = tuple(dict.fromkeys(of_rows))
     if len(names) < 2 or "" in names or not tokenizer.is_fast:
         return (), None

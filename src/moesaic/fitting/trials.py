@@ -21,6 +21,7 @@ from moesaic.data.text import (
     SAMPLES,
     Tokens,
     calibration_tokens,
+    check_length,
     positions,
     without_overlap,
 )
@@ -66,6 +67,7 @@ class Texts:
         self._drawn: dict[int | None, Tokens] = {}
         window = min(MethodConfig.window, positions(source.config) or MethodConfig.window)
         length = drawn.length or window  # one, whichever method looks at it
+        check_length(length, source.config)
         self.drawn = drawn if tokenised(drawn) else replace(drawn, length=length)
         """Calibration text, with its length and number of windows."""
         self.drawn = self._with_number()

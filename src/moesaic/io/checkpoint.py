@@ -298,7 +298,13 @@ def shards(folder: Path, names: Iterable[str] | None = None, where: object = Non
         return [first]
     check_plain_file(folder / first, folder)
     check_fetched(folder / first)
-    places = mapping_of(folder / first).get("weight_map")
+    index = mapping_of(folder / first)
+    if not isinstance(index.get("metadata"), dict):
+        raise MoesaicError(
+            f"{folder / first} has no metadata, without which transformers reads no shards: add "
+            '"metadata": {} to it.'
+        )
+    places = index.get("weight_map")
     found: set[str] = {*map(str, places.values())} if isinstance(places, dict) else {""}
     if wrong := [name for name in found if not _is_plain(name)]:
         raise MoesaicError(
@@ -533,10 +539,15 @@ def check_finite(name: str, tensor: Tensor) -> None:
         return  # a bound, such as one that clips nothing, may be infinite
     # the least and the largest, which are no number if any is none: in one pass, without a copy
     if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
-        raise MoesaicError(
-            f"{name} holds a value that is not finite. The checkpoint may be damaged, or its dtype "
-            "too narrow: try dtype float32."
-        )
+        raise not_finite(f"{name} holds")
+
+
+def not_finite(where: str) -> MoesaicError:
+    """Return the error of a value that is infinite or no number."""
+    return MoesaicError(
+        f"{where} a value that is not finite. The checkpoint may be damaged, or its dtype too "
+        "narrow: try dtype float32."
+    )
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

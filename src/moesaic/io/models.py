@@ -252,8 +252,11 @@ def has_products(dtype: torch.dtype, device: str) -> bool:
     """Return True if a device has matrix products of a type of its own.
 
     Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
-    torch computes these number by number, at least ten times as slowly as in float32.
+    torch computes these number by number, at least ten times as slowly as in float32. Of experts
+    in float64 torch has none anywhere.
     """
+    if dtype is torch.float64:
+        return False
     if torch.device(device).type != "cpu" or dtype not in SUPPORTED:
         return True
     available = torch.backends.mkldnn.is_available()  # not on a Mac
@@ -289,7 +292,7 @@ def sizes_in(module: nn.Module, dtype: torch.dtype | None = None) -> list[int]:
 @cache
 def _warn_widened(name: str) -> None:
     logger.warning(
-        f"This processor has no products of {name}: models are computed in float32, and saved in "
+        f"There are no products of {name} here: models are computed in float32, and saved in "
         "their own types."
     )
 

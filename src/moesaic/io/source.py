@@ -213,6 +213,10 @@ class Source:
     def checkpoint(self) -> Checkpoint:
         """Weights of the folder, to be read one by one."""
         check_links(self.folder)
+        if (settings := self.folder / GENERATION_CONFIG_NAME).is_file():
+            with reading(settings, "Correct it, or remove it.", "cannot be used", (Exception,)):
+                mapping_of(settings)
+                GenerationConfig.from_pretrained(self.folder)
         checkpoint = open_checkpoint(self.folder)
         checkpoint.headers_only = self.headers_only
         return checkpoint
@@ -268,10 +272,6 @@ class Source:
                 no place in the model.
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
-        if (settings := self.folder / GENERATION_CONFIG_NAME).is_file():
-            with reading(settings, "Correct it, or remove it.", "cannot be used", (Exception,)):
-                mapping_of(settings)
-                GenerationConfig.from_pretrained(self.folder)
         with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
         self.checkpoint.check_unchanged()

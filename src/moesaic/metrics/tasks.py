@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
@@ -44,7 +45,7 @@ def measure_tasks(
     by_task: dict[str, JSON] = {}
     for task in tasks:
         try:
-            with always_skipping(model):
+            with always_skipping(model), _no_commit():
                 report: Values = simple_evaluate(
                     lm,
                     tasks=[task.request],
@@ -60,6 +61,19 @@ def measure_tasks(
             raise MoesaicError(reason) from error
         by_task[task.name] = figures(report, task.called)
     return by_task
+
+
+@contextmanager
+def _no_commit() -> Iterator[None]:
+    """Context in which lm-eval does not ask git for a commit: outside of a repository git prints
+    an error."""
+    from lm_eval import evaluator
+
+    kept, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = kept
 
 
 def headline(task: Values) -> float | None:

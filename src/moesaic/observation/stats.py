@@ -48,7 +48,7 @@ from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import exact_copy
+from moesaic.io.checkpoint import exact_copy, not_finite
 from moesaic.modules.running import LayerTokens
 
 Stats = dict[str, Tensor]
@@ -143,7 +143,7 @@ def layer_stats(
         own: adds a method's own statistics.
 
     Raises:
-        MoesaicError: not even one token's Gram matrix fits.
+        MoesaicError: not even one token's Gram matrix fits, or a sum is not finite.
         ValueError: nothing computes one of ``names``.
     """
     view, share = site.view, 0.0
@@ -152,6 +152,8 @@ def layer_stats(
     tally = tally_of(site, names, numbers, share)
     if own is not None:
         own(site, tally)
+    if not all(total.isfinite().all() for total in tally.added.values()):
+        raise not_finite(f"Layer {site.index} computes")
     stats = tally.stats(every=numbers is not None)
     if "gram_SP" in names and "gram_SP" not in stats:
         raise MoesaicError(

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, hands_on
 from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.checkpoint import Checkpoint, not_finite
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.models import dtype_by_name, forward_replaced, path_of, skeleton, working_type
 from moesaic.io.naming import Naming
@@ -396,11 +395,7 @@ class LayerStream(Generic[V_co]):
             if inputs is not None:
                 x_TD = valid(x, next(entering))
                 if not torch.isfinite(x_TD).all():
-                    raise MoesaicError(
-                        f"Layer {layer} meets a value that is not finite in calibration batch "
-                        f"{len(inputs)}. The checkpoint may be damaged, or its dtype too "
-                        "narrow: try dtype float32."
-                    )
+                    raise not_finite(f"In calibration batch {len(inputs)} layer {layer} meets")
                 inputs.append(x_TD)
 
         def after(y: Tensor) -> None:
