@@ -332,10 +332,8 @@ def test_from_statistics_nothing_is_refitted_unasked(tokens, tmp_path, caplog):
     """They are to be decided from in seconds, without running the model."""
     model = tiny_moe("mixtral")
     stats = str(moesaic.observe(model, tmp_path / "stats", calibration=tokens))
-    for refit in (None, True):
-        result = moesaic.prune(
-            model, PruneConfig(keep=4, refit=refit), calibration=tokens, stats=stats
-        )
+    for refit, text in ((None, {}), (True, {"calibration": tokens})):
+        result = moesaic.prune(model, PruneConfig(keep=4, refit=refit), stats=stats, **text)
         assert result.plan.config["refit"] is (refit is True)
     assert caplog.messages == ["Statistics hold no tokens to refit on: nothing is refitted."]
 

@@ -57,7 +57,8 @@ def test_one_file_may_be_larger_than_memory(tmp_path):
     assert Checkpoint(tmp_path).shape("w") == (rows, 512)
 
 
-INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+PLACES = {"a": "model-00001-of-00002.safetensors"}
+INDEX = json.dumps({"metadata": {}, "weight_map": PLACES})
 
 
 @pytest.mark.parametrize(

@@ -478,7 +478,8 @@ def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkey
 
     def decided(config=None, **options):
         caplog.clear()
-        plan = moesaic.slim(model, config, calibration=tokens, **options).plan
+        text = {} if "stats" in options and config is None else {"calibration": tokens}
+        plan = moesaic.slim(model, config, **text, **options).plan
         return plan.config["score"], plan.config["refit"]
 
     assert decided() == ("surgeon", True)

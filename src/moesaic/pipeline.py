@@ -124,10 +124,11 @@ def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tup
     to_method = {"seed"} & both if config is None else set()
     if not VERBS[name].calibrates:
         to_method = {*both}
-    loaded = not isinstance(options.get("teacher") or "", str)
-    to_method -= {"teacher"} if loaded else set()
+    teacher = options.get("teacher")
+    to_method -= set() if isinstance(teacher, str) else {"teacher"}
     own = {key: options[key] for key in options if key in method - both or key in to_method}
-    own |= {"teacher": LOADED} if loaded and "teacher" in method else {}
+    if teacher is not None and "teacher" in method - to_method:
+        own["teacher"] = LOADED
     to_run = (every | text) - (to_method - {"seed"})
     return own, {key: options[key] for key in options if key in to_run}
 
