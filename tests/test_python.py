@@ -123,6 +123,7 @@ def test_a_wrong_call_shows_the_right_one(call, words):
         ("evaluate", {"dtype": torch.float64}, "dtype must be one of .* got torch.float64"),
         ("evaluate", {"dtype": "float8"}, "dtype must be one of .* got 'float8'"),
         ("evaluate", {"tokenizer": "x"}, "tokenizer must be a tokenizer or None; got 'x'"),
+        ("evaluate", {"data": torch.zeros(0, 8).long()}, "no token that is not padding"),
         ("evaluate", {"device": 3}, "device '3' is none of"),
         ("evaluate", {"data": 3}, "data is a source, texts or token ids"),
         ("evaluate", {"tasks": ["boolq"]}, "tasks are names with commas between"),

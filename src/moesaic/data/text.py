@@ -26,6 +26,7 @@ SAMPLES, LENGTH = 100, 512
 RUN = 32
 """Number of consecutive tokens by which a window is known to share text with another."""
 
+NO_TOKEN = "The text has no token that is not padding."
 BETWEEN = "\n\n"
 """Separator of two texts of one source."""
 IGNORED = -100
@@ -96,7 +97,7 @@ class Tokens:
         check_length(self.input_ids.shape[1], config)
         vocabulary = config.get_text_config().vocab_size
         if self.count == 0:
-            raise MoesaicError("The text has no token that is not padding.")
+            raise MoesaicError(NO_TOKEN)
         greatest = int(self.input_ids.max())
         if greatest >= vocabulary:
             raise MoesaicError(
@@ -376,7 +377,10 @@ def _shared(
     """Yield the rows, or the token ids, of each source of a text, with its share of a total; mixes
     share ``usual`` without one."""
     if isinstance(text, Tokens | Tensor):
-        yield text if isinstance(text, Tokens) else Tokens(text), total
+        tokens = text if isinstance(text, Tokens) else Tokens(text)
+        if not tokens.count:
+            raise MoesaicError(NO_TOKEN)
+        yield tokens, total
         return
     if not isinstance(text, str):
         yield IndexedRows(text, RowRange(INLINE)), total
