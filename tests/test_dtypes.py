@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from builders import examples, pages, tiny_moe, weights
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import moesaic
 from moesaic import Calibration, Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig
@@ -55,6 +55,15 @@ def test_float32_stands_in_only_where_nothing_was_asked(without_products):
 
 def test_the_own_type_is_kept_where_the_processor_has_it(with_products):
     assert working_type(PretrainedConfig(dtype=torch.bfloat16)) is None
+
+
+def test_a_mixture_in_float64_is_computed_in_float32_and_stays_one(folder, tmp_path):
+    """torch multiplies no experts in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    model.save_pretrained(folder)
+    assert moesaic.evaluate(str(folder), length=16, max_tokens=64, progress=False).tokens == 60
+    out = moesaic.prune(str(folder), keep=6, **QUICK).save_pretrained(tmp_path / "out")
+    assert AutoConfig.from_pretrained(out).dtype is torch.float64
 
 
 def test_torch_without_onednn_has_none(with_products, monkeypatch):
