@@ -55,7 +55,6 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     Raises:
         MoesaicError: the request cannot be met.
     """
-    check_step(config, args.calibration, args.compare)
     method = implementation(config)
     job = Job(args, method.find, config.window)
     for sentence in method.resolve_defaults(job):
@@ -125,9 +124,10 @@ def _split_options(name: str, config: MethodConfig | None, options: JSON) -> tup
     if not VERBS[name].calibrates:
         to_method = {*both}
     teacher = options.get("teacher")
-    to_method -= set() if isinstance(teacher, str) else {"teacher"}
+    if not isinstance(teacher, str):  # a loaded model, or none
+        to_method.discard("teacher")
     own = {key: options[key] for key in options if key in method - both or key in to_method}
-    if teacher is not None and "teacher" in method - to_method:
+    if "teacher" in method and not isinstance(teacher, str | None):
         own["teacher"] = LOADED
     to_run = (every | text) - (to_method - {"seed"})
     return own, {key: options[key] for key in options if key in to_run}
