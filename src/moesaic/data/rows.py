@@ -131,7 +131,8 @@ def _choices(row: Values) -> tuple[str, str]:
         raise TypeError
     letters = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"][: len(choices)]
     if isinstance(right, str):
-        right = letters.index(right.strip().upper()) if right.strip().upper() in letters else -1
+        letter = right.strip().upper()
+        right = letters.index(letter) if letter in letters else -1
     if not 0 <= right < len(choices):
         raise RowError(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
     lines = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))

@@ -26,11 +26,12 @@ SAMPLES, LENGTH = 100, 512
 RUN = 32
 """Number of consecutive tokens by which a window is known to share text with another."""
 
-NO_TOKEN = "The text has no token that is not padding."
 BETWEEN = "\n\n"
 """Separator of two texts of one source."""
 IGNORED = -100
 """Label of a token that is not predicted: in a prompt, or padding."""
+NO_TOKEN = "The text has no token that is not padding."
+"""Error message for windows of nothing but padding."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,10 @@ class Tokens:
             yield unlabelled.rows(slice(first, first + rows))
 
 
+Text: TypeAlias = str | Sequence[Row] | Tokens | Tensor
+"""Text as verbs accept it: a source, texts or rows, or token ids (N, L)."""
+
+
 def positions(config: Config) -> int | None:
     """Return the most tokens that a model takes; None if its config has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -343,9 +348,6 @@ def needs_tokenizer(text: object) -> bool:
 
 
 # --- sources to tokens ---------------------------------------------------------------------------
-
-Text: TypeAlias = str | Sequence[Row] | Tokens | Tensor
-"""Text as verbs accept it: a source, texts or rows, or token ids (N, L)."""
 
 
 def without_overlap(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
-from moesaic.data.rows import Row
-from moesaic.data.text import IGNORED, Tokens
+from moesaic.data.text import IGNORED, Text
 from moesaic.losses import log_probabilities, next_token_loss
 from moesaic.observation.job import Job
 from moesaic.train.text import Example, Examples, training_text
@@ -156,9 +155,7 @@ class Distillation(Objective):
 # --- one call of the loop ------------------------------------------------------------------------
 
 
-def examples_of(
-    job: Job[Arch], config: MethodConfig, text: str | Sequence[Row] | Tokens | Tensor, **how: bool
-) -> Examples:
+def examples_of(job: Job[Arch], config: MethodConfig, text: Text, **how: bool) -> Examples:
     """Return text to train on, in windows or rows as :func:`~moesaic.train.text.training_text`
     does.
 

@@ -23,6 +23,7 @@ from moesaic.data.rows import PromptAnswer, Row, RowError, pair_of, text_of, usa
 from moesaic.data.sources import SHIPPED, sources_of
 from moesaic.data.text import (
     IGNORED,
+    Text,
     Tokens,
     beginning,
     check_length,
@@ -224,7 +225,7 @@ def answered(
 
 
 def training_text(
-    text: str | Sequence[Row] | Tokens | Tensor,
+    text: Text,
     tokenizer: Tokenizer | None,
     length: int,
     *,
