@@ -742,7 +742,7 @@ def checked_place(
     """
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        known = ", ".join(name for name in DTYPES if name != "auto")
+        known = ", ".join(known for known in DTYPES if known != "auto")
         raise MoesaicError(f"dtype must be one of {known}, or None; got {quote(dtype)}.")
     if isinstance(tokenizer, str) or (tokenizer is not None and not hasattr(tokenizer, "encode")):
         raise MoesaicError(f"tokenizer must be a tokenizer or None; got {quote(tokenizer)}.")

@@ -395,8 +395,8 @@ def write_applied(
     keep = kept_names(model, mtp, beside=source.beside and not alone)
     if not (source.beside or source.headers_only):
         count = model.config.num_hidden_layers
-        names = [name for name in naming.in_memory.values() if not is_mtp(name, count)]
-        warn_of_unplaced(source.name, [name for name in names if not keep(name)])
+        names = naming.in_memory.values()
+        warn_of_unplaced(source.name, [n for n in names if not (keep(n) or is_mtp(n, count))])
     rewrite(naming, arch, plan, language_alone(writer) if alone else writer, keep, **types)
 
 

@@ -211,7 +211,11 @@ class Source:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Weights of the folder, to be read one by one."""
+        """Weights of the folder, to be read one by one.
+
+        Raises:
+            MoesaicError: there are none, or the folder's generation settings cannot be used.
+        """
         check_links(self.folder)
         if (settings := self.folder / GENERATION_CONFIG_NAME).is_file():
             with reading(settings, "Correct it, or remove it.", "cannot be used", (Exception,)):

@@ -407,8 +407,8 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         """Return the plan of a comparison, carved at the active ratio of the result."""
         baseline = _baseline(name, active)
         folder = job.args.resume_from and job.args.resume_from / name
-        args = replace(job.args, text=job.tokens, calibration=Calibration())
-        args = replace(args, compare=(), resume_from=folder)
+        every = Calibration()  # all windows, as they are
+        args = replace(job.args, text=job.tokens, calibration=every, compare=(), resume_from=folder)
         plan = baseline.run(Job(args, baseline.find)).plan
         assert plan is not None
         return plan
