@@ -40,7 +40,7 @@ from moesaic.io.source import resolve
 from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.changes import PricedPart
 from moesaic.recipe import Recipe, load_recipe
-from moesaic.report import contents
+from moesaic.report import contents, facts
 from moesaic.sizes import RecipeSizes, ResultSize, Skeleton, steps_as_json
 
 ORIGINAL = Skeleton(resolve("tiny-moe").config, None)
@@ -518,11 +518,9 @@ def test_the_original_alone_may_be_best(small, plain, tmp_path, monkeypatch):
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
     assert [file.name for file in out.iterdir()] == ["moesaic"]
     assert {f.name for f in (out / "moesaic").iterdir()} >= {"model-q8_0.gguf", "result.json"}
-    (said,) = contents.other_ways(record)
-    assert re.fullmatch(
-        r"moesaic/model-q8_0.gguf has [\d.]+\sMB, perplexity [\d.]+, and is 0.000 nats .*",
-        said.text,
-    )
+    said = contents.outcome(record)
+    assert re.match(r"moesaic/model-q8_0.gguf: \d+\s% smaller on disk, .*on this text \(", said)
+    assert facts.names(facts.scores(record)) == ["original", facts.FILE]
 
 
 # --- text ----------------------------------------------------------------------------------------

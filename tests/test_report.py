@@ -16,7 +16,7 @@ from moesaic.methods import implementation
 from moesaic.methods.base import Decision
 from moesaic.progress import Plain
 from moesaic.record import LayerRecord, Record, Step
-from moesaic.report import contents, tables
+from moesaic.report import contents, facts, tables
 
 EVIL = '<script>alert("x")</script>&amp;'
 
@@ -445,6 +445,25 @@ def test_every_comparison_is_told_in_words():
 
 
 # --- several runs --------------------------------------------------------------------------------
+
+
+def test_a_gguf_file_is_what_its_run_was_for():
+    """Verdict, tables and the comparison of runs show it, beside the result that it was made of."""
+    file = {**score(25.6, 1.0), "kl": 0.5, "file": "moesaic/model-q2_k.gguf", "bytes": 250_000}
+    record = make()
+    record.measured |= {"files": {"original": 2e6, "result": 1e6}, "gguf": file, "speed": {}}
+    said = contents.outcome(record)
+    assert said.startswith("moesaic/model-q2_k.gguf: 88\u00a0% smaller on disk, 100\u00a0% worse")
+    table = tables.score_table(record)
+    assert table.columns == ["original", "result", facts.FILE, "static"]
+    rows = dict(table.rows)
+    assert [cell.value for cell in rows["perplexity"]] == [12.79, 19.57, 25.6, 20.41]
+    assert [cell.value for cell in rows["files on disk"]] == [2e6, 1e6, 250_000, None]
+    (row,) = (dict(zip(t.columns, t.rows[0][1], strict=True)) for t in [tables.overview([record])])
+    assert (row["perplexity"].value, row["on disk"].value) == (25.6, 250_000)
+    del file["kl"], file["perplexity"]  # with --no-eval only its bytes are known
+    assert tables.score_table(record).columns == ["original", "result", "static"]
+    assert contents.outcome(record).startswith("moesaic/model-q2_k.gguf: 88\u00a0% smaller on disk")
 
 
 def test_several_runs():

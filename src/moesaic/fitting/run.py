@@ -235,7 +235,7 @@ def _write_gguf_alone(
             layers=[],
             calibration=asdict(recipe.calibration),
             environment=environment(recipe.device),
-            measured={**findings, **more(folder)},
+            measured={**findings, **more(folder), "files": {"original": source.nbytes}},
         )
         (our_folder(folder) / RECORD).write_text(json.dumps(record.as_json(), indent=1), "utf-8")
     return record

@@ -224,8 +224,8 @@ class Trials:
             folder: of the result; empty where nothing was changed before rounding.
 
         Returns:
-            ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its figures on the text that
-            results are measured on; empty if no file was requested.
+            ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its scores on the text that
+            results are measured on, the original's ``against``; empty if no file was requested.
         """
         if chosen.file is None or self.files is None:
             return {}
@@ -241,7 +241,9 @@ class Trials:
             tokens, _ = measured_text(self.source, settings)
             types = {name: tensor.type for name, tensor in tensors_of(out).items()}
             ours = self._rounded(rounder, types)
-            record |= figures(*scores([ours, Layerwise(self.source, *self._place)], tokens))
+            score, original = scores([ours, Layerwise(self.source, *self._place)], tokens)
+            record |= {**score.as_json(), "against": original.as_json()}
+            del record["total_bytes"]  # of the values in float32, in which they were measured
         return {"gguf": record}
 
     # --- what is made ----------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def verdict(record: Record) -> list[Section]:
     """Return the first section of a page: the verdict, a few figures, and alternatives."""
     lead: list[Block] = [Sentence(words, "lead")] if (words := outcome(record)) else []
     rows = [(c.what, [Cell(c.figure), Cell(c.difference, tone=c.tone)]) for c in changes(record)]
-    key = [Table(["original → result", ""], rows, "key")] if rows else []
+    key = [Table([f"original → {facts.wanted(record)}", ""], rows, "key")] if rows else []
     others = facts.warnings(record)[1]
     warned = [Sentence(f"Warning of the run: {warning}", "remark") for warning in others]
     return [
@@ -266,9 +266,11 @@ def outcome(record: Record) -> str:
     clauses, speeds = ([c.clause for c in of] for of in (size_and_quality, _speed(record)))
     if speeds and all(clause.endswith(UNCLEAR) for clause in speeds):
         speeds = [f"speed: {UNCLEAR}"]
-    unknown = "" if part(record.measured, "scores") else "what it costs was not measured"
+    unknown = "" if facts.scores(record) else "what it costs was not measured"
     groups = (", ".join(filter(None, of)) for of in (clauses, speeds))
     sentence = "; ".join(filter(None, (*groups, unknown)))
+    if file := part(record.measured, "gguf").get("file"):
+        return f"{file}: {sentence}."
     return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
@@ -307,8 +309,10 @@ def _active(record: Record) -> list[Change]:
 
 def _quality(record: Record) -> list[Change]:
     """Return the changes of perplexity and of the mean score on tasks."""
-    scores = part(record.measured, "scores")
-    original, result = (figure(scores, name, "perplexity") for name in ("original", "result"))
+    scores = facts.scores(record)
+    original, result = (
+        figure(scores, name, "perplexity") for name in ("original", facts.wanted(record))
+    )
     quality, what = [], "perplexity on this text"
     if result is not None and original is not None:
         both = f"{numbers.perplexity(original)} → {numbers.perplexity(result)}"
@@ -360,23 +364,9 @@ def _speed(record: Record) -> list[Change]:
 
 
 def other_ways(record: Record) -> list[Sentence]:
-    """Return sentences on the GGUF file beside the result and on every comparison."""
-    gguf = part(record.measured, "gguf")
-    if not gguf:
-        return _comparisons(record)
-    text = f"{gguf['file']} has {numbers.memory(gguf['bytes'])}"
-    if "kl" in gguf:
-        text += (
-            f", perplexity {numbers.perplexity(gguf['perplexity'])}, and is {gguf['kl']:.3f} nats "
-            "a token from the original (KL)"
-        )
-    return [Sentence(f"{text}.", "remark"), *_comparisons(record)]
-
-
-def _comparisons(record: Record) -> list[Sentence]:
-    """Return how every comparison does, for or against the result."""
-    scores, variants = part(record.measured, "scores"), facts.variants(record)
-    ours = figure(scores, "result", "perplexity")
+    """Return how every comparison does, for or against the result or its GGUF file."""
+    scores, variants = facts.scores(record), facts.variants(record)
+    ours = figure(scores, facts.wanted(record), "perplexity")
     sentences = []
     for name in facts.comparisons(record):
         theirs = figure(scores, name, "perplexity")
@@ -402,7 +392,7 @@ def _comparisons(record: Record) -> list[Sentence]:
 
 def _bytes_beside(record: Record, name: str) -> str:
     """Return how large a quantised file is beside the result; empty for other comparisons."""
-    theirs, ours = (facts.size(record, n, "on disk") for n in (name, "result"))
+    theirs, ours = (facts.size(record, n, "on disk") for n in (name, facts.wanted(record)))
     if name not in facts.quantised(record) or not theirs or not ours:
         return ""
     both = f"{numbers.memory(theirs)} against {numbers.memory(ours)}"

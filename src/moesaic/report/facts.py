@@ -37,10 +37,27 @@ def pair(mapping: object, *keys: str) -> tuple[float, float] | None:
 
 # --- models --------------------------------------------------------------------------------------
 
+FILE = "GGUF file"
+"""Name of the file that a search wrote beside its result, in tables and plots."""
+
+
+def scores(record: Record) -> Values:
+    """Return the scores of a run's models by name, those of its GGUF file included."""
+    found, file = part(record.measured, "scores"), part(record.measured, "gguf")
+    if "kl" not in file:
+        return found
+    return {"original": file.get("against", {}), **found, FILE: file}
+
+
+def wanted(record: Record) -> str:
+    """Return the name of the model that the run was for: its GGUF file if it wrote one, else its
+    result."""
+    return FILE if part(record.measured, "gguf") else "result"
+
 
 def names(scores: Values) -> list[str]:
-    """Return the names of models in reading order: original, result, comparisons."""
-    first = [name for name in ("original", "result") if name in scores]
+    """Return the names of models in reading order: original, result, its file, comparisons."""
+    first = [name for name in ("original", "result", FILE) if name in scores]
     return first + [name for name in scores if name not in first]
 
 
@@ -113,15 +130,17 @@ def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
 
 def size(record: Record, name: str, where: str) -> float | None:
     """Return the bytes of a model's weights ``on disk`` or ``in memory``."""
-    if where == "on disk":
-        return figure(record.measured, "files", name)
-    return figure(record.measured, "scores", name, "total_bytes")
+    if where == "in memory":
+        return figure(record.measured, "scores", name, "total_bytes")
+    path = ("gguf", "bytes") if name == FILE else ("files", name)
+    return figure(record.measured, *path)
 
 
 def bytes_before_after(record: Record) -> tuple[float, float, str] | None:
-    """Return the bytes of original and result, and where: on disk if files were measured."""
+    """Return the bytes of the original and of the model that the run was for, and where: on disk if
+    files were measured."""
     for where in ("on disk", "in memory"):
-        before, after = (size(record, name, where) for name in ("original", "result"))
+        before, after = (size(record, name, where) for name in ("original", wanted(record)))
         if before and after:
             return before, after, where
     return None

@@ -26,8 +26,8 @@ class Axis:
 
     name: str
     form: Format
-    path: tuple[str, ...]
-    """Path of the figure in a record, ``*`` for the model's name."""
+    key: str = ""
+    """Name of the figure among a model's scores; empty for the bytes of its file."""
 
     @property
     def title(self) -> str:
@@ -36,18 +36,20 @@ class Axis:
 
     def value(self, record: Record, name: str) -> float | None:
         """Return the figure of a record's model; None where it was not measured."""
-        return figure(record.measured, *(name if key == "*" else key for key in self.path))
+        if not self.key:
+            return facts.size(record, name, "on disk")
+        return figure(facts.scores(record), name, self.key)
 
 
-KL = Axis("KL from the original", numbers.share, ("scores", "*", "kl"))
-MEMORY = Axis("memory of the weights", numbers.memory, ())
+KL = Axis("KL from the original", numbers.share, "kl")
+MEMORY = Axis("memory of the weights", numbers.memory)
 SAVED = (
-    Axis("bytes on disk", numbers.memory, ("files", "*")),
-    Axis("bytes in memory", numbers.memory, ("scores", "*", "total_bytes")),
-    Axis("active parameters", numbers.count, ("scores", "*", "active_parameters")),
+    Axis("bytes on disk", numbers.memory),
+    Axis("bytes in memory", numbers.memory, "total_bytes"),
+    Axis("active parameters", numbers.count, "active_parameters"),
 )
 """Sizes, which a model may save: the horizontal axes."""
-LOST = (Axis("perplexity", numbers.perplexity, ("scores", "*", "perplexity")), KL)
+LOST = (Axis("perplexity", numbers.perplexity, "perplexity"), KL)
 """Errors, which a model may add: the vertical axes."""
 AXES = (*SAVED, *LOST)
 
@@ -71,7 +73,7 @@ def _text(record: Record) -> tuple[str, ...]:
     """Return the model, its own figure and the text: runs with equal ones are comparable."""
     settings = part(record.measured, "evaluation")
     keys = ("data", "length", "max_tokens", "bos", "limit", "shots")
-    perplexity = f"{figure(record.measured, 'scores', 'original', 'perplexity') or 0:.4g}"
+    perplexity = f"{figure(facts.scores(record), 'original', 'perplexity') or 0:.4g}"
     return (record.model, perplexity, *(numbers.plain(settings.get(key)) for key in keys))
 
 
@@ -82,7 +84,7 @@ def points(records: Sequence[Record]) -> dict[str, list[MeasuredModel]]:
     """
     groups: dict[tuple[str, ...], list[tuple[int, Record]]] = {}
     for n, record in enumerate(records, 1):
-        if part(record.measured, "scores"):
+        if facts.scores(record):
             groups.setdefault(_text(record), []).append((n, record))
     models = [facts.model_name(runs[0][1]) for runs in groups.values()]
     by_name = {}
@@ -96,16 +98,16 @@ def points(records: Sequence[Record]) -> dict[str, list[MeasuredModel]]:
 
 
 def _points(record: Record, run: int) -> Iterator[MeasuredModel]:
-    """Yield the models of one run."""
-    steps = facts.step_labels(record)
-    for name in facts.names(part(record.measured, "scores")):
+    """Yield the models of one run; its GGUF file, if it wrote one, in place of its result."""
+    steps, wanted = facts.step_labels(record), facts.wanted(record)
+    for name in facts.names(facts.scores(record)):
         kind, number, label = name, run, name
-        if name == "0":  # no layer was taken: the original again
+        if name == "0" or (name == "result" != wanted):  # 0: no layer was taken, the original again
             continue
         if name == "original":
             number, title = 0, f"{facts.model_name(record)}, the original"
-        elif name == "result":
-            title = facts.title(record)
+        elif name == wanted:
+            kind, label, title = "result", "result", facts.title(record)
         elif name.isdecimal():
             kind, label, title = "fewer layers", f"{name} layers", f"{steps}, only {name} layers"
         else:

@@ -41,7 +41,7 @@ def score_table(record: Record) -> Table:
 
     Rows without information are left out: no routers, active ratios beside an original mixture.
     """
-    scores = part(record.measured, "scores")
+    scores = facts.scores(record)
     columns = facts.names(scores)
     rows = {
         key: (label, [cell(form, figure(scores, name, key)) for name in columns])
@@ -67,21 +67,22 @@ def score_table(record: Record) -> Table:
 
 
 def text_table(record: Record) -> Table:
-    """Return perplexity by kind of text; with an original, how much worse the result is, its KL.
+    """Return perplexity by kind of text; with an original, how much worse the result or its GGUF
+    file is, and its KL.
 
     No rows if the text was of one kind.
     """
-    scores = part(record.measured, "scores")
+    scores, wanted = facts.scores(record), facts.wanted(record)
     columns = [name for name in facts.names(scores) if part(scores, name, "sources")]
-    compared = {"result", "original"} <= {*columns}
+    compared = {wanted, "original"} <= {*columns}
     rows = []
     for kind in dict.fromkeys(kind for name in columns for kind in part(scores, name, "sources")):
         values = {name: figure(scores, name, "sources", kind, "perplexity") for name in columns}
         cells = [cell(numbers.perplexity, value) for value in values.values()]
         if compared:
-            result, original = values["result"], values["original"]
+            result, original = values[wanted], values["original"]
             worse = result / original - 1 if result is not None and original else None
-            kl = figure(scores, "result", "sources", kind, "kl")
+            kl = figure(scores, wanted, "sources", kind, "kl")
             cells += [cell(tenths, worse), cell(numbers.share, kl)]
         rows.append((kind, cells))
     return Table([*columns, "worse by", "KL"] if compared else columns, rows)
@@ -268,17 +269,17 @@ def overview(records: Sequence[Record]) -> Table:
     """Return the runs as rows by number; columns that no run has a figure for are left out."""
     rows = []
     for record in records:
-        scores = part(record.measured, "scores")
+        scores, wanted = facts.scores(record), facts.wanted(record)
         rows.append(
             {
                 "what was done": Cell(facts.step_labels(record) or numbers.NONE),
-                "perplexity": cell(numbers.perplexity, figure(scores, "result", "perplexity")),
+                "perplexity": cell(numbers.perplexity, figure(scores, wanted, "perplexity")),
                 "of original": cell(numbers.perplexity, figure(scores, "original", "perplexity")),
-                "KL": cell(numbers.share, figure(scores, "result", "kl")),
+                "KL": cell(numbers.share, figure(scores, wanted, "kl")),
                 "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
                 "active": cell(tenths, facts.measured_active_ratio(record)),
                 "parameters kept": cell(tenths, facts.parameter_ratio(record)),
-                "on disk": cell(numbers.memory, facts.size(record, "result", "on disk")),
+                "on disk": cell(numbers.memory, facts.size(record, wanted, "on disk")),
                 "prefill": ratio_cell(record, "prefill"),
                 "decode": ratio_cell(record, "decode"),
             }
