@@ -367,6 +367,18 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
     assert arch.mixture(arch.layers(again)[arch.moe_layers(again)[0]]).count == 6
 
 
+@pytest.mark.parametrize(("keep", "width", "warns"), [(0.52, 64, False), (0.625, 80, True)])
+def test_experts_keep_whole_blocks_where_these_come_near(keep, width, warns, tmp_path, caplog):
+    """Other widths are stored in bfloat16, which is said."""
+    tiny_moe("qwen3_moe", moe_intermediate_size=128).save_pretrained(tmp_path / "base")
+    form = BlockFp8({**FP8, "weight_block_size": [32, 32]})
+    folder = quantise(tmp_path / "base", form, lambda name, _: ".experts." in name)
+    config = SlimConfig(keep=keep, score="magnitude", refit=False)
+    plan = verb("slim", str(folder), config, calibration=TEXT).plan
+    assert {layer.width for layer in plan.layers.values()} == {width}
+    assert ("no whole blocks of 32" in caplog.text) == warns
+
+
 @pytest.mark.parametrize(
     ("form", "columns", "model_type", "width"),
     [

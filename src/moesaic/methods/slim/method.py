@@ -20,6 +20,7 @@ change the model's output less on held-out windows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -42,6 +43,7 @@ from moesaic.methods.slim.neurons import (
     choose,
     highest,
     highest_in_layer,
+    in_blocks,
     losses,
     neurons_of,
     share_lost,
@@ -172,13 +174,23 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         sizes = []
         for count in self._counts(job, layer, view.count, view.width):
             target = config.keep * view.count * view.width / count
+            block = job.format.columns if job.format and multiple is None else 0
+            whole = in_blocks(view.width, target, block)
             try:
-                width, step = width_for(view.width, target, multiple, "keep", row)
+                width, step = width_for(view.width, target, multiple, "keep", whole or row)
             except MoesaicError:
                 if config.experts == "auto":
                     continue
                 raise
             sizes.append(Size(count, width, count * width, view.width, step))
+            if block and width % block:
+                logging.getLogger(__name__).warning(
+                    "%d neurons are no whole blocks of %d, in which this checkpoint is quantised: "
+                    "FFNs of that width are stored in %s.",
+                    width,
+                    block,
+                    str(job.original.config.dtype).removeprefix("torch."),
+                )
         if not sizes:
             raise MoesaicError(
                 f"experts auto: no number of experts meets keep {config.keep:g} with multiple "

@@ -246,6 +246,9 @@ bytes, in 16 and in 32 bits.
 """
 ROW = 16
 """Bytes of which experts' rows must be a multiple in transformers' grouped matrix products."""
+BLOCKED = 0.1
+"""Most distance from the target width, relative to the width before, at which experts keep whole
+blocks of a checkpoint's quantisation."""
 CLOSE = 0.01
 """Distance by which a requested multiple may miss its target, relative to the width before."""
 
@@ -270,6 +273,20 @@ def _multiple_for(width: int, target: float, row: int = 1) -> int:
 
     fits = (m for m, most in MULTIPLES.items() if row <= m <= width and misses(m) <= most)
     return next(fits, row)
+
+
+def in_blocks(width: int, target: float, block: int) -> int:
+    """Return a format's block if experts should keep whole ones, else 0.
+
+    Experts of other widths are stored in twice the bits. They should if the nearest width is within
+    :data:`BLOCKED` of the target.
+
+    >>> in_blocks(768, 460.8, 128), in_blocks(48, 40, 16), in_blocks(100, 50, 16)
+    (128, 0, 0)
+    """
+    if not block or width % block or abs(nearest(target, block, width) - target) > BLOCKED * width:
+        return 0
+    return block
 
 
 def nearest(target: float, multiple: int, width: int) -> int:
