@@ -165,8 +165,8 @@ class Plan:
             header = mapping_of(file)
             if header["format"] != FORMAT:
                 raise MoesaicError(
-                    f"{file} has plan format {header['format']}; this version reads {FORMAT}. "
-                    "Make the plan again."
+                    f"{file} has plan format {quote(header['format'])}; this version reads "
+                    f"{FORMAT}. Make the plan again."
                 )
             header_of(file.with_name(PLAN_TENSORS))
             tensors = load_file(file.with_name(PLAN_TENSORS))

@@ -69,10 +69,12 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
             f"The plan was made for {plan.base.name or 'a model'} of the same shape that skips "
             "experts otherwise, or of which other layers were changed."
         )
+    padding = isinstance(arch, MoEArch) and arch.never is not None
     for i, layer in plan.layers.items():
         try:
-            sizes = Sizes(shape.hidden_size, shape.widths[i], shape.experts_of(i))
-            layer.check(sizes)
+            if i not in range(len(shape.widths)):
+                raise ValueError(f"there are {len(shape.widths)} layers, from 0 on")
+            layer.check(Sizes(shape.hidden_size, shape.widths[i], shape.experts_of(i), padding))
         except (ValueError, TypeError, IndexError) as error:
             raise MoesaicError(f"The plan of layer {i} does not fit the model: {error}.") from error
 

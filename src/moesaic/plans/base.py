@@ -6,6 +6,7 @@ checks which kind it has.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.config import types_of
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import cast
 from moesaic.io.naming import Naming
 from moesaic.io.trust import check_fields
@@ -122,6 +123,8 @@ class Sizes:
     """Neurons of its FFN, or of one expert if it routes."""
     experts: int = 0
     """Routed experts, 0 if it is dense."""
+    padding: bool = False
+    """True if the router can keep an empty place from being chosen."""
 
     @property
     def most(self) -> int:
@@ -339,10 +342,15 @@ def load_plan(header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
         tensors: the layer's tensors, by name.
 
     Raises:
-        KeyError, TypeError, ValueError: the kind is unknown, or the fields do not fit it.
+        KeyError, TypeError, ValueError: the kind is unknown, or header and tensors do not fit it or
+            each other.
     """
     plan = KINDS[header["kind"]].load(header, tensors)
     check_fields({f.name: getattr(plan, f.name) for f in fields(plan)}, types_of(type(plan)))
+    made: JSON = json.loads(json.dumps(plan.header()))
+    wrong = [key for key in {**made, **header} if made.get(key) != header.get(key)]
+    if wrong:
+        raise ValueError(f"{', '.join(map(quote, wrong))} of its header do not fit its tensors")
     return plan
 
 

@@ -174,7 +174,7 @@ class CutLayer(LayerPlan):
         return cls(uneven="widths" in header, **given, **cls.fields_of(tensors))
 
     def check(self, sizes: Sizes) -> None:
-        check_numbers("experts", self.kept_E, sizes.experts, padding=True)
+        check_numbers("experts", self.kept_E, sizes.experts, sizes.padding)
         if self.neurons_EW is not None:
             if self.dense and sizes.experts:
                 raise ValueError("it keeps neurons, and names no experts")
