@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from builders import (
     tiny_moe,
 )
 from cases import config_of, many_tokens
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import moesaic
@@ -42,7 +44,7 @@ from moesaic.plans.condensed import NO_FFN, DroppedLayer
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up
 from moesaic.record import WEIGHTS
-from moesaic.surgery import base_shape, headers_of
+from moesaic.surgery import base_shape, check_base, headers_of
 
 Sample = tuple[Any, dict[int, LayerPlan]]
 """A tiny model and its layers that are converted."""
@@ -485,6 +487,29 @@ def test_an_unknown_kind_is_an_error(tmp_path):
     file.write_text(file.read_text().replace('"carved"', '"folded"'))
     with pytest.raises(MoesaicError, match="folded"):
         Plan.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "tensors", "refused"),
+    [
+        ({}, {"1.experts": None}, "'experts' of its header"),
+        ({"experts": 5}, {}, "'experts' of its header"),
+        ({"width": 3}, {}, "'width' of its header"),
+        ({}, {"1.experts": torch.tensor([0, 2, -1])}, "experts are numbered -1 to 2"),
+    ],
+)
+def test_a_plan_whose_header_and_tensors_differ_is_refused(header, tensors, refused, tmp_path):
+    """Half of a plan is not applied; nor an empty place, which this router would choose."""
+    model = tiny_moe("mixtral")
+    arch = base_arch(model.config)
+    Plan("test", base_shape(model, arch), {1: CutLayer(torch.tensor([0, 2, 3]))}).save(tmp_path)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["layers"]["1"] |= header
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    kept = {**load_file(tmp_path / "plan.safetensors"), **tensors}
+    save_file({n: t for n, t in kept.items() if t is not None}, tmp_path / "plan.safetensors")
+    with pytest.raises(MoesaicError, match=refused):
+        check_base(Plan.load(tmp_path), model, arch)
 
 
 def test_a_kind_that_leaves_something_out_cannot_be():
