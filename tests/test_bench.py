@@ -1,6 +1,7 @@
 """Speed beside another model: ratios, the ideal, plain words."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,13 @@ def test_every_model_knows_the_tokens_that_it_is_timed_on(llama_folder):
     small = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
     assert _prompt({"model": first}, 64).max() >= 7
     assert _prompt({"model": first, "against": small}, 64).max() < 7
+
+
+def test_a_model_without_a_tokenizer_is_timed_too(llama_folder, tmp_path):
+    shutil.copytree(llama_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*token*"))
+    prompt = _prompt({"model": resolve(str(tmp_path / "model"))}, 64)
+    assert prompt.shape == (1, 64)
+    assert len(prompt.unique()) > 16
 
 
 def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.models import leaves_untouched, shape_of, sizes_in, working_type
 from moesaic.io.names import RECORD, our_path
-from moesaic.io.source import Source, source_or_model
+from moesaic.io.source import Source, source_or_model, tokenizer_of
 from moesaic.io.trust import mapping_of
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import InMemory, Layerwise, Runner
@@ -36,7 +36,7 @@ from moesaic.metrics.tasks import check_tasks, headline, measure_tasks, recovery
 from moesaic.observation.files import StatsFile
 from moesaic.progress import tracked
 from moesaic.record import Record
-from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Track, Values, give_back, silent
+from moesaic.types import JSON, Model, Named, Tokenizer, Track, Values, give_back, silent
 
 ROOM = 1.25
 """Memory of running models, as a multiple of that of their weights."""
@@ -114,12 +114,10 @@ def evaluate(
     models = {"model": source_or_model(model, revision, token)}
     if against is not None:
         models["original"] = source_or_model(against)
-    if tokenizer is None and isinstance(model, MadeModel):
-        tokenizer = model.tokenizer
     original = models.get("original")
     if baselines and not isinstance(original, Source):
         raise MoesaicError("baselines are of the original: pass its name or folder as against.")
-    tokenizer = _tokenizer(models, data, settings, tokenizer)
+    tokenizer = _tokenizer(model, models, data, settings, tokenizer)
     tokens = _tokens(models["model"], data, tokenizer, settings)
     for each in models.values():
         tokens.check(each.config)
@@ -299,6 +297,7 @@ def _tokens(
 
 
 def _tokenizer(
+    model: Named,
     models: Mapping[str, Source | Model],
     data: object,
     settings: Evaluation,
@@ -313,8 +312,7 @@ def _tokenizer(
     if not generated and not needs_tokenizer(data):
         return tokenizer
     first, original = models["model"], models.get("original")
-    if tokenizer is None and isinstance(first, Source):
-        tokenizer = first.tokenizer
+    tokenizer = tokenizer or tokenizer_of(model, first)
     if isinstance(original, Source) and tokenizer is not None:
         check_vocabularies(tokenizer, original.tokenizer)
     if generated and tokenizer is None:

@@ -308,10 +308,16 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
 
 
 def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
-    """Return the first model's tokens of a text, within all models' vocabularies."""
-    first = next(iter(sources.values()))
-    ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
-    return ids % min(source.config.vocab_size for source in sources.values())
+    """Return the first model's tokens of a text, within all models' vocabularies.
+
+    They are drawn at random if it has no tokenizer.
+    """
+    tokens = min(source.config.vocab_size for source in sources.values())
+    try:
+        tokenizer = next(iter(sources.values())).tokenizer
+    except MoesaicError:
+        return torch.randint(tokens, (1, length), generator=torch.Generator().manual_seed(0))
+    return evaluation_tokens("", tokenizer, length, length).input_ids % tokens
 
 
 def _active(model: Model) -> int:
