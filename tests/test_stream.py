@@ -22,7 +22,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from shrunken import small_model
 
 import moesaic
-from moesaic import CondenseConfig, MoesaicError, PruneConfig, SlimConfig, observe
+from moesaic import CondenseConfig, MoesaicError, PruneConfig, SlimConfig, TopKConfig, observe
 from moesaic.api import prune
 from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.data.text import process_share
@@ -236,6 +236,18 @@ def test_models_that_ask_for_router_logits_are_scored_and_measured(tokens, tmp_p
         assert loaded(out)(tokens.input_ids).logits.isfinite().all()
         layerwise = moesaic.evaluate(out, against=name, data=tokens, stream=True)
         assert layerwise == moesaic.evaluate(out, against=name, data=tokens)
+
+
+def test_a_live_models_loss_counts_the_experts_that_its_tokens_run(tokens, tmp_path):
+    """Ernie's config and model have different names for their number."""
+    result = moesaic.skip(tiny_moe("ernie4_5_moe"), TopKConfig(top_k=1))
+    result.model.save_pretrained(tmp_path / "saved")
+    asked = {"input_ids": tokens.input_ids, "labels": tokens.input_ids}
+    losses = [
+        model(**asked, output_router_logits=True).aux_loss
+        for model in (result.model, loaded(tmp_path / "saved"))
+    ]
+    assert torch.equal(*losses)
 
 
 def test_shares_of_the_batches_merge_to_the_whole(tokens, monkeypatch):

@@ -427,8 +427,10 @@ def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
     for name in arch.with_experts(0).keys() & native.keys():
         if hasattr(model, "num_experts"):
             model.num_experts = native[name]
-    for name in native.keys() & vars(model).keys():  # what its training losses look at
-        setattr(model, name, native[name])
+    aliases = {name: model.config.attribute_map.get(name, name) for name in vars(model)}
+    for name, key in aliases.items():  # what its training losses look at
+        if key in native:
+            setattr(model, name, native[key])
 
 
 # --- files ---------------------------------------------------------------------------------------
