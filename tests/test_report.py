@@ -529,7 +529,8 @@ def test_model_card():
     assert "53.0\N{NO-BREAK SPACE}% worse on this text" in body
     assert "Nothing was trained." in body
     assert "Some Authors, A Paper, 2026" in body
-    assert "from_pretrained('out-folder')" in body
+    assert "AutoTokenizer.from_pretrained('out-folder')" in body
+    assert "Tokenizer" not in report.model_card(make(), recipe, tokenizer=False)
     assert "| perplexity | 12.79 | 19.57 | 20.41 |" in body
     assert "/home" not in body.replace(recipe, "")
 

@@ -33,7 +33,7 @@ from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_f
 from moesaic.io.naming import NEXT, is_mtp, language, leave_out
 from moesaic.io.outputs import mark_drawn, whole_folder
 from moesaic.io.quantised import describe_format
-from moesaic.io.source import Source
+from moesaic.io.source import Source, has_tokenizer
 from moesaic.io.trust import check_plain_file, clean_tokenizer, copy_side_files, mapping_of
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.evaluate import evaluate, text_behind
@@ -567,7 +567,8 @@ def describe(record: Record, recipe_yaml: str, folder: Path) -> None:
         RECORD: json.dumps(record.as_json(), indent=1),
         PAGE: mark_drawn(report.html([record])),
     }
-    (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
+    card = report.model_card(record, recipe_yaml, tokenizer=has_tokenizer(folder))
+    (folder / CARD).write_text(card, "utf-8")
     for name, text in files.items():
         (our_folder(folder) / name).write_text(text, "utf-8")
 
@@ -697,7 +698,7 @@ def push(result: Named, repo: str, *, token: str | bool | None = None) -> str:
             delete_patterns=[*WEIGHTS],
             commit_message=title,
         )
-        card = report.model_card(record, recipe, repo)  # which names the repository
+        card = report.model_card(record, recipe, repo, has_tokenizer(folder))
         hub.upload_file(path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=repo)
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()

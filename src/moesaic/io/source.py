@@ -243,7 +243,7 @@ class Source:
             MoesaicError: there is none, or the folder is no model.
         """
         _ = self.config  # which names what is wrong with the folder itself
-        if not any(file for names in TOKENIZER_FILES for file in self.folder.glob(names)):
+        if not has_tokenizer(self.folder):
             raise MoesaicError(
                 f"{self.name} has no tokenizer files: save them there too "
                 "(tokenizer.save_pretrained), or give token ids in a .safetensors file."
@@ -511,6 +511,11 @@ def source_or_model(
         "A model is a name, a folder, a loaded PreTrainedModel of transformers, or a Result; "
         f"got {type(model).__name__}."
     )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if a folder has files of a tokenizer."""
+    return any(file for names in TOKENIZER_FILES for file in folder.glob(names))
 
 
 def tokenizer_of(model: object, opened: Source | Model) -> Tokenizer | None:

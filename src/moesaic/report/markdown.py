@@ -26,13 +26,14 @@ TAGS_OF = {
 """Tags that people search the hub for, by the verb of a step."""
 
 
-def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
+def model_card(record: Record, recipe_yaml: str, repo: str = "", tokenizer: bool = True) -> str:
     """Return the card: what came of it, how to load it, what was measured, how it was made.
 
     Args:
         record: of the run.
         recipe_yaml: the recipe that made it.
         repo: the repository of the hub that it is in; empty for a folder.
+        tokenizer: True if the result has one.
     """
     model = facts.model_name(record)
     front = {
@@ -49,7 +50,7 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "") -> str:
         f"# {_inline(facts.title(record))}",
         markdown(sections[:first]),
         "Measure it on your own text before relying on it.",
-        _loading(record, repo),
+        _loading(record, repo, tokenizer),
         markdown(sections[first:]),
         _fence(recipe_yaml, "yaml"),
         _rebuilding(record),
@@ -110,17 +111,17 @@ def _rebuilding(record: Record) -> str:
     )
 
 
-def _loading(record: Record, repo: str) -> str:
+def _loading(record: Record, repo: str, tokenizer: bool) -> str:
     path = PurePath(record.out)
     # the folder as it was requested, but not its place on the machine
     place = repr(repo or (path.name if path.is_absolute() else record.out) or "this-folder")
     note = "" if repo else "  # this folder"
     code = "" if record.native else "import moesaic  # without it: trust_remote_code=True in both\n"
     code += (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"model = AutoModelForCausalLM.from_pretrained({place}){note}\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({place})"
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' * tokenizer}\n\n"
+        f"model = AutoModelForCausalLM.from_pretrained({place}){note}"
     )
+    code += f"\ntokenizer = AutoTokenizer.from_pretrained({place})" * tokenizer
     if record.native:
         needs = f"An ordinary {_inline(record.model_type)} checkpoint: Moesaic is not needed."
     else:
