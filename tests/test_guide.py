@@ -306,6 +306,18 @@ def test_a_search_that_finds_nothing_leaves_nothing(moe_folder, refused, monkeyp
     assert not [*tmp_path.iterdir()]
 
 
+def test_without_stdin_nothing_is_asked(refused, monkeypatch, tmp_path):
+    """As of a service, which is begun without one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)
+
+    def goal(*_: object) -> None:
+        raise MoesaicError(f"asked: {_[-1]}")
+
+    monkeypatch.setattr(guide, "_goal", goal)
+    refused("asked: False", "tiny-moe", "--max-tokens", 512)
+
+
 def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     found, out = saved.found, saved.folder / f"{moe_folder.name}-smaller"
     assert {"machine", "frontier", "rounding", "out", "scores"} <= found.keys()

@@ -374,7 +374,7 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens):
 
 def test_a_reduced_model_is_not_pruned_again(tokens):
     model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
-    with pytest.raises(MoesaicError, match="prune the original, then skip"):
+    with pytest.raises(MoesaicError, match="prune the original, and repeat"):
         moesaic.prune(model, PruneConfig(keep=6), calibration=tokens)
 
 

@@ -1,6 +1,7 @@
 """Small parts of the command line and of files, each by itself: what larger tests pass by."""
 
 import io
+from contextlib import suppress
 
 import pytest
 from builders import tiny_model, tiny_moe
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 import moesaic
 from moesaic import exports, pipeline
 from moesaic.cli import entry, guide
+from moesaic.cli.commands import emit
 from moesaic.errors import MoesaicError
 from moesaic.io import names, source
 from moesaic.io.outputs import run_folder
@@ -83,14 +85,25 @@ def test_errors_have_their_own_codes(error, code, said, capsys, monkeypatch):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_full_stdout_is_not_called_a_full_disk(as_json, monkeypatch):
+    """What the command made is complete then."""
+    with suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        monkeypatch.setattr("moesaic.progress.console", Console(file=full))
+        with pytest.raises(MoesaicError, match="could not be printed"):
+            emit(as_json, {"figures": "1" * 10_000}, "1" * 10_000)
+
+
 # --- models and files ----------------------------------------------------------------------------
 
 
 def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
     (tmp_path / "model").mkdir()
     yes = ["tiny-moe", "smollm2", "you/model", "x.gguf", "you/m.odel", str(tmp_path / "model")]
-    no = ["sculpt", "-v", "tiny-mo", "./nothing", "~/nothing", "-o/x", ""]
-    assert [names.names_model(word) for word in [*yes, *no]] == [True] * 6 + [False] * 7
+    yes += ["./nothing", "~/nothing"]  # refused with a better reason than an unknown command
+    no = ["sculpt", "-v", "tiny-mo", "-o/x", ""]
+    assert [names.names_model(word) for word in [*yes, *no]] == [True] * 8 + [False] * 5
 
 
 def test_a_folders_format_is_read_from_what_it_holds(moe_folder, tmp_path):

@@ -202,13 +202,24 @@ def register(
 
 
 def emit(as_json: bool, data: object, view: object) -> None:
-    """Print ``data`` as JSON, or the view for people."""
-    if as_json:
-        sys.stdout.write(json.dumps(data) + "\n")
-    else:
-        from moesaic.progress import console
+    """Print ``data`` as JSON, or the view for people.
 
-        console.print(view)
+    Raises:
+        MoesaicError: stdout takes no more; whatever the command made is complete by now.
+    """
+    try:
+        if as_json:
+            print(json.dumps(data), flush=True)
+        else:
+            from moesaic.progress import console
+
+            console.print(view)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise MoesaicError(
+            f"Figures could not be printed: {error.strerror}. What the command made is complete."
+        ) from error
 
 
 def push_result(folder: str, repo: str) -> dict[str, str]:
@@ -286,7 +297,7 @@ def _print_sizes(recipe: Recipe, as_json: bool) -> None:
 
 def print_start(model: str) -> None:
     """Print that a model is read, before libraries take seconds to import."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(bounded(f"Reading {model} ...") + "\n")
         sys.stderr.flush()
 
@@ -310,7 +321,7 @@ def print_words(text: str, style: str = "") -> None:
 
     from moesaic.progress import err_console
 
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)
                  for line in text.splitlines()]  # fmt: skip
         text = "\n".join(lines)

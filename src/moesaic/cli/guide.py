@@ -229,7 +229,7 @@ def guide(
     from moesaic.fitting.run import open_search
     from moesaic.progress import bars, err_console
 
-    ask = not yes and not as_json and sys.stdin.isatty()
+    ask = not yes and not as_json and sys.stdin is not None and sys.stdin.isatty()
     machine = print_model(recipe)
     if (goal := _goal(machine, asked_for, search_folder(recipe.out), resume, ask)) is None:
         return
@@ -263,7 +263,8 @@ def guide(
                 raise
             _stopped()
         return
-    for better in (p for p in points if p.type and p.memory <= chosen.memory and p.kl < chosen.kl):
+    most = min(chosen.memory, search.source.nbytes - 1)  # which may be a quantised file itself
+    for better in (p for p in points if p.type and p.memory <= most and p.kl < chosen.kl):
         command = _export(model, f"{name}-{better.type}.gguf", better.type)
         print_words(f"The original in {better.type} is no larger, at less KL: {command}")
         break
@@ -308,12 +309,15 @@ def print_model(recipe: Recipe) -> JSON:
     if routed:
         first = routed[0]
         shape = f"{first.experts} experts in each of {len(routed)} layers, {first.top_k} a token"
+    unpacked = ""
+    if source.file is not None:
+        unpacked = f" unpacked, as in results; the file has {memory(source.nbytes)}"
     fits = "fits as it is" if built.bytes <= ROOM * free else "does not fit"
     print_words(
         f"{recipe.model}: {source.config.model_type}, {shape}; {count(size.total_parameters)} "
         f"parameters, {count(size.active_parameters)} of them a token.\n"
         f"This machine: {machine['processor'] or machine['machine']}, {machine['device']}; "
-        f"{memory(free)} are free.\nIts weights take {memory(built.bytes)}: it {fits}."
+        f"{memory(free)} are free.\nIts weights take {memory(built.bytes)}{unpacked}: it {fits}."
     )
     return {**machine, "free_bytes": free, "weight_bytes": built.bytes}
 

@@ -43,10 +43,10 @@ def without_slash(name: str) -> str:
 
 
 def names_model(word: str) -> bool:
-    """Return True if a word can only be a model's name: known, a folder, a file or a hub id."""
-    shipped = word in NAMES or word.endswith(".gguf")
-    hub = _hub_id(word) and not word.startswith("-")
-    return bool(word) and (shipped or hub or Path(at_home(word)).is_dir())
+    """Return True if a word can only be a model's name: known, a folder, a path or a hub id."""
+    if not word or word.startswith("-"):
+        return False
+    return word in NAMES or word.endswith(".gguf") or "/" in word or Path(at_home(word)).is_dir()
 
 
 def _hub_id(name: str) -> bool:

@@ -49,7 +49,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     words = "Pruning layers"
 
     def find(self, config: Config) -> MoEArch:
-        return original(config, "prune the original, then skip")
+        return original(config, "prune the original, and repeat the other step on that")
 
     @property
     def needs(self) -> set[str]:
