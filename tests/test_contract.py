@@ -290,6 +290,15 @@ def test_a_result_that_is_only_the_language_model_is_warned_of(caplog):
     assert "only the language model" in caplog.text
 
 
+@old
+def test_a_result_that_is_only_the_language_model_reads_no_images(tmp_path):
+    small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
+    config = SkipConfig()
+    out = moesaic.skip(str(tmp_path / "base"), config, text=TEXT).save(tmp_path / "out")
+    assert not [*out.glob("*processor*")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_architecture_is_as_said(model_type):

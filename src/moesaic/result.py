@@ -29,7 +29,16 @@ from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
 from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, model_fingerprint
 from moesaic.io.models import dtype_by_name, shape_of, untouched
-from moesaic.io.names import CARD, PAGE, RECIPE, RECORD, check_repository, our_folder, our_path
+from moesaic.io.names import (
+    CARD,
+    PAGE,
+    PROCESSORS,
+    RECIPE,
+    RECORD,
+    check_repository,
+    our_folder,
+    our_path,
+)
 from moesaic.io.naming import NEXT, is_mtp, language, leave_out
 from moesaic.io.outputs import mark_drawn, whole_folder
 from moesaic.io.quantised import describe_format
@@ -631,7 +640,7 @@ def save_applied(
     fate = mtp_fate(naming, arch, plan, changed)
     if fate == "left_out" or not mtp_blocks(naming, arch, plan.base):
         leave_out(config)  # they are left out, or only in the config
-    if changed is None and source.beside:
+    if alone := changed is None and source.beside:
         logging.getLogger(__name__).warning(ALONE)
     write_applied(source, arch, plan, changed, writer or ShardWriter(folder), dtype)
     if dtype is not None:
@@ -641,6 +650,8 @@ def save_applied(
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
     copy_side_files(source.folder, folder)
+    for file in folder.glob(PROCESSORS) if alone else ():
+        file.unlink()
     if writer is None:  # what a plan asks for may be no model
         clean_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)

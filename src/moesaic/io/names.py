@@ -128,6 +128,8 @@ PLAN, PLAN_TENSORS = ("plan.json", "plan.safetensors")
 RECIPE, RECORD, PAGE = "recipe.yaml", "result.json", "report.html"
 FILES = "files.json"
 """List of every file that was written to the folder, so that no other is ever deleted."""
+PROCESSORS = "*processor_config.json"
+"""Name pattern of the settings by which images and sounds are read."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -146,7 +148,7 @@ SIDE_FILES = (
     "chat_template*",
     f"{TEMPLATES}/*.jinja",
     "generation_config.json",
-    "*processor_config.json",
+    PROCESSORS,
     "LICENSE*",
 )
 """Files that a rewritten checkpoint takes over from its source as they are."""
