@@ -110,7 +110,7 @@ def _in_words(field: Field[object]) -> str:
     return f"{text} Default: {default}." if text and plain and "efault" not in text else text
 
 
-def extend_doc(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
+def _extend_doc(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
     """Return a docstring with a section that lists options, each by its name."""
     lines = [
         fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in options if words
@@ -205,7 +205,9 @@ class Options:
         attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
         members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
         doc = vars(cls).get("__doc__") or getattr(cls, "title", "")
-        cls.__doc__ = extend_doc(doc, ((name, _in_words(value)) for name, value in members.items()))
+        cls.__doc__ = _extend_doc(
+            doc, ((name, _in_words(value)) for name, value in members.items())
+        )
 
     def __post_init__(self) -> None:
         _check_options(self)
@@ -670,7 +672,7 @@ def takes_options(*configs: type[Options], without: Sequence[str] = ()) -> Calla
             parameters[1] = parameters[1].replace(annotation=f"{every} | None")
         more = [parameter for parameter, _ in shown.values()]
         vars(verb)["__signature__"] = signature.replace(parameters=[*parameters, *more])
-        verb.__doc__ = extend_doc(verb.__doc__, ((n, words) for n, (_, words) in shown.items()))
+        verb.__doc__ = _extend_doc(verb.__doc__, ((n, words) for n, (_, words) in shown.items()))
         return cast(V, verb)
 
     return named

@@ -94,7 +94,7 @@ def _search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Rec
     )
 
 
-def search_options(*names: str) -> list[click.Parameter]:
+def _search_options(*names: str) -> list[click.Parameter]:
     """Return the options of a search: some of its own, text, evaluation, device and type."""
     text = [given.option_of(Calibration, name, given.COMMON) for name in given.TEXT]
     evaluation = [
@@ -230,7 +230,7 @@ def guide(
     from moesaic.progress import bars, err_console
 
     ask = not yes and not as_json and sys.stdin is not None and sys.stdin.isatty()
-    machine = print_model(recipe)
+    machine = _print_model(recipe)
     if (goal := _goal(machine, asked_for, search_folder(recipe.out), resume, ask)) is None:
         return
     again = {"overwrite": overwrite, "resume": resume}
@@ -245,7 +245,7 @@ def guide(
             raise
         except KeyboardInterrupt:
             _stopped()
-    err_console.print(points_table(points, machine["weight_bytes"]))
+    err_console.print(_points_table(points, machine["weight_bytes"]))
     _suggest_both(search, points)
     choice = [p for p in points if p.candidate or (ask and _writes_gguf(search))]
     chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
@@ -293,7 +293,7 @@ def prompt(what: str, default: str, choices: Sequence[str] = ()) -> str:
 # --- what there is -------------------------------------------------------------------------------
 
 
-def print_model(recipe: Recipe) -> JSON:
+def _print_model(recipe: Recipe) -> JSON:
     """Print what a model is and whether it fits this machine; return facts about the machine."""
     from moesaic.config import parse_dtype
     from moesaic.io.source import resolve
@@ -397,7 +397,7 @@ def measure(search: Search, candidates: Sequence[Candidate]) -> list[Point]:
     return points
 
 
-def points_table(points: Sequence[Point], size: int) -> Table:
+def _points_table(points: Sequence[Point], size: int) -> Table:
     """Return a table of points."""
     from rich.table import Table
 
@@ -510,14 +510,14 @@ def commands() -> None:
     """Register the two commands."""
     names = (field.name for field in fields(FitConfig) if field.name != "confirm")
     run = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
-    params = [given.MODEL, given.OUT, *search_options(*names), *run]
+    params = [given.MODEL, given.OUT, *_search_options(*names), *run]
     shared.register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", params)
     help = "The smallest result of at most this KL from the original, such as 0.05."
     most = given.Option("--max-kl", help, metavar="NUMBER", type=given.Number(float))
     help = "The folder to make. Default: MODEL-smaller."
     out = given.Option("--out", help, metavar="FOLDER", type=given.PATH)
     yes = given.Option("--yes -y", "Ask nothing: save the best that meets the goal.")
-    memory, native, *common = search_options("memory", "native")
+    memory, native, *common = _search_options("memory", "native")
     run = [given.OVERWRITE, given.RESUME, given.AS_JSON]
     params = [given.MODEL, memory, most, native, out, yes, *common, *run]
     shared.app.guide = shared.Command("MODEL", guide, "moesaic tiny-moe --memory 8MB --yes", params)

@@ -190,10 +190,10 @@ def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any
     from moesaic.progress import bars
 
     record = export(model, out, overwrite=overwrite, progress=bars, **chosen)
-    emit(as_json, record, export_table(record))
+    emit(as_json, record, _export_table(record))
 
 
-def export_table(record: JSON) -> Table:
+def _export_table(record: JSON) -> Table:
     """Return a table of an export: its files, and what padding cost."""
     from rich.table import Table
 

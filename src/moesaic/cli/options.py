@@ -117,7 +117,7 @@ def option_of(
     text = help or help_of(config, field)
     if default and "efault" not in text:
         text = f"{text} Default: {default}."
-    more: JSON = {"metavar": metavar_of(config, field)}
+    more: JSON = {"metavar": _metavar_of(config, field)}
     if bool in kinds:
         more = {"is_flag": True, "default": None}
     elif get_origin(kinds[0]) is tuple and str in get_args(kinds[0]):
@@ -134,7 +134,7 @@ def _kinds_of(config: type, name: str) -> list[object]:
     return [kind for kind in kinds if kind is not type(None)]
 
 
-def metavar_of(config: type[DataclassInstance], field: Field[object]) -> str:
+def _metavar_of(config: type[DataclassInstance], field: Field[object]) -> str:
     """Return the word that stands for an option's value in help texts."""
     info, kinds, allowed = about(field), _kinds_of(config, field.name), choices(config, field.name)
     listed = "|".join(map(str, allowed))

@@ -118,7 +118,7 @@ def export_gguf(
     source = resolve(model)
     check_embedding(source)
     if not args.converted:
-        weighing_tokens(args.calibration, source)  # refused before anything is written
+        _weighing_tokens(args.calibration, source)  # refused before anything is written
     with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder, config = source.folder, source.config
@@ -150,7 +150,7 @@ def export_gguf(
     return {**record, "types": types_of(tensors)}
 
 
-def weighing_tokens(text: str, source: Source, samples: int = SAMPLES) -> Tokens | None:
+def _weighing_tokens(text: str, source: Source, samples: int = SAMPLES) -> Tokens | None:
     """Return the tokens by which a model's inputs are weighed; None without text."""
     if text == NO_TEXT:
         return None
@@ -201,7 +201,7 @@ class Rounding:
     @cached_property
     def tokens(self) -> Tokens | None:
         """Tokens of the text; None without text."""
-        return weighing_tokens(self.text, self.native, self.samples)
+        return _weighing_tokens(self.text, self.native, self.samples)
 
     @cached_property
     def rounder(self) -> Rounder:

@@ -223,14 +223,14 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
 
 
-def group_of(name: str, layers: int) -> str:
+def _group_of(name: str, layers: int) -> str:
     """Return the group of a tensor by llama.cpp's name; MTP layers are of the last layer's groups.
 
-    >>> group_of("blk.5.ffn_gate_exps.weight", 9), group_of("blk.5.ffn_down_exps.weight", 9)
+    >>> _group_of("blk.5.ffn_gate_exps.weight", 9), _group_of("blk.5.ffn_down_exps.weight", 9)
     ('gate-up 5', 'down 5')
-    >>> group_of("blk.1.attn_q.weight", 9), group_of("blk.9.ffn_down_shexp.weight", 9)
+    >>> _group_of("blk.1.attn_q.weight", 9), _group_of("blk.9.ffn_down_shexp.weight", 9)
     ('attn 1', 'shared 8')
-    >>> group_of("token_embd.weight", 9), group_of("output.weight", 9)
+    >>> _group_of("token_embd.weight", 9), _group_of("output.weight", 9)
     ('embeddings', 'head')
     """
     match = re.match(r"blk\.(\d+)\.(?:(ffn_down)|(ffn))?(\w*)", name)
@@ -257,7 +257,7 @@ class Layout:
     def rounded(self) -> dict[str, str]:
         """Group of each tensor that is quantised."""
         quantised = (name for name, tensor in self.tensors.items() if tensor.type != WHOLE)
-        return {name: group_of(name, self.layers) for name in quantised}
+        return {name: _group_of(name, self.layers) for name in quantised}
 
     def bytes(self, names: Sequence[str], types: Sequence[str]) -> tuple[int, Numbers]:
         """Return bytes that no choice changes, and bytes of each group in each type (G, C).

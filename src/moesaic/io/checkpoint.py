@@ -187,7 +187,7 @@ class Checkpoint:
         return stored
 
     def _read(self, name: str) -> Tensor:
-        return mapped_values(self._stored[name])
+        return _mapped_values(self._stored[name])
 
     def stored(self, name: str) -> Iterator[tuple[str, Stored]]:
         """Return a tensor as the files have it: the places of its parts, by their names there."""
@@ -324,7 +324,7 @@ def _is_plain(name: object) -> bool:
     return plain and len(str(name)) < 256
 
 
-def mapped_values(value: Value) -> Tensor:
+def _mapped_values(value: Value) -> Tensor:
     """Return a tensor's values; stored ones are mapped, and in memory no longer than it is."""
     if isinstance(value, Tensor):
         return value

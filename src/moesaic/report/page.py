@@ -156,10 +156,10 @@ def _figure_svg(figure: Figure) -> Markup:
             svg(*point_chart(figure, width), figure.title, kind) for kind, width in forms
         )
     if isinstance(figure, Lines):
-        return svg(*line_chart(figure), f"{figure.y} by {figure.x}")
+        return svg(*_line_chart(figure), f"{figure.y} by {figure.x}")
     if isinstance(figure, Bars):
         label = f"{' and '.join(column.name for column in figure.columns)} by {figure.row}"
-        return svg(*bar_chart(figure), label)
+        return svg(*_bar_chart(figure), label)
     assert isinstance(figure, Heat)
     return svg(*heat_maps(figure), figure.title)
 
@@ -375,7 +375,7 @@ def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def line_chart(figure: Lines, height: float = 220.0) -> Drawing:
+def _line_chart(figure: Lines, height: float = 220.0) -> Drawing:
     """Return lines over a common horizontal axis."""
     series = [s for s in figure.series if s.points]
     named = len(series) > 1
@@ -424,7 +424,7 @@ def _names(series: Sequence[Series], plane: Plane, x: float) -> list[str]:
 # --- bars ----------------------------------------------------------------------------------------
 
 
-def bar_chart(figure: Bars) -> Drawing:
+def _bar_chart(figure: Bars) -> Drawing:
     """Return columns of bars beside each other, each on a scale of its own from 0."""
     head, room, bar = 22.0, 140.0, 74.0
     left = 12 + LETTER * max(map(len, (figure.row, *figure.rows)))

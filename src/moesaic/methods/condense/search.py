@@ -137,7 +137,7 @@ BLOCK_BYTES = 64 << 20
 # --- Alg. 1 --------------------------------------------------------------------------------------
 
 
-def greedy_experts(
+def _greedy_experts(
     losses: Callable[[list[int], list[int]], Tensor], g_E: Tensor, k: int
 ) -> tuple[list[int], list[float]]:
     """Choose experts greedily by Alg. 1; of equally good ones the first.
@@ -362,7 +362,7 @@ class ExpertSearch:
                     [self._cost(self._with_experts(shared, routed, g_E)) for routed in sets]
                 )
 
-            return greedy_experts(run, g_E, k)
+            return _greedy_experts(run, g_E, k)
         start, experts = SpilledList(1 << 30), SpilledList(2 << 30)
         try:
             for out_TD in self._outputs(shared):
@@ -374,7 +374,7 @@ class ExpertSearch:
                     for x in x_TD.to(view.device).split(rows)
                 ]
                 experts.append(torch.cat(parts) * factor)
-            return greedy_experts(partial(self._added, start, experts, g_E), g_E, k)
+            return _greedy_experts(partial(self._added, start, experts, g_E), g_E, k)
         finally:
             start.clear()
             experts.clear()

@@ -365,12 +365,12 @@ RELEASED_BATCH = 16_384
 """Tokens of a batch in the released code: 8 sequences of 2,048."""
 
 
-def squared_errors(diff_SCA: Tensor, gram_SAA: Tensor) -> Tensor:
+def _squared_errors(diff_SCA: Tensor, gram_SAA: Tensor) -> Tensor:
     """Return ||F'(x_t, C) - F(x_t)||^2 = (w' - w)^T G_t (w' - w) for every token and set (S, C).
 
     >>> diff = torch.tensor([[[1.0, -1.0]]])
     >>> gram = torch.tensor([[[2.0, 0.5], [0.5, 1.0]]])
-    >>> squared_errors(diff, gram)
+    >>> _squared_errors(diff, gram)
     tensor([[2.]])
     """
     return ((diff_SCA @ gram_SAA) * diff_SCA).sum(-1)
@@ -435,7 +435,7 @@ class Reconstruction(Neighbours):
                 kept_NE = kept_CE[at].repeat(len(block), 1)
                 now_NA = self.routing.every_weight(every_NX, kept_NE).double()  # w'
                 diff_SCA = now_NA.view(len(block), len(at), -1) - w_S1A
-                error_SC = squared_errors(diff_SCA, gram_SAA)
+                error_SC = _squared_errors(diff_SCA, gram_SAA)
                 if "delta_S" in stats:
                     cross_SA, delta_S = (
                         stats[name][block].to(self.device) for name in ("cross_SA", "delta_S")
@@ -470,5 +470,5 @@ def output_norm(stats: Mapping[str, Tensor], routing: RoutingFunction) -> float:
     for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // weighed**2)):
         w_SA = routing.every_weight(logits_SX[block]).double()
         gram_SAA = unpacked(stats["gram_SP"][block], weighed)
-        total += squared_errors(w_SA.unsqueeze(1), gram_SAA).sum().item()
+        total += _squared_errors(w_SA.unsqueeze(1), gram_SAA).sum().item()
     return max(total, 0.0) ** 0.5

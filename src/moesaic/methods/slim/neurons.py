@@ -51,12 +51,12 @@ def neurons_of(stats: Mapping[str, Tensor], seed: int, shared: bool = False) -> 
     return Neurons(**{"energy": torch.zeros_like(found["size"]), **found}, seed=seed)
 
 
-def ranking(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
+def _ranking(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
     """Return each row's indices, highest scores first (E, M); equal ones by reach, then by index.
 
     The neurons of an expert that no token reached all score zero.
 
-    >>> ranking(torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([[1.0, 1.0, 2.0]])).tolist()
+    >>> _ranking(torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([[1.0, 1.0, 2.0]])).tolist()
     [[1, 2, 0]]
     """
     order_EM = reach_EM.argsort(dim=1, descending=True, stable=True)
@@ -66,7 +66,7 @@ def ranking(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
 
 def highest(score_EM: Tensor, width: int, reach_EM: Tensor) -> Tensor:
     """Return the rising indices of each row's highest scores (E, W); equal ones by reach."""
-    return ranking(score_EM, reach_EM)[:, :width].sort(dim=1).values
+    return _ranking(score_EM, reach_EM)[:, :width].sort(dim=1).values
 
 
 def highest_in_layer(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:
@@ -83,14 +83,14 @@ def highest_in_layer(score_EM: Tensor, count: int, reach_EM: Tensor, step: int =
     >>> highest_in_layer(score, count=5, reach_EM=torch.ones(3, 3)).tolist()
     [[1, 2], [0, 2], [2, -1]]
     """
-    ranked_EM = ranking(score_EM, reach_EM)
+    ranked_EM = _ranking(score_EM, reach_EM)
     blocks = ranked_EM[:, : ranked_EM.shape[1] // step * step].unflatten(1, (-1, step))
     worth_EB, reach_EB = (
         table_EM.gather(1, blocks.flatten(1)).square().view(blocks.shape).sum(2)
         for table_EM in (score_EM, reach_EM)
     )
     worth_EB[:, 0] = torch.inf
-    best = ranking(worth_EB.view(1, -1), reach_EB.view(1, -1))[0, : count // step]
+    best = _ranking(worth_EB.view(1, -1), reach_EB.view(1, -1))[0, : count // step]
     blocks_E = torch.bincount(best // worth_EB.shape[1], minlength=len(score_EM))
     widths: list[int] = (blocks_E * step).tolist()
     orders = [row[:width].sort().values for row, width in zip(ranked_EM, widths, strict=True)]
