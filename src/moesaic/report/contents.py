@@ -63,7 +63,8 @@ def _measured(record: Record) -> list[Section]:
         ("Quality and size", tables.score_table(record), _of_scores(record)),
         ("Speed and memory", tables.speed_table(record), _of_speed(record)),
         ("What was lost where", tables.text_table(record),
-         "Perplexity by kind of text. KL: from the original, in nats a token."),
+         "Perplexity by kind of text. Last columns: the "
+         f"{facts.wanted(record)} beside the original, KL in nats a token."),
         ("Tasks", tables.task_table(record),
          "± is the standard error. Recovery: the result’s figure over the original’s."),
         ("Does it repeat itself?", tables.loop_table(record),
