@@ -149,7 +149,8 @@ def folder_of(file: Path) -> Path:
             if (folder / "config.json").is_file():  # another process has made it meanwhile
                 return folder
             # readers raise anything over a file that is odd
-            odd = reading(file, failure="cannot be read as GGUF", errors=(Exception,))
+            remedy = "Give the checkpoint that it was made from."
+            odd = reading(file, remedy, "cannot be read as GGUF", (Exception,))
             with whole_folder(folder, overwrite=True) as work, odd:
                 _unfold(file, work)
     except OSError as error:
