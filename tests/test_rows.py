@@ -14,7 +14,7 @@ from tokenizers import processors
 
 import moesaic
 from moesaic.data.reader import shipped_texts
-from moesaic.data.rows import SCHEMAS, PromptAnswer, pair_of, text_of
+from moesaic.data.rows import SCHEMAS, PromptAnswer, RowError, pair_of, text_of
 from moesaic.data.text import (
     IGNORED,
     Tokens,
@@ -184,6 +184,29 @@ def test_the_prompt_ends_where_the_answer_begins(tokenizer):
     }
     pair = pair_of(row, talking(tokenizer, KNOWING))
     assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes</>")
+
+
+def test_only_what_the_model_answers_is_learned(tokenizer):
+    """Not a user's turn that nothing answers; nor is a template's end of text, or BOS, doubled."""
+    end = "<|endoftext|>"
+    own = talking(
+        tokenizer,
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}"
+        "<|endoftext|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    )
+    user, model = ({"role": r, "content": f"by {r}"} for r in ("user", "assistant"))
+    pair = pair_of({"messages": [user, model, user]}, own)
+    assert pair.answer == f"by assistant{end}\n"
+    ids = answered(pair, own, 99)["input_ids"]
+    assert ids == own(pair.prompt + pair.answer)["input_ids"], "and no second end"
+    for turns in ([user], [{"role": "system", "content": "Be kind."}, user, user]):
+        with pytest.raises(RowError, match="has no answer"):
+            pair_of({"messages": turns}, own)
+    one = talking(beginning_with(tokenizer, [BOS]), end + "{{ messages[0].content }}")
+    example = answered(pair_of({"messages": [model]}, one), one, 99, [BOS])
+    assert example["input_ids"][:2].count(BOS) == 1
+    assert example["labels"][0] == IGNORED
 
 
 def test_parts_of_text_are_a_text(tokenizer):

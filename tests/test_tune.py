@@ -310,6 +310,15 @@ def test_a_mixture_that_asks_for_router_logits_learns_the_next_token_alone(model
         assert changed(model, tuned.model)
 
 
+def test_an_only_step_has_the_whole_rate():
+    """The rate of a first step of several rises from 0."""
+    for steps, warmup in ((1, 0), (2, 0.1)):
+        schedule = Schedule.of(TuneConfig(steps=steps))
+        assert _arguments(schedule, Path("unused"), "cpu", False).warmup_steps == warmup
+    with pytest.raises(MoesaicError, match="epochs 0 must be above 0"):
+        TuneConfig(epochs=0)
+
+
 def test_gradients_are_clipped_at_what_is_said():
     for clip in (1.0, 0.0, 0.25):
         schedule = Schedule.of(TuneConfig(clip=clip))

@@ -187,6 +187,8 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "obs
 """Usual names of roles, by those in some data sets."""
 SYSTEM = ("system", "developer")
 """Roles that some templates do not have."""
+ASKING = (*SYSTEM, "user", "tool", "function", "ipython")
+"""Roles whose turns are no answer of a model."""
 SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a turn that may stand without ``content``."""
 
@@ -322,6 +324,10 @@ def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None
         return None
     if turns := _turns(row):
         tools = _tools(row)
+        while turns and turns[-1]["role"] in ASKING:  # nothing answers them
+            turns.pop()
+        if not turns:
+            raise RowError(f"A conversation has no answer: {quote(row, 120)}")
         text = _conversation(turns, tools, tokenizer)
         before = _conversation(turns[:-1], tools, tokenizer, prompt=True) if turns[1:] else ""
         # where both differ before the prompt's end, it ends at the first difference

@@ -360,7 +360,7 @@ def _arguments(schedule: Schedule, folder: Path, device: str, half: bool) -> _Ar
         per_device_train_batch_size=schedule.batch,
         gradient_accumulation_steps=schedule.accumulate,
         learning_rate=schedule.lr,
-        warmup_steps=schedule.warmup,
+        warmup_steps=schedule.warmup if schedule.steps != 1 else 0,  # a first step's rate is 0
         lr_scheduler_type=_DECAYS[schedule.decay],
         weight_decay=schedule.weight_decay,
         max_grad_norm=schedule.clip,

@@ -214,14 +214,26 @@ def answered(
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in (pair.prompt, pair.answer)
     )
-    if prompt[: len(begin)] != [*begin]:  # a chat template may have written them
-        prompt = [*begin, *prompt]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if (prompt + answer)[: len(begin)] == [*begin]:  # a chat template has written them
+        answer = answer[max(0, len(begin) - len(prompt)) :]
+        prompt = prompt[len(begin) :]
+    prompt = [*begin, *prompt]
+    end = [] if _ended(answer, tokenizer) else [tokenizer.eos_token_id]
     ids = (prompt + answer + end)[:length]
     labels = ([IGNORED] * len(prompt) + answer + end)[:length]
     if all(label == IGNORED for label in labels[1:]):
         raise RowError(f"length {length}: after a prompt nothing of its answer is left; raise it.")
     return {"input_ids": ids, "labels": labels}
+
+
+def _ended(answer: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return True if an answer ends in the tokenizer's end of text already, as some chat templates
+    write it, or if there is none."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        return True
+    after = [*answer][::-1].index(end) if end in answer else len(answer)
+    return end in answer and not tokenizer.decode(answer[len(answer) - after :]).strip()
 
 
 def training_text(

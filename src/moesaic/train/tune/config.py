@@ -52,7 +52,7 @@ class TuneConfig(MethodConfig):
     )
     length: int = option(512, "Tokens of a text at most.", minimum=2)
     steps: int | None = option(None, "Optimizer steps. Default: epochs.", minimum=1)
-    epochs: float = option(1.0, "Times that the text passes.", minimum=0, seldom=True)
+    epochs: float = option(1.0, "Times that the text passes.", above=0, seldom=True)
     batch: int = option(8, "Texts that a process takes at a time.", minimum=1)
     accumulate: int = option(1, "Batches before the weights move.", minimum=1, seldom=True)
     lr: float = option(1e-4, "The highest learning rate.", minimum=0)
