@@ -220,6 +220,26 @@ def test_arguments_of_calls_are_not_made_of_one_type(tmp_path, tokenizer):
     assert found == [json.dumps([{"arguments": call}]) for call in calls] + ["2020-01-01"]
 
 
+def test_what_other_rows_of_arrow_have_is_not_null_in_a_row(tmp_path):
+    """Arguments of other calls, which a template would write."""
+    turns = [
+        [{"role": "assistant", "tool_calls": [{"arguments": call}], "content": None}]
+        for call in ({"x": 1}, {"y": [2]})
+    ]
+    table = pa.Table.from_pylist([{"messages": each} for each in turns])
+    pq.write_table(table, tmp_path / "a.parquet")
+    found = documents(str(tmp_path / "a.parquet"))
+    assert found == [json.dumps([{"arguments": call}]) for call in ({"x": 1}, {"y": [2]})]
+
+
+def test_a_file_of_text_has_no_rows_to_name(tmp_path):
+    (tmp_path / "a.txt").write_text("words " * 99)
+    with pytest.raises(MoesaicError, match="is one document, of which no rows can be named"):
+        documents(f"{tmp_path}/a.txt:::[10%:]")
+    with pytest.raises(MoesaicError, match=r"Measure on another text\.$"):
+        check_apart([f"{tmp_path}/a.txt"], f"{tmp_path}/a.txt")
+
+
 WHOLE = b'{"text": "one two three four five six"}\n'
 WRONG = {
     "a.jsonl": (WHOLE + b"\n{nope\n", r"a\.jsonl cannot be read as \.jsonl: line 3: Expect"),

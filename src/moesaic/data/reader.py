@@ -21,7 +21,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import chain, islice, product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesaic.data.rows import Row
 from moesaic.data.sources import DOMAINS, MIXES, SHIPPED, JsonLines, TextSource, Use, sources_of
@@ -100,13 +100,33 @@ class RowRange:
         return cls(str(values.get("source", "")), str(values.get("split", "")), start, stop)
 
 
+def _without_nulls(value: Any) -> Any:
+    """Return a value of Arrow without the nulls that stand in it for fields that only other rows
+    have, such as arguments of other functions. A turn's content is kept: templates check for it."""
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if v is not None or k == "content"}
+        return {k: _without_nulls(v) for k, v in kept.items()}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
+def _of_arrow(row: Values) -> Row:
+    """Return a row of Arrow; see :func:`_without_nulls`. Columns themselves may be null."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
 class IndexedRows:
-    """Rows that can be read in any order."""
+    """Rows that can be read in any order.
+
+    Args:
+        rows: the rows of the source, of which some may be used.
+        taken: the range of those.
+        arrow: True if Arrow holds them, with the same fields in every row.
+    """
 
     at_hand = True
 
-    def __init__(self, rows: Sequence[Row], taken: RowRange) -> None:
-        self.taken, self._rows = taken, rows
+    def __init__(self, rows: Sequence[Any], taken: RowRange, arrow: bool = False) -> None:
+        self.taken, self._rows, self._arrow = taken, rows, arrow
         self._range = range(taken.start, len(rows) if taken.stop is None else taken.stop)
 
     def __iter__(self) -> Iterator[Row]:
@@ -124,7 +144,7 @@ class IndexedRows:
     def _read(self, order: Iterable[int]) -> Iterator[Row]:
         with _reading(self.taken.source):
             for i in order:
-                yield self._rows[i]
+                yield _of_arrow(self._rows[i]) if self._arrow else self._rows[i]
 
 
 class _StreamedRows:
@@ -143,7 +163,7 @@ class _StreamedRows:
 
     def __iter__(self) -> Iterator[Row]:
         with _reading(self.taken.source):
-            yield from chain.from_iterable(self._shards())
+            yield from map(_of_arrow, chain.from_iterable(self._shards()))
 
     def shuffled(self, seed: str) -> Iterator[Row]:
         """Yield all rows once: some shards in turn, rows drawn from a buffer."""
@@ -153,9 +173,10 @@ class _StreamedRows:
             rng.shuffle(shards)
             groups = (shards[i : i + OPEN] for i in range(0, len(shards), OPEN))
             in_turn = chain.from_iterable(chain.from_iterable(zip_longest(*g)) for g in groups)
-            yield from shuffle_buffer((row for row in in_turn if row is not None), rng, BUFFER)
+            rows = (_of_arrow(row) for row in in_turn if row is not None)
+            yield from shuffle_buffer(rows, rng, BUFFER)
 
-    def _shards(self) -> list[Iterable[Row]]:
+    def _shards(self) -> list[Iterable[Values]]:
         start, stop, data = self.taken.start, self.taken.stop, self._data
         count = data.num_shards if self._first else 1
         first, *others = [data.shard(count, i) for i in range(count)] if count > 1 else [data]
@@ -222,8 +243,14 @@ def open_rows(source: TextSource, use: Use) -> Rows:
             files = glob.escape(str(path))
             data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
             return _StreamedRows(data, taken, first_shard=False)
+        if source.sliced and _is_document(source):
+            raise MoesaicError(
+                f"{source}: a file of text is one document, of which no rows can be named; give "
+                "several documents as rows of a .jsonl."
+            )
         rows = _file_rows(path)
-        return IndexedRows(rows, _taken(source, str(path.resolve()), len(rows)))
+        taken = _taken(source, str(path.resolve()), len(rows))
+        return IndexedRows(rows, taken, arrow=path.suffix == ".parquet")
 
 
 def _check_there(source: TextSource) -> None:
@@ -245,6 +272,12 @@ def _check_there(source: TextSource) -> None:
     stray = path.suffix and "/" not in source.name  # a data set has its owner before a slash
     if path.suffix in FILES or source.name.startswith((".", "/")) or stray:
         raise MoesaicError(f"No text file at {source.name}.")
+
+
+def _is_document(source: TextSource) -> bool:
+    """Return True if a source is a file of text, which is one row."""
+    path = Path(source.name)
+    return path.is_file() and path.suffix not in (".json", ".jsonl", ".parquet", ".safetensors")
 
 
 def check_apart(used: Iterable[str], measured: str) -> None:
@@ -269,10 +302,10 @@ def check_apart(used: Iterable[str], measured: str) -> None:
                 replace(each, split=f"{each.split_name}{rows}")
                 for each, rows in ((b, "[:10%]"), (a, "[10%:]"))
             )
+            slices = f" or split, or on a slice, such as {here} here and {there} there"
             raise MoesaicError(
                 f"{b} is to be measured on, and rows of it are calibrated or trained on too ({a}). "
-                f"Measure on another text or split, or on a slice, such as {here} here and {there} "
-                "there."
+                f"Measure on another text{'' if _is_document(a) else slices}."
             )
 
 
@@ -387,7 +420,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
         elif use == "calibration":
             taken = replace(taken, start=spared)
     if at_hand:
-        return IndexedRows(data, taken)
+        return IndexedRows(data, taken, arrow=True)
     return _StreamedRows(data, taken, first_shard=not source.sliced)
 
 
