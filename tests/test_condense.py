@@ -436,8 +436,11 @@ def test_all_layers_that_route_are_counted(tokens):
 def test_a_comparison_of_more_layers_is_refused_before_the_search(tokens, monkeypatch):
     """Where the number is given; where bytes are, it is known only after."""
     model = tiny_moe("deepseek_v2", experts=4, num_hidden_layers=5)
-    with pytest.raises(MoesaicError, match="at most the 0 condensed"):
-        condense(model, CondenseConfig(memory=10**9), calibration=tokens, compare=["1"])
+    with pytest.raises(MoesaicError, match="within memory 1,000,000,000 as it is"):
+        condense(model, CondenseConfig(memory=10**9), calibration=tokens)
+    smaller = sum(p.nbytes for p in model.parameters()) - 1
+    with pytest.raises(MoesaicError, match="at most the 1 condensed"):
+        condense(model, CondenseConfig(memory=smaller), calibration=tokens, compare=["2"])
     monkeypatch.setattr(ExpertSearch, "decide", lambda self: pytest.fail("the search has begun"))
     with pytest.raises(MoesaicError, match="compare '3': .* at most the 2 condensed"):
         condense(model, CondenseConfig(count=2), calibration=tokens, compare=["3"])

@@ -45,7 +45,8 @@ class Target:
     """Stopping rule of a run, and the complete plan for a choice of layers.
 
     Raises:
-        MoesaicError: the target is out of reach even with all layers condensed.
+        MoesaicError: the model meets the target as it is, or the target is out of reach even with
+            all layers condensed.
     """
 
     def __init__(
@@ -53,6 +54,12 @@ class Target:
     ) -> None:
         self.job, self.config, self.plans = job, config, plans
         self.headers = replace(job.original, headers_only=True) if job.on_disk else None
+        if self.met([]):
+            name = "memory" if config.memory is not None else "active"
+            raise MoesaicError(
+                f"The model is within {name} {getattr(config, name):,} as it is: give a smaller "
+                "target."
+            )
         if not self.met([*plans]):
             memory, active = self.sizes([*plans])
             raise MoesaicError(
