@@ -45,7 +45,7 @@ from moesaic.carving.dsmoe.config import DSMoEConfig
 from moesaic.errors import MoesaicError
 from moesaic.losses import next_token_loss, predicting
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
-from moesaic.methods.figures import carved_clause, layers_text, number
+from moesaic.methods.figures import carved_clause, layers_text, number, percent
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -247,11 +247,12 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         assert decision.plan is not None
         where = layers_text(len(decision.plan.layers), len(layers))
         blocks = f"{number(self.config.experts)} blocks each"
-        steps = len(decision.summary["training"]["losses"])
+        steps, target = len(decision.summary["training"]["losses"]), self.config.active
+        towards = "" if target is None else f", towards {percent(target)} active"
         return Summary(
-            carved_clause(self.config, self.config.active if active is None else active),
+            carved_clause(self.config, active),
             f"The feed-forward networks of {where} are cut into {blocks}, of which each token runs "
-            f"{self._chosen(layers)}. All weights were trained for {steps:,} steps.",
+            f"{self._chosen(layers)}. All weights were trained for {steps:,} steps{towards}.",
         )
 
     def _chosen(self, layers: Iterable[LayerRecord]) -> str:
