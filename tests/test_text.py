@@ -298,10 +298,12 @@ def test_names_of_text():
         TextSource("prose"),
     )
     assert str(TextSource("a", data_dir="x")) == "a::x"
+    long = ",".join(f"{'n' * 40}-{i}.jsonl=1" for i in range(9))  # no file has so long a name
+    assert len(text_sources(long)) == 9
 
     for spec in (
         "a=0", "=1", "a=1,a=2", "a:b:c:d:e", "a:::train[x:]", '{"names": "a"}', "[]", "[3",
-        '{"name": "a", "weight": -1}', '{"name": "a", "split": 3}',
+        '{"name": "a", "weight": -1}', "a=1e308,b=1", '{"name": "a", "split": 3}',
     ):  # fmt: skip
         with pytest.raises(MoesaicError):
             text_sources(spec)

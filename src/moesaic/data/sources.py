@@ -28,6 +28,8 @@ DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
 SHIPPED = "shipped"
 """Name of all text that ships; ``shipped:code`` is one domain of it."""
+MOST = 1e9
+"""Greatest weight of a source in a mix."""
 SPLIT = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\])?")
 """Pattern of a split and its rows: ``train``, ``train[10%:]``, ``[:5000]``."""
 
@@ -95,8 +97,8 @@ class TextSource:
             raise MoesaicError(
                 f"{self.config!r} is no domain of the text that ships; known: {', '.join(DOMAINS)}."
             )
-        if not 0 < self.weight < float("inf"):
-            raise MoesaicError(f"The weight of {self} must be above 0, and finite: {self.weight}.")
+        if not 0 < self.weight <= MOST:
+            raise MoesaicError(f"The weight of {self} must be above 0, at most {MOST:g}.")
 
     def __str__(self) -> str:
         return ":".join((self.name, self.config, self.data_dir, self.split)).rstrip(":")
@@ -114,8 +116,8 @@ class TextSource:
     @property
     def place(self) -> tuple[str, str, str]:
         """Path or name, config and folder, alike for all slices and splits."""
-        path = Path(self.name)
-        return str(path.resolve()) if path.exists() else self.name, self.config, self.data_dir
+        name = str(Path(self.name).resolve()) if _exists(self.name) else self.name
+        return name, self.config, self.data_dir
 
     @property
     def split_name(self) -> str:
@@ -151,6 +153,14 @@ class TextSource:
         return ends[0] or 0, count if ends[1] is None else ends[1]
 
 
+def _exists(name: str) -> bool:
+    """Return True if there is a file or a folder of that name, which may be too long for one."""
+    try:
+        return Path(name).exists()
+    except OSError:
+        return False
+
+
 FIELDS = tuple(entry.name for entry in fields(TextSource) if not entry.kw_only)
 
 
@@ -171,7 +181,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     if spec.lstrip().startswith(("{", "[")):
         return tuple(_from_json(spec))
     spec = at_home(spec)
-    if Path(spec).exists() or ("=" not in spec and "," not in spec):
+    if _exists(spec) or ("=" not in spec and "," not in spec):
         return (_parsed(spec),)
     if "=" not in spec:
         mix = ",".join(f"{name.strip()}=1" for name in spec.split(","))
@@ -204,7 +214,7 @@ def text_name(value: object) -> str:
 
 
 def _parsed(text: str, weight: float = 1.0) -> TextSource:
-    parts = [text] if Path(text).exists() else text.split(":", 3)
+    parts = [text] if _exists(text) else text.split(":", 3)
     name, config, data_dir, split = [*parts, "", "", ""][:4]
     return TextSource(name, config, data_dir, split, weight)
 
@@ -252,7 +262,7 @@ def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
     """Yield the sources of a named mix, or the source itself."""
     mix = MIXES.get(source.name)
     measured = use == "evaluation" and source.name in DOMAINS
-    if mix is None or measured or Path(source.name).exists():
+    if mix is None or measured or _exists(source.name):
         yield source
         return
     if str(source) != source.name:

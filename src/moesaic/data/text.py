@@ -230,8 +230,8 @@ def process_share(
     batches = torch.arange(len(tokens.input_ids)).split(rows)
     if len(batches) < processes:
         raise MoesaicError(
-            f"{processes} processes cannot share {len(batches)} calibration batches; give more "
-            "text."
+            f"{processes} processes cannot share {len(tokens.input_ids)} windows, which they take "
+            f"{rows} at a time: raise samples, or run fewer."
         )
     own = torch.cat(batches[number::processes])
     return replace(tokens, origins=()).rows(own), list(range(number, len(batches), processes))

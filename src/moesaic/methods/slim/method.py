@@ -57,7 +57,7 @@ from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up, in_groups
 from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
-from moesaic.types import JSON, Config, Values
+from moesaic.types import JSON, Config, Values, silent
 
 WIDTHS = 12
 """Most widths of a layer that are tried."""
@@ -183,7 +183,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                     continue
                 raise
             sizes.append(Size(count, width, count * width, view.width, step))
-            if block and width % block:
+            if block and width % block and job.args.track is not silent:  # of a search: many
                 logging.getLogger(__name__).warning(
                     "%d neurons are no whole blocks of %d, in which this checkpoint is quantised: "
                     "FFNs of that width are stored in %s.",
