@@ -26,7 +26,7 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
     ("moe_folder", [("slim", {"keep": 0.5, "allocate": "experts"})]),
     ("llama_folder", [("slim", {"keep": 0.5})]),
     ("tiny-moe", [("condense", {"count": 1, "keep": "shared+routed"})]),
-    ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
+    ("tiny-moe", [("condense", {"memory": 9_000_000, "keep": "nothing"})]),
     ("llama_folder", [("carve", {"method": "more", "variant": "static", "refit": True})]),
     (
         "llama_folder",
