@@ -54,7 +54,7 @@ class Target:
     ) -> None:
         self.job, self.config, self.plans = job, config, plans
         self.headers = replace(job.original, headers_only=True) if job.on_disk else None
-        if self.met([]):
+        if config.count is None and self.met([]):
             name = "memory" if config.memory is not None else "active"
             raise MoesaicError(
                 f"The model is within {name} {getattr(config, name):,} as it is: give a smaller "
