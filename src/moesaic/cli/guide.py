@@ -263,8 +263,8 @@ def guide(
                 raise
             _stopped()
         return
-    most = min(chosen.memory, search.source.nbytes - 1)  # which may be a quantised file itself
-    for better in (p for p in points if p.type and p.memory <= most and p.kl < chosen.kl):
+    others = (p for p in points if p.type and p.memory <= chosen.memory)
+    for better in (p for p in others if 0 < p.kl < chosen.kl):  # 0: a quantised file's own type
         command = _export(model, f"{name}-{better.type}.gguf", better.type)
         print_words(f"The original in {better.type} is no larger, at less KL: {command}")
         break
