@@ -147,18 +147,31 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             self._check_uneven(views)
         dtype = job.dtype or next(job.shape.parameters()).dtype
         row = ROW // dtype.itemsize if mixture and not config.uneven else 1
+        block = job.format.columns if job.format and multiple is None else 0
         sizes: dict[int, list[Size]] = {}
         for i, view in views.items():
             if config.uneven:
                 options = [self._uneven_size(view.count, view.width, multiple or 1)]
             else:
-                options = self._even_sizes(job, i, multiple, row)
+                options = self._even_sizes(job, i, multiple, row, block)
             if config.by_layer:  # the result is not native, so engines set no multiple
                 options = self._spread(options[0], multiple or row)
             sizes[i] = [self._with_shared(view, size) for size in options]
+        every = {size.width for options in sizes.values() for size in options}
+        odd = sorted(width for width in every if block and width % block)
+        if odd and not config.uneven and job.args.track is not silent:  # searches try many widths
+            logging.getLogger(__name__).warning(
+                "%s neurons are no whole blocks of %d, in which this checkpoint is quantised: FFNs "
+                "of that width are stored in %s.",
+                ", ".join(map(str, odd)),
+                block,
+                str(job.original.config.dtype).removeprefix("torch."),
+            )
         return sizes
 
-    def _even_sizes(self, job: Job[Arch], layer: int, multiple: int | None, row: int) -> list[Size]:
+    def _even_sizes(
+        self, job: Job[Arch], layer: int, multiple: int | None, row: int, block: int
+    ) -> list[Size]:
         """Return the sizes of a layer with experts of one width, one per number of experts.
 
         Args:
@@ -166,6 +179,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             layer: index of the layer.
             multiple: widths are a multiple of this; None to find one near the target.
             row: the least multiple.
+            block: columns that share a scale on disk; 0 if none do, or ``multiple`` is given.
 
         Raises:
             MoesaicError: no number of experts meets the budget.
@@ -174,7 +188,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         sizes = []
         for count in self._counts(job, layer, view.count, view.width):
             target = config.keep * view.count * view.width / count
-            block = job.format.columns if job.format and multiple is None else 0
             whole = in_blocks(view.width, target, block)
             try:
                 width, step = width_for(view.width, target, multiple, "keep", whole or row)
@@ -183,14 +196,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                     continue
                 raise
             sizes.append(Size(count, width, count * width, view.width, step))
-            if block and width % block and job.args.track is not silent:  # of a search: many
-                logging.getLogger(__name__).warning(
-                    "%d neurons are no whole blocks of %d, in which this checkpoint is quantised: "
-                    "FFNs of that width are stored in %s.",
-                    width,
-                    block,
-                    str(job.original.config.dtype).removeprefix("torch."),
-                )
         if not sizes:
             raise MoesaicError(
                 f"experts auto: no number of experts meets keep {config.keep:g} with multiple "
