@@ -58,12 +58,6 @@ def other_folder(tmp_path_factory):
 # --- tasks of a local file -----------------------------------------------------------------------
 
 
-def test_ids_of_a_result_need_no_tokenizer(tokens, tmp_path):
-    name = str(stored(tiny_moe("mixtral"), tmp_path / "model"))
-    config = moesaic.PruneConfig(keep=6, score="aimer", refit=False)
-    assert moesaic.prune(name, config, calibration=tokens).evaluate(data=tokens).kl > 0
-
-
 def by_hand(model, tokenizer, prompt, choice):
     """The log-likelihood of a choice after a prompt, token by token."""
     ids = tokenizer(f"{prompt} {choice}")["input_ids"]
@@ -252,6 +246,12 @@ def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):
 
 
 # --- layer by layer ------------------------------------------------------------------------------
+
+
+def test_ids_of_a_result_need_no_tokenizer(tokens, tmp_path):
+    name = str(stored(tiny_moe("mixtral"), tmp_path / "model"))
+    config = moesaic.PruneConfig(keep=6, score="aimer", refit=False)
+    assert moesaic.prune(name, config, calibration=tokens).evaluate(data=tokens).kl > 0
 
 
 @pytest.mark.parametrize("kind", ["llama_folder", "moe_folder", "carved_folder"])

@@ -311,8 +311,8 @@ def test_without_stdin_nothing_is_asked(refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", None)
 
-    def goal(*_: object) -> None:
-        raise MoesaicError(f"asked: {_[-1]}")
+    def goal(*given: object) -> None:
+        raise MoesaicError(f"asked: {given[-1]}")
 
     monkeypatch.setattr(guide, "_goal", goal)
     refused("asked: False", "tiny-moe", "--max-tokens", 512)

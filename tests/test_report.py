@@ -444,9 +444,6 @@ def test_every_comparison_is_told_in_words():
     assert "Routing did not pay" not in said(make(static=10.0, routers=0)), "it has no routers"
 
 
-# --- several runs --------------------------------------------------------------------------------
-
-
 def test_a_gguf_file_is_what_its_run_was_for():
     """Verdict, tables and the comparison of runs show it, beside the result that it was made of."""
     file = {**score(25.6, 1.0), "kl": 0.5, "file": "moesaic/model-q2_k.gguf", "bytes": 250_000}
@@ -464,6 +461,9 @@ def test_a_gguf_file_is_what_its_run_was_for():
     del file["kl"], file["perplexity"]  # with --no-eval only its bytes are known
     assert tables.score_table(record).columns == ["original", "result", "static"]
     assert contents.outcome(record).startswith("moesaic/model-q2_k.gguf: 88\u00a0% smaller on disk")
+
+
+# --- several runs --------------------------------------------------------------------------------
 
 
 def test_several_runs():

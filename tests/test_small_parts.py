@@ -1,7 +1,6 @@
 """Small parts of the command line and of files, each by itself: what larger tests pass by."""
 
 import io
-from contextlib import suppress
 
 import pytest
 from builders import tiny_model, tiny_moe
@@ -85,14 +84,20 @@ def test_errors_have_their_own_codes(error, code, said, capsys, monkeypatch):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+class Full(io.StringIO):
+    """A stream that takes no more."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_full_stdout_is_not_called_a_full_disk(as_json, monkeypatch):
     """What the command made is complete then."""
-    with suppress(OSError), open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        monkeypatch.setattr("moesaic.progress.console", Console(file=full))
-        with pytest.raises(MoesaicError, match="could not be printed"):
-            emit(as_json, {"figures": "1" * 10_000}, "1" * 10_000)
+    monkeypatch.setattr("sys.stdout", Full())
+    monkeypatch.setattr("moesaic.progress.console", Console(file=Full()))
+    with pytest.raises(MoesaicError, match="could not be printed: No space left"):
+        emit(as_json, {"figures": 1}, "1")
 
 
 # --- models and files ----------------------------------------------------------------------------
