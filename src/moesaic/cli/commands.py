@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -295,9 +295,14 @@ def _print_sizes(recipe: Recipe, as_json: bool) -> None:
     emit(as_json, {"out": recipe.out, "estimate": figures}, table)
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return True if a standard stream is a terminal; it is None in a process begun without it."""
+    return stream is not None and stream.isatty()
+
+
 def print_start(model: str) -> None:
     """Print that a model is read, before libraries take seconds to import."""
-    if sys.stderr is not None and sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         sys.stderr.write(bounded(f"Reading {model} ...") + "\n")
         sys.stderr.flush()
 
@@ -321,7 +326,7 @@ def print_words(text: str, style: str = "") -> None:
 
     from moesaic.progress import err_console
 
-    if sys.stderr is not None and sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)
                  for line in text.splitlines()]  # fmt: skip
         text = "\n".join(lines)

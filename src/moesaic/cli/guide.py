@@ -229,7 +229,7 @@ def guide(
     from moesaic.fitting.run import open_search
     from moesaic.progress import bars, err_console
 
-    ask = not yes and not as_json and sys.stdin is not None and sys.stdin.isatty()
+    ask = not yes and not as_json and shared.is_terminal(sys.stdin)
     machine = _print_model(recipe)
     if (goal := _goal(machine, asked_for, search_folder(recipe.out), resume, ask)) is None:
         return

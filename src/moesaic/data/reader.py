@@ -163,7 +163,7 @@ class _StreamedRows:
 
     def __iter__(self) -> Iterator[Row]:
         with _reading(self.taken.source):
-            yield from map(_of_arrow, chain.from_iterable(self._shards()))
+            yield from chain.from_iterable(self._shards())
 
     def shuffled(self, seed: str) -> Iterator[Row]:
         """Yield all rows once: some shards in turn, rows drawn from a buffer."""
@@ -173,15 +173,15 @@ class _StreamedRows:
             rng.shuffle(shards)
             groups = (shards[i : i + OPEN] for i in range(0, len(shards), OPEN))
             in_turn = chain.from_iterable(chain.from_iterable(zip_longest(*g)) for g in groups)
-            rows = (_of_arrow(row) for row in in_turn if row is not None)
-            yield from shuffle_buffer(rows, rng, BUFFER)
+            yield from shuffle_buffer((row for row in in_turn if row is not None), rng, BUFFER)
 
-    def _shards(self) -> list[Iterable[Values]]:
+    def _shards(self) -> list[Iterable[Row]]:
         start, stop, data = self.taken.start, self.taken.stop, self._data
         count = data.num_shards if self._first else 1
         first, *others = [data.shard(count, i) for i in range(count)] if count > 1 else [data]
         first = first.skip(start) if start else first
-        return [first, *others] if stop is None else [first.take(stop - start)]
+        used = [first, *others] if stop is None else [first.take(stop - start)]
+        return [map(_of_arrow, shard) for shard in used]
 
 
 Rows = IndexedRows | _StreamedRows

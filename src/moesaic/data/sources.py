@@ -28,7 +28,7 @@ DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
 SHIPPED = "shipped"
 """Name of all text that ships; ``shipped:code`` is one domain of it."""
-MOST = 1e9
+HEAVIEST = 1e9
 """Greatest weight of a source in a mix."""
 SPLIT = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\])?")
 """Pattern of a split and its rows: ``train``, ``train[10%:]``, ``[:5000]``."""
@@ -97,8 +97,8 @@ class TextSource:
             raise MoesaicError(
                 f"{self.config!r} is no domain of the text that ships; known: {', '.join(DOMAINS)}."
             )
-        if not 0 < self.weight <= MOST:
-            raise MoesaicError(f"The weight of {self} must be above 0, at most {MOST:g}.")
+        if not 0 < self.weight <= HEAVIEST:
+            raise MoesaicError(f"The weight of {self} must be above 0, at most {HEAVIEST:g}.")
 
     def __str__(self) -> str:
         return ":".join((self.name, self.config, self.data_dir, self.split)).rstrip(":")

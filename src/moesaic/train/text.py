@@ -230,10 +230,10 @@ def _ended(answer: Sequence[int], tokenizer: Tokenizer) -> bool:
     """Return True if an answer ends in the tokenizer's end of text already, as some chat templates
     write it, or if there is none."""
     end = tokenizer.eos_token_id
-    if end is None:
-        return True
-    after = [*answer][::-1].index(end) if end in answer else len(answer)
-    return end in answer and not tokenizer.decode(answer[len(answer) - after :]).strip()
+    if end not in answer:
+        return end is None
+    after = answer[::-1].index(end)
+    return not tokenizer.decode(answer[len(answer) - after :]).strip()
 
 
 def training_text(
