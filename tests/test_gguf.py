@@ -697,6 +697,39 @@ def test_rows_are_the_same_however_many_threads_round_them(type, monkeypatch):
         assert np.array_equal(held, np.concatenate(each))
 
 
+def test_kept_rows_are_those_of_the_quantiser(tmp_path):
+    """They are read for the same rows, type and inputs' weights, whatever matrix they are in."""
+    needs_llamacpp()
+    generator = torch.Generator().manual_seed(0)
+    matrix_ERI = torch.randn(2, 300, 256, generator=generator)
+    weights_EI = torch.rand(2, 256, generator=generator)
+    kept = quantiser.KeptRows(tmp_path, room=0)
+    requests = [
+        (matrix_ERI, "q4_k", weights_EI),
+        (matrix_ERI, "q4_k", weights_EI.flip(1)),
+        (matrix_ERI, "q4_k", None),
+        (matrix_ERI, "q2_k", weights_EI),
+        (matrix_ERI[:, :128], "q4_k", weights_EI),
+    ]
+    for request in requests * 2:
+        assert np.array_equal(quantiser.held_rows(*request, kept), quantiser.held_rows(*request))
+    made = []
+    for values in (matrix_ERI[0].numpy(), matrix_ERI[0].numpy(), matrix_ERI[1].numpy()):
+        kept.fill(np.zeros((300, 1), np.uint8), lambda: made.append(1), "q4_k", values)
+    assert len(made) == 2
+    kept.clear()
+    assert np.array_equal(
+        quantiser.held_rows(*requests[0], kept), quantiser.held_rows(*requests[0])
+    )
+
+
+def test_rows_are_not_kept_without_room_on_the_disk(tmp_path):
+    made, kept = [], quantiser.KeptRows(tmp_path, room=1 << 62)
+    for _ in range(2):
+        kept.fill(np.zeros((1, 1), np.uint8), lambda: made.append(1), "q4_k")
+    assert len(made) == 2
+
+
 def test_one_type_rounds_by_text_too(rounding, tmp_path):
     whole, file = rounding("qwen2"), tmp_path / "made.gguf"
     with values_in(whole.whole) as values:

@@ -35,6 +35,7 @@ from moesaic.exports.quantiser import (
     OTHERS,
     WHOLE,
     FileTensor,
+    KeptRows,
     begin_file,
     fill_file,
     tensors_of,
@@ -180,6 +181,7 @@ class Rounding:
         text: source of the importance matrix; ``none`` for none.
         track: shows progress.
         samples: windows of the text.
+        kept: rows that were quantised before.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class Rounding:
         text: str = "",
         track: Track = silent,
         samples: int = SAMPLES,
+        kept: KeptRows | None = None,
     ) -> None:
         from gguf import GGUFReader
 
@@ -196,6 +199,7 @@ class Rounding:
         self._reader = GGUFReader(whole)
         self.named = _names_of(self._reader, self.native)
         self.whole, self.text, self.track, self.samples = whole, text, track, samples
+        self.kept = kept
         self.layers = self.native.config.num_hidden_layers
 
     @cached_property
@@ -207,7 +211,7 @@ class Rounding:
     def rounder(self) -> Rounder:
         """Rounder of the checkpoint, which quantises it layer by layer in memory."""
         assert self.tokens is not None  # without text no types are chosen
-        return Rounder(self.native, self.layout, self.named, self.tokens, self.track)
+        return Rounder(self.native, self.layout, self.named, self.tokens, self.track, self.kept)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -242,7 +246,7 @@ class Rounding:
         self, out: Path, tensors: dict[str, FileTensor], values: BufferedReader | None
     ) -> dict[str, FileTensor]:
         if values is not None:
-            fill_file(out, tensors, self._reader, values, self.weights)
+            fill_file(out, tensors, self._reader, values, self.weights, self.kept)
         return tensors
 
 

@@ -8,17 +8,22 @@ GLM5-next's exceptions.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from io import BufferedReader
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +52,7 @@ OWN = ("general.architecture", "general.quantization_version", "general.file_typ
 """Keys for which a quantised file has values of its own."""
 Held: TypeAlias = "npt.NDArray[np.uint8]"
 """Stored bytes of rows."""
+Values: TypeAlias = "npt.NDArray[np.float32]"
 FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Types that llama.cpp uses if blocks of 256 do not divide a row; for iq types ``IQ_FALLBACK``."""
 IQ_FALLBACK, WHOLE = "iq4_nl", "f32"
@@ -89,13 +95,70 @@ class FileTensor:
         return replace(self, type="f16" if self.shape[0] % _block(type)[0] else type)
 
 
-def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
+class KeptRows:
+    """Quantised rows in a temporary file, found again by their values, importance and type.
+
+    Quantising takes a hundred times as long as reading: ``fit`` needs a candidate's rows when it
+    measures the candidate, when it writes the file, and when it measures that.
+
+    Args:
+        folder: for the file.
+        room: bytes that stay free on its disk; without that much room nothing more is kept.
+    """
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self.folder, self.room = folder, room
+        self._places: dict[bytes, int] = {}
+        self._lock = Lock()
+
+    @cached_property
+    def _file(self) -> IO[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return TemporaryFile(dir=self.folder)
+
+    def fill(
+        self, held: Held, make: Callable[[], object], type: str, *values: Values | None
+    ) -> None:
+        """Read quantised rows; if there are none, let ``make`` write them, and keep them.
+
+        Args:
+            held: bytes to fill.
+            make: fills them.
+            type: of the rows.
+            values: all else that determines the bytes: the rows, and the mean squares of inputs.
+        """
+        digest = hashlib.sha256(type.encode())
+        for part in values:
+            digest.update(b"" if part is None else part.data)
+        key = digest.digest()
+        with self._lock:
+            if key in self._places:
+                self._file.seek(self._places[key])
+                held[:] = np.frombuffer(self._file.read(held.nbytes), np.uint8).reshape(held.shape)
+                return
+        make()
+        with self._lock:
+            end = self._file.seek(0, os.SEEK_END)
+            if shutil.disk_usage(self.folder).free > self.room:
+                self._places[key] = end
+                self._file.write(held.data)
+
+    def clear(self) -> None:
+        """Give the disk space back."""
+        self._places.clear()
+        self._file.truncate(0)
+
+
+def held_rows(
+    matrix: Tensor, type: str, weights: Tensor | None = None, kept: KeptRows | None = None
+) -> Held:
     """Quantise a matrix by ggml's own quantiser; return the bytes, row by row.
 
     Args:
         matrix: rows (R, I), or several matrices (E, R, I).
         type: of tensors; its blocks must divide the rows.
         weights: importance of the inputs (I), or of each matrix's (E, I); by default equal.
+        kept: rows that were quantised before; new ones are added.
 
     Raises:
         MoesaicError: values are not finite.
@@ -117,15 +180,21 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
     def hold(place: tuple[int, int]) -> None:
         expert, start = place
         mean_I = None if mean_EI is None else mean_EI.reshape(-1, inputs)[expert]
-        chunk(
+        source_RI, held_RB = (every[expert, start : start + ROWS] for every in (source_ERI, held))
+        make = partial(
+            chunk,
             number,
-            source_ERI[expert].ctypes.data_as(floats),
-            held[expert].ctypes.data_as(ctypes.c_void_p),
-            ctypes.c_int64(start * inputs),
-            ctypes.c_int64(min(ROWS, rows - start)),
+            source_RI.ctypes.data_as(floats),
+            held_RB.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_int64(0),
+            ctypes.c_int64(len(source_RI)),
             ctypes.c_int64(inputs),
             None if mean_I is None else mean_I.ctypes.data_as(floats),
         )
+        if kept is None:
+            make()
+        else:
+            kept.fill(held_RB, make, type, source_RI, mean_I)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         places = product(range(experts), range(0, rows, ROWS))
@@ -238,6 +307,7 @@ def fill_file(
     reader: GGUFReader,
     values: BufferedReader,
     weights: Mapping[str, Tensor],
+    kept: KeptRows | None = None,
 ) -> None:
     """Write the values of a quantised file, a part of one tensor at a time in memory.
 
@@ -247,6 +317,7 @@ def fill_file(
         reader: of the file in f32 or bf16.
         values: that file's values, from its first tensor on.
         weights: importance of inputs, as for :func:`begin_file`.
+        kept: rows that were quantised before.
 
     Raises:
         EOFError: there are fewer values.
@@ -263,7 +334,7 @@ def fill_file(
             _read(values, int(tensor.data_offset) - read)
             for part, mean in _parts(values, tensor, tensors[name].shape, weights.get(name)):
                 type = tensors[name].type
-                held = part.numpy() if type == WHOLE else held_rows(part, type, mean)
+                held = part.numpy() if type == WHOLE else held_rows(part, type, mean, kept)
                 file.write(held.data)
             read = int(tensor.data_offset + tensor.n_bytes)
 

@@ -392,6 +392,7 @@ class Rounder:
         named: llama.cpp's name of a module by transformers'.
         tokens: the text by which it is rounded, and by which types are chosen.
         track: shows progress.
+        kept: rows that were quantised before.
     """
 
     def __init__(
@@ -401,10 +402,11 @@ class Rounder:
         named: Callable[[str], str | None],
         tokens: Tokens,
         track: Track = silent,
+        kept: quantiser.KeptRows | None = None,
     ) -> None:
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
-        self.tokens, self.track = tokens, track
+        self.tokens, self.track, self.kept = tokens, track, kept
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -514,13 +516,13 @@ class Rounder:
 
     def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
         """Replace a matrix's values by those quantised to a type, part by part."""
-        weights = self.weights.get(name)
+        weights, kept = self.weights.get(name), self.kept if step == 1 else None
         stacked, some = matrix.dim() > 2, max(1, quantiser.AT_ONCE // matrix[0].numel())
         each = None if weights is None else weights.view(-1, matrix.shape[-1])[::step]
         for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
             mean_EI = each[start : start + some] if stacked and each is not None else each
-            values = quantiser.values_of(quantiser.held_rows(part.cpu(), type, mean_EI), type)
-            part.copy_(values.view(part.shape))
+            held = quantiser.held_rows(part.cpu(), type, mean_EI, kept)
+            part.copy_(quantiser.values_of(held, type).view(part.shape))
 
     def _step(self, name: str) -> int:
         """Return the number of experts of which one is quantised for an estimate."""

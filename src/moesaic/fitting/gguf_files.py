@@ -19,7 +19,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import SAMPLES, Rounding, converting, find_converter, lacking
-from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
+from moesaic.exports.quantiser import ALIGNED, WHOLE, KeptRows, types_of
 from moesaic.exports.rounder import Layout, Rounder, Types
 from moesaic.io.source import Source, resolve
 from moesaic.sizes import Skeleton
@@ -58,13 +58,18 @@ class Files:
         if lacks or source.config.model_type.startswith(PREFIX):
             listed = "; ".join(lacks) or "what only this package runs"
             raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
+        self.kept = KeptRows(folder, source.nbytes // 2)
         self._sizes: dict[str, int] = {}
 
     @cached_property
     def original(self) -> Rounding:
         """Original as a file in f32 or bf16, of which quantised files are made; without values."""
         with self._converted(self.source.folder) as (whole, _):
-            return Rounding(self.source.folder, whole, self.text, self.track, self.samples)
+            return self._of(self.source.folder, whole)
+
+    def _of(self, folder: Path, whole: Path) -> Rounding:
+        context = self.text, self.track, self.samples, self.kept
+        return Rounding(folder, whole, *context)
 
     @contextmanager
     def _converted(self, folder: Path) -> Iterator[tuple[Path, BufferedReader]]:
@@ -91,7 +96,7 @@ class Files:
         known = self.original if result is None else None
         folder = result or self.source.folder
         with self._converted(folder) as (whole, values):
-            rounding = known or Rounding(folder, whole, self.text, self.track, self.samples)
+            rounding = known or self._of(folder, whole)
             if weights is not None:
                 rounding.rounder.weights = weights
             yield rounding, values
@@ -107,7 +112,8 @@ class Files:
             return self.original.rounder
         tokens, source = self.original.tokens, resolve(str(result))
         assert tokens is not None
-        return Rounder(source, self.layout(built), self.original.named, tokens, self.track)
+        context = self.original.named, tokens, self.track, self.kept
+        return Rounder(source, self.layout(built), *context)
 
     def layout(self, built: Skeleton) -> Layout:
         """Return the tensors of the file of a result of the original's architecture.

@@ -205,6 +205,7 @@ def make_chosen(
     if best.steps:
         if not resume:
             discard(run_folder(best.out))
+        search.trials.make_room()
         begun = search.trials.hand_over(best.steps, best.out)
         record = run_recipe(
             best,

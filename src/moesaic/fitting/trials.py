@@ -146,6 +146,8 @@ DECIDING = 4096
 """Tokens on which alternatives are decided, before any is made with a refit."""
 ROOM = 8
 """Free disk space, in originals, below which the results of first steps are removed."""
+RESULT = 1.5
+"""Disk space, in originals, of a result with its plan and its file."""
 
 
 @dataclass
@@ -258,12 +260,19 @@ class Trials:
             key = _key(steps_as_json(tuple(steps[: number + 1])))
             folder = self.work / f"made-{key}"
             if not folder.exists():
+                self.make_room()
                 args = replace(self.args(model), resume_from=self.work / f"{LAYERS}-{key}")
                 made = convert(config, args)
                 with whole_folder(folder) as partial:
                     made.write(partial)
             model = str(folder)
         return folder
+
+    def make_room(self) -> None:
+        """Remove quantised rows that were kept, if the disk has little space for a result."""
+        free = shutil.disk_usage(self.work).free
+        if self.files is not None and free < RESULT * self.sizes.skeleton(()).bytes:
+            self.files.kept.clear()
 
     def hand_over(self, steps: Sequence[MethodConfig], out: str) -> bool:
         """Move a candidate's decided layers to where its run finds them; False if there are none.
