@@ -444,7 +444,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             ("neurons kept", ",.0f"): [layer.shape["neurons"] for layer in slim],
             ("lost", ".1%"): lost,
         }
-        section, caption = "How narrow experts become", f"Lost: {measure}." if any(lost) else ""
+        caption = f"Lost: {measure}." if any(lost) else ""
+        parts = "experts" if any(layer.experts for layer in slim) else "layers"
+        section = f"How narrow {parts} become"
         return [
             *figures.bars(section, "Neurons by layer.", caption, slim, columns),
             *figures.kept_figures(slim, section, measure),
@@ -478,7 +480,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         where = "each routed expert" if mixture else "each feed-forward network"
         text = f"{neurons} of {before} neurons of {where} are kept{differ}, chosen by {by}."
         text += " Experts of a layer differ in width." if differ else ""
-        text += _compared(decision.summary)
+        text += _compared(decision.summary, "equal mean width" if differ else "equal width")
         fewer = [layer for layer in changed if "kept" in layer.shape]
         if fewer:
             kept = span([len(layer.shape["kept"]) for layer in fewer])
@@ -489,15 +491,16 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return Summary(title, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
 
 
-def _compared(summary: Values) -> str:
-    """Return a sentence on how equal widths compared with widths by layer, on held-out windows."""
+def _compared(summary: Values, equally: str) -> str:
+    """Return a sentence on how layers of equal width compared with others, on held-out windows."""
     by_name = summary.get("compared")
     if not by_name:
         return ""
     equal, unequal = by_name[EQUAL], by_name[RESULT]
     kept = "are significantly worse" if summary["kept"] == RESULT else "were kept"
     sure = ", which is no sure gain" if kept == "were kept" and unequal < equal else ""
-    return f" Equal widths {kept}: KL {equal:.3g} beside {unequal:.3g} on windows held back{sure}."
+    both = f"KL {equal:.3g} beside {unequal:.3g}"
+    return f" Layers of {equally} {kept}: {both} on windows held back{sure}."
 
 
 def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
