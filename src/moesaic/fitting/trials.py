@@ -146,8 +146,8 @@ DECIDING = 4096
 """Tokens on which alternatives are decided, before any is made with a refit."""
 ROOM = 8
 """Free disk space, in originals, below which the results of first steps are removed."""
-RESULT = 1.5
-"""Disk space, in originals, of a result with its plan and its file."""
+RESULT = 4 / 3
+"""Disk space, in originals, of the largest result and a file of it in a third of its bytes."""
 
 
 @dataclass
