@@ -98,8 +98,8 @@ class FileTensor:
 class KeptRows:
     """Quantised rows in a temporary file, found again by their values, importance and type.
 
-    Quantising takes a hundred times as long as reading: ``fit`` needs a candidate's rows when it
-    measures the candidate, when it writes the file, and when it measures that.
+    Quantising is most of a search: ``fit`` needs a candidate's rows when it measures the candidate,
+    when it writes the file, and when it measures that.
 
     Args:
         folder: for the file.
@@ -140,8 +140,8 @@ class KeptRows:
         with self._lock:
             end = self._file.seek(0, os.SEEK_END)
             if shutil.disk_usage(self.folder).free > self.room:
-                self._places[key] = end
                 self._file.write(held.data)
+                self._places[key] = end
 
     def clear(self) -> None:
         """Give the disk space back."""
