@@ -721,6 +721,8 @@ def test_kept_rows_are_those_of_the_quantiser(tmp_path):
     assert np.array_equal(
         quantiser.held_rows(*requests[0], kept), quantiser.held_rows(*requests[0])
     )
+    kept.fill(np.zeros((300, 1), np.uint8), lambda: made.append(1), "q4_k", matrix_ERI[0].numpy())
+    assert len(made) == 3, "what was cleared is made again"
 
 
 def test_rows_are_not_kept_without_room_on_the_disk(tmp_path):
