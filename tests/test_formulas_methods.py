@@ -224,10 +224,10 @@ def test_weights_are_kept_out_of_condensed_layers_alone():
 def test_without_a_shared_path_there_is_nothing_of_it(tokens):
     model = tiny_moe("mixtral")
     for site in stream_of(model, tokens, [1]):
-        stats = tally_of(site, {"shared_down_DS", "shared_gram_SS"}).stats()
+        stats = tally_of(site, {"shared_reach_S", "shared_energy_S"}).stats()
         assert {name: tensor.numel() for name, tensor in stats.items()} == {
-            "shared_down_DS": 0,
-            "shared_gram_SS": 0,
+            "shared_reach_S": 0,
+            "shared_energy_S": 0,
         }
 
 
