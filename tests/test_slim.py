@@ -484,9 +484,9 @@ def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkey
 
     assert decided() == ("surgeon", True)
     assert not caplog.messages
-    monkeypatch.setattr("moesaic.methods.slim.method.PAIRS_BYTES", 8 * 8 * 16 * 16 - 1)
+    monkeypatch.setattr("moesaic.methods.slim.config.OPERATIONS", 8 * 16**3 - 1)
     assert decided() == ("energy", True)
-    assert "surgeon, which has less KL, would hold" in caplog.text
+    assert "surgeon, which has less KL, would take hours" in caplog.text
     assert decided(SlimConfig(score="surgeon", refit=False)) == ("surgeon", False)
     stats = moesaic.observe(model, tmp_path / "stats", calibration=tokens)
     assert decided(stats=str(stats)) == ("energy", False)
@@ -495,14 +495,14 @@ def test_by_default_it_is_the_score_of_least_kl(tokens, tmp_path, caplog, monkey
 
 
 def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(tmp_path):
-    """Which hold no pairs of neurons."""
+    """By scores that read single neurons; others need the tokens."""
     model, tokens = any_model("llama"), many_tokens()
     stats = str(moesaic.observe(model, tmp_path / "model.stats", calibration=tokens))
     config = SlimConfig(keep=0.5, score="energy", refit=False)
     plan = moesaic.slim(model, config, stats=stats).plan
     for i, layer in slimmed(model, tokens, keep=0.5).plan.layers.items():
         assert same(layer, plan.layers[i])
-    with pytest.raises(MoesaicError, match="no pairs of neurons"):
+    with pytest.raises(MoesaicError, match="stats hold no tokens"):
         moesaic.slim(model, SlimConfig(keep=0.5, score="surgeon"), stats=stats)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -467,7 +467,10 @@ class DenseFFN:
         return (*gate, self.up_MD, self.down_DM)
 
     def weighted(
-        self, x_TD: Tensor, allowed_E: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        allowed_E: Tensor | None = None,
+        experts: Container[int] | None = None,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the single expert: 0, all tokens' rows (T,) and h (T, M), float32."""
         yield 0, torch.arange(len(x_TD), device=x_TD.device), self.hidden(x_TD).float()

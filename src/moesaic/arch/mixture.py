@@ -9,7 +9,7 @@ Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -553,13 +553,17 @@ class MoEFFN:
         return self.project_down(i, self.hidden(i, x_TD))
 
     def weighted(
-        self, x_TD: Tensor, allowed_E: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        allowed_E: Tensor | None = None,
+        experts: Container[int] | None = None,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the experts that run, each with its tokens.
 
         Args:
             x_TD: the block's input.
             allowed_E: bool; the available experts. None: all.
+            experts: indices of those to yield; None for all.
 
         Yields:
             the expert's index; its tokens' rows in x (N,); w h, the input of its down projection
@@ -567,6 +571,8 @@ class MoEFFN:
         """
         w_TE = self.combine_weights(x_TD, allowed_E)
         for i in (w_TE != 0).any(0).nonzero().flatten().tolist():
+            if experts is not None and i not in experts:
+                continue
             rows = w_TE[:, i].nonzero().flatten()
             yield i, rows, self.hidden(i, x_TD[rows]).float() * w_TE[rows, i, None]
 

@@ -168,6 +168,10 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Memory for the Gram matrices of one layer's experts."""
         return 0
 
+    def statistics_bytes(self, view: FFN, tokens: int) -> int:
+        """Return the bytes of a layer's statistics over some tokens, from its shapes."""
+        return bytes_of(self.needs, view, tokens, self.gram_bytes)
+
     def observe(self, site: LayerTokens[Any], tally: Tally) -> None:
         """Add the method's own statistics of a layer's tokens; comparisons share them.
 
@@ -342,7 +346,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         chosen = self.allocate(losses)
         layers = self.finish(job, {i: decided[i][size][0] for i, size in chosen.items()})
         views, tokens = [job.arch.view(job.layers[i]) for i in sizes], job.planned_tokens
-        held = (bytes_of(self.needs, view, tokens, self.gram_bytes) for view in views)
+        held = (self.statistics_bytes(view, tokens) for view in views)
         return Outline(
             Plan(self.config.name, job.base, layers, asdict(self.config)),
             exact=all(len(options) == 1 for options in sizes.values()),

@@ -42,8 +42,7 @@ from moesaic.types import JSON, Named, Values
 
 FORMAT = 5
 """Version of statistics files; others are refused."""
-PAIRS = frozenset({"gram_EMM", "shared_gram_SS", "down_EDM", "shared_down_DS"})
-FILED = (OF_WEIGHTS | OF_TOKENS) - PAIRS
+FILED = OF_WEIGHTS | OF_TOKENS
 """Statistics that a file holds of a mixture."""
 FILED_DENSE = frozenset({"calls_E", "energy_EM", "reach_EM", "size_EM"})
 """Statistics that a file holds of a dense model."""
@@ -79,9 +78,8 @@ class Observation:
         self._file: StatsFile | None = None
         if path := job.args.calibration.stats:
             if lacking := self.needs - FILED:
-                words = {"pairs of neurons" if name in PAIRS else name for name in lacking}
                 raise MoesaicError(
-                    f"stats hold no {' and no '.join(sorted(words))}: these options need the "
+                    f"stats hold no {' and no '.join(sorted(lacking))}: these options need the "
                     "model, and cannot decide from stats."
                 )
             file = StatsFile(Path(path))

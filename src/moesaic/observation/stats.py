@@ -10,7 +10,7 @@ calls_E                     add    |T_j|, number of tokens routed to each expert
 gate_E                      add    sum of the combine weights g_j over T_j
 norm_E, square_E, gated_E   add    sums of |f_j|, |f_j|^2 and g_j |f_j| over T_j
 pair_EE                     add    sum of g_i g_j <f_i, f_j> over tokens
-energy_EM, gram_EMM         add    sums of (w h_j)^2 and (w h_j)(w h_k) over an expert's tokens
+energy_EM                   add    sums of (w h_j)^2 over an expert's tokens
 batch_T                     join   calibration batch of each token, int64
 logits_TX                   join   inputs of the router's decision, float32
 sampled_T                   join   True for tokens whose Gram matrix is kept
@@ -20,9 +20,8 @@ cross_SA, delta_S           join   with gram_SP if the stream follows: <f_j, del
 bias_E                      keep   choice bias of the router, or its factors by expert; may be empty
 spread_E                    keep   mean |w| over root mean square of w, of each expert's weights
 reach_EM, size_EM           keep   norms of W_down[:, j], and of all of a neuron's weights
-down_EDM                    keep   down projections
-shared_energy_S, ...        ..     the same of the shared path's neurons (also ``reach``, ``size``,
-                                   ``gram_SS``, ``down_DS``); empty without one
+shared_energy_S, ...        ..     the same of the shared path's neurons (also ``reach`` and
+                                   ``size``); empty without one
 ==========================  =====  =================================================================
 
 Methods add statistics of their own: :meth:`moesaic.methods.layered.LayerMethod.observe`.
@@ -48,7 +47,7 @@ from moesaic.arch.mixture import FFN, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import exact_copy, not_finite
+from moesaic.io.checkpoint import not_finite
 from moesaic.modules.running import LayerTokens
 
 Stats = dict[str, Tensor]
@@ -56,11 +55,13 @@ Stats = dict[str, Tensor]
 BLOCK_BYTES = 128 << 20
 """Bytes of expert outputs in memory at once."""
 OUTPUTS = frozenset({"norm_E", "square_E", "gated_E"})
-NEURONS = ("energy_EM", "gram_EMM")
-SHARED = ("shared_energy_S", "shared_gram_SS")
 GRAM = frozenset({"sampled_T", "gram_SP"})
 OF_TOKENS = frozenset(
-    {"calls_E", "gate_E", "batch_T", "logits_TX", "pair_EE", *OUTPUTS, *NEURONS, *SHARED, *GRAM}
+    {
+        *("calls_E", "gate_E", "batch_T", "logits_TX", "pair_EE", "energy_EM", "shared_energy_S"),
+        *OUTPUTS,
+        *GRAM,
+    }
 )
 """Statistics that need text."""
 
@@ -229,11 +230,6 @@ def _norms(view: FFN) -> list[Tensor]:
     return [reach_EM, size_EM]
 
 
-def _downs(view: FFN) -> list[Tensor]:
-    downs = (view.weights_of(i)[-1] for i in range(view.count))
-    return [exact_copy(torch.stack([down.detach().cpu() for down in downs]))]
-
-
 def _of_shared(statistics: Callable[[FFN], list[Tensor]], count: int) -> _Statistics:
     """Return a function of a layer that computes ``count`` statistics of its shared path."""
 
@@ -250,9 +246,7 @@ _OF_WEIGHTS: Mapping[tuple[str, ...], _Statistics] = {
     ("bias_E",): _bias,
     ("spread_E",): _spread,
     ("reach_EM", "size_EM"): _norms,
-    ("down_EDM",): _downs,
     ("shared_reach_S", "shared_size_S"): _of_shared(_norms, 2),
-    ("shared_down_DS",): _of_shared(_downs, 1),
 }
 """Functions of a layer's view by the names of what they return together."""
 OF_WEIGHTS = frozenset(chain.from_iterable(_OF_WEIGHTS))
@@ -296,19 +290,11 @@ class _Batch:
         else:
             if isinstance(view, MoEFFN) and names & OUTPUTS:
                 self._alone(view, w_TE)
-            for i, _, wh_NM in view.weighted(x_TD) if names.intersection(NEURONS) else ():
-                self._add_neurons(wh_NM, NEURONS, i, view.count)
-        if names.intersection(SHARED):
+            for i, _, wh_NM in view.weighted(x_TD) if "energy_EM" in names else ():
+                tally.add("energy_EM", square_sums(wh_NM), i, view.count)
+        if "shared_energy_S" in names:
             h_TS = view.shared_weighted(x_TD)
-            self._add_neurons(torch.zeros(0, 0) if h_TS is None else h_TS, SHARED)
-
-    def _add_neurons(self, wh_NM: Tensor, names: tuple[str, str], *row: int) -> None:
-        """Add the squares and inner products of some neurons under two names."""
-        square, gram = names
-        if square in self.names:
-            self.tally.add(square, square_sums(wh_NM), *row)
-        if gram in self.names:
-            self.tally.add(gram, wh_NM.T @ wh_NM, *row)
+            tally.add("shared_energy_S", square_sums(torch.zeros(0, 0) if h_TS is None else h_TS))
 
     def _add_sizes(self, square_NE: Tensor, w_NE: Tensor, row: int | None = None) -> None:
         """Add sums over tokens of |f|, |f|^2 and g |f|, of all experts or of one (N,)."""
@@ -330,14 +316,14 @@ class _Batch:
         """Add sums over outputs of several experts for the same token, block by block."""
         names, tally, routed_TE = self.names, self.tally, w_TE != 0
         ran_TE = sampled_T[:, None].expand_as(routed_TE)
-        if names & {"pair_EE", *OUTPUTS, *NEURONS}:
+        if names & {"pair_EE", "energy_EM", *OUTPUTS}:
             ran_TE = ran_TE | routed_TE
 
         def show(tokens: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
             """Add an expert's neurons; the weights of tokens not routed to it are zero."""
-            if names.intersection(NEURONS):
+            if "energy_EM" in names:
                 wh_NM = h_NM.float() * w_TE[tokens[rows], i, None]
-                self._add_neurons(wh_NM, NEURONS, i, view.count)
+                tally.add("energy_EM", square_sums(wh_NM), i, view.count)
 
         delta_TD = None
         if target_TD is not None and sampled_T.any():
@@ -447,11 +433,6 @@ def evenly(count: int, share: float, before: int = 0) -> Tensor:
     return steps[1:] > steps[:-1]
 
 
-def neuron_pairs(experts: int, width: int) -> int:
-    """Return the bytes of the inner products of a layer's neurons, by expert, in float64."""
-    return 8 * experts * width**2
-
-
 def bytes_of(needs: Collection[str], view: FFN, tokens: int, gram_bytes: int = 0) -> int:
     """Return the bytes of a layer's largest statistics, from its shapes.
 
@@ -461,7 +442,6 @@ def bytes_of(needs: Collection[str], view: FFN, tokens: int, gram_bytes: int = 0
         tokens: number of tokens.
         gram_bytes: memory for the layer's Gram matrices.
     """
-    held = neuron_pairs(view.count, view.width) if "gram_EMM" in needs else 0
     if "gram_SP" in needs and isinstance(view, MoEFFN):
-        held = max(held, min(gram_bytes, gram_room(tokens, view.weighed)))
-    return held
+        return min(gram_bytes, gram_room(tokens, view.weighed))
+    return 0

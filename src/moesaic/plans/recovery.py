@@ -561,11 +561,12 @@ def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Ten
     """Return the experts' down projections by place, zero at empty places (E, D, W)."""
     fused, transposed = view.experts.down_proj, view.arch.transposed
     room = max(len(part.order_W) for part in parts.values())
-    new_DW = []
-    for i in kept:
-        down_DW = fused.new_zeros(len(next(iter(parts.values())).down_DM), room)
+    hidden = len(next(iter(parts.values())).down_DM)
+    shape = (room, hidden) if transposed else (hidden, room)
+    down_EDW = torch.zeros(len(kept), *shape, dtype=fused.dtype)
+    for place, i in enumerate(kept):
         if i in parts:
-            refitted_DW = parts[i].refitted().to(fused.dtype)
-            down_DW[:, : refitted_DW.shape[1]] = refitted_DW
-        new_DW.append(down_DW.T if transposed else down_DW)
-    return torch.stack(new_DW).contiguous().cpu()
+            refitted_DW = parts[i].refitted().to(fused.dtype).cpu()
+            new_DW = down_EDW[place].T if transposed else down_EDW[place]
+            new_DW[:, : refitted_DW.shape[1]] = refitted_DW
+    return down_EDW

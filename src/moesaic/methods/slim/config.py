@@ -14,7 +14,7 @@ Another package adds a score by an entry point in the group ``moesaic.scores`` t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -41,10 +41,11 @@ class Neurons:
     """Norm of all of a neuron's weights, float64."""
     seed: int
     """Seed of random choice, different for every layer."""
-    gram: Tensor | None = None
-    """Sum of (w h_j)(w h_k) of an expert's neurons (E, M, M), float64; None if not needed."""
-    down: Tensor | None = None
-    """Columns d_j (E, D, M), float64; given with ``gram``."""
+    gram: Iterable[Tensor] | None = None
+    """Sum of (w h_j)(w h_k) of one expert's neurons after the other (M, M), float64, to be read
+    once; None if not needed."""
+    down: Iterable[Tensor] | None = None
+    """Columns d_j of one expert after the other (D, M); given with ``gram``."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,18 @@ SCORES = Registry("moesaic.scores", {}, {s.name: s for s in BUILT_IN})
 
 BEST = "surgeon"
 """Score of the lowest KL."""
-PAIRS_BYTES = 2 << 30
-"""Most bytes of a layer's inner products of neurons for which ``surgeon`` is the default score."""
+OPERATIONS = 3e12
+"""Largest sum of M^3 over a layer's experts for which ``surgeon`` is the default score: a few
+minutes for each layer."""
+
+
+def best_score(experts: int, width: int) -> str:
+    """Return the score of lowest KL that takes minutes and not hours for each layer.
+
+    >>> best_score(128, 768), best_score(256, 2048), best_score(8, 14_336)
+    ('surgeon', 'surgeon', 'energy')
+    """
+    return BEST if experts * width**3 <= OPERATIONS else "energy"
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,7 @@ class SlimConfig(MethodConfig):
     score: str | None = option(
         None,
         "How to decide which neurons to keep. Default: surgeon, or energy with stats and where "
-        "surgeon would hold over 2 GiB.",
+        "experts are so wide that surgeon would take hours.",
         choices=tuple(SCORES),
     )
     experts: str = option(
@@ -192,10 +203,8 @@ class SlimConfig(MethodConfig):
 
     @classmethod
     def families(cls, model: Shape) -> Iterator[Family[SlimConfig]]:
-        from moesaic.observation.stats import neuron_pairs  # torch is imported by now
-
-        pairs = model.experts and neuron_pairs(model.experts, model.width) <= PAIRS_BYTES
-        careful = partial(replace, score=BEST if pairs else "energy", refit=True)
+        score = best_score(model.experts, model.width) if model.experts else "energy"
+        careful = partial(replace, score=score, refit=True)
 
         def family(
             name: str,
@@ -208,17 +217,17 @@ class SlimConfig(MethodConfig):
             return Family(name, configs, careful, priced=priced, fills=fills)
 
         yield family("slim", model.widths)
-        best, shares, options, few = "slim", model.widths, JSON(), 8
+        widest, shares, options, few = "slim", model.widths, JSON(), 8
         if model.uneven:
             one_each = -(-FINEST // model.width)
             shares, options = shares_of(FINEST, one_each), {"allocate": "experts", "multiple": 1}
             yield family("slim uneven", shares, **options)
-            best, options = f"{best} uneven, spread", {**options, "allocate": "layers+experts"}
+            widest, options = f"{widest} uneven, spread", {**options, "allocate": "layers+experts"}
             few = 3
         if model.shared:
-            yield family(f"{best} shared", shares, few, fills=False, shared=0.5, **options)
+            yield family(f"{widest} shared", shares, few, fills=False, shared=0.5, **options)
         if model.uneven:
-            yield family(best, shares, few, **options)
+            yield family(widest, shares, few, **options)
 
     @property
     def uneven(self) -> bool:

@@ -36,22 +36,24 @@ from moesaic.methods.base import Decision, Summary
 from moesaic.methods.figures import span
 from moesaic.methods.layered import RESULT, Decided, LayerCase, LayerMethod
 from moesaic.methods.prune.subsets import allocate
-from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SCORES, SlimConfig
+from moesaic.methods.slim.config import BEST, SCORES, Neurons, SlimConfig, best_score
 from moesaic.methods.slim.neurons import (
     NAMES,
     ROW,
     choose,
+    down_projections,
     highest,
     highest_in_layer,
     in_blocks,
+    inner_products,
     losses,
     neurons_of,
+    pairs_bytes,
     share_lost,
     width_for,
 )
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
-from moesaic.observation.stats import neuron_pairs
 from moesaic.plan import Plan
 from moesaic.plans.cut import CutLayer
 from moesaic.plans.neurons import filled_up, in_groups
@@ -107,28 +109,33 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def resolve_defaults(self, job: Job[Arch]) -> Iterator[str]:
         if self.config.score is None:
             views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
-            pairs = max(neuron_pairs(view.count, view.width) for view in views)
-            score = "energy"
+            widest = max(views, key=lambda view: view.count * view.width**3)
+            score = best_score(widest.count, widest.width)
             if job.args.calibration.stats:
+                score = "energy"
                 yield "Statistics hold no pairs of neurons: they are scored by energy."
-            elif pairs > PAIRS_BYTES:
+            elif score != BEST:
                 yield (
-                    f"Neurons are scored by energy: {BEST}, which has less KL, would hold "
-                    f"{pairs / 2**30:.1f} GiB of inner products for each layer."
+                    f"Neurons are scored by energy: {BEST}, which has less KL, would take hours "
+                    f"for {widest.count} x {widest.width:,} neurons of each layer."
                 )
-            else:
-                score = BEST
             self.config = replace(self.config, score=score)
         yield from super().resolve_defaults(job)
 
     @property
     def needs(self) -> set[str]:
-        """Statistics of neurons; also the tokens if several sizes are compared on them."""
+        """Statistics of neurons; also the tokens if they score neurons by their inner products, or
+        if several sizes are compared on them."""
         config, score = self.config, self.config.rule
-        read = {"reach", "size", *["energy"] * score.observes, *["gram", "down"] * score.gram}
+        read = {"reach", "size", *["energy"] * (score.observes and not score.gram)}
         paths = (False, True) if config.shared is not None else (False,)
         needs = {NAMES[field][shared] for field in read for shared in paths}
-        return needs | {*["calls_E"] * score.observes, *["tokens"] * config.measures}
+        tokens = config.measures or score.gram
+        return needs | {*["calls_E"] * score.observes, *["tokens"] * tokens}
+
+    def statistics_bytes(self, view: FFN, tokens: int) -> int:
+        held = super().statistics_bytes(view, tokens)
+        return max(held, self.config.rule.gram * pairs_bytes(view.count, view.width))
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -331,12 +338,12 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         score = SCORES["random"] if case.stats is None else self.config.rule
         seed = self.config.seed * 10_007 + case.index
-        score_EM, shared = score.score(neurons_of(stats, seed)), None
+        score_EM, shared = score.score(self._neurons(case, stats, seed)), None
         if any(size.room for size in sizes):
             alike_1S = torch.zeros(1, getattr(view, "shared_width", 0))
             shared = alike_1S, alike_1S  # all are kept, or this is a dry run
             if "shared_size_S" in stats:
-                beside = neurons_of(stats, seed + 1, shared=True)
+                beside = self._neurons(case, stats, seed + 1, shared=True)
                 shared = score.score(beside), beside.reach
         decided = {size: self.choose(case, stats, score_EM, shared, size, groups) for size in sizes}
         if self.config.measures and case.site is not None:
@@ -344,6 +351,16 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
         return decided
+
+    def _neurons(
+        self, case: LayerCase[Arch], stats: Mapping[str, Tensor], seed: int, shared: bool = False
+    ) -> Neurons:
+        """Return the neurons of a layer's experts or shared path, as the score reads them."""
+        neurons, site = neurons_of(stats, seed, shared), case.site
+        if not self.config.rule.gram or site is None:
+            return neurons
+        gram, down = inner_products(site, shared), down_projections(site.view, shared)
+        return replace(neurons, gram=gram, down=down)
 
     def choose(
         self,

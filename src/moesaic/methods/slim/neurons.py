@@ -15,7 +15,7 @@ layer's own squared error. M^3 operations an expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ NAMES = {
     "energy": ("energy_EM", "shared_energy_S"),
     "reach": ("reach_EM", "shared_reach_S"),
     "size": ("size_EM", "shared_size_S"),
-    "gram": ("gram_EMM", "shared_gram_SS"),
-    "down": ("down_EDM", "shared_down_DS"),
 }
 """Statistics by field of :class:`~moesaic.methods.slim.config.Neurons`: those of routed experts and
 of the shared path."""
@@ -49,6 +47,50 @@ def neurons_of(stats: Mapping[str, Tensor], seed: int, shared: bool = False) -> 
     if shared:
         found = {name: tensor[None] for name, tensor in found.items()}
     return Neurons(**{"energy": torch.zeros_like(found["size"]), **found}, seed=seed)
+
+
+PASS_BYTES = 256 << 20
+"""Memory for inner products of neurons: of the experts whose sums are taken in one pass."""
+
+
+def pairs_bytes(experts: int, width: int) -> int:
+    """Return the bytes of the inner products that are held at once, float64."""
+    each = 8 * width**2
+    return min(experts * each, max(PASS_BYTES, each))
+
+
+@torch.no_grad()
+def inner_products(site: LayerTokens[FFN], shared: bool = False) -> Iterator[Tensor]:
+    """Yield the sum of (w h_j)(w h_k) over an expert's tokens (M, M), float64, expert by expert.
+
+    The tokens are read once for as many experts as fit :data:`PASS_BYTES`.
+
+    Args:
+        site: the layer, and its tokens.
+        shared: True for the shared path, as one expert (S, S).
+    """
+    view = site.view
+    count = 1 if shared else view.count
+    width = getattr(view, "shared_width", 0) if shared else view.width
+    together = max(1, PASS_BYTES // (8 * max(1, width) ** 2))
+    for first in range(0, count, together):
+        experts = range(first, min(first + together, count))
+        gram_NMM = torch.zeros(len(experts), width, width, dtype=torch.float64)
+        for x_TD in site.inputs():
+            if not shared:
+                for i, _, wh_TM in view.weighted(x_TD, experts=experts):
+                    gram_NMM[i - first] += (wh_TM.T @ wh_TM).cpu()
+            elif (h_TS := view.shared_weighted(x_TD)) is not None:
+                gram_NMM[0] += (h_TS.T @ h_TS).cpu()
+        yield from gram_NMM
+
+
+def down_projections(view: FFN, shared: bool = False) -> Iterator[Tensor]:
+    """Yield the down projection of each expert (D, M), or of the shared path (D, S)."""
+    ffns = [view.shared_ffn] if shared else [view] * view.count
+    for i, ffn in enumerate(ffns):
+        if ffn is not None:
+            yield ffn.weights_of(i)[-1].detach().cpu()
 
 
 def _ranking(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
