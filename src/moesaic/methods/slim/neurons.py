@@ -271,9 +271,9 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
         kept_L = ~removed_L
         left_L = left_L[kept_L]
         column_BL, share_BL, half_BL = (t_BL[:, kept_L] for t_BL in (column_BL, share_BL, half_BL))
-        inverse_LL = inverse_LL[kept_L][:, kept_L] - column_BL.T @ share_BL
-        change_LL = share_BL.T @ half_BL
-        alike_LL = alike_LL[kept_L][:, kept_L] - change_LL - change_LL.T
+        inverse_LL = inverse_LL[kept_L][:, kept_L].addmm_(column_BL.T, share_BL, alpha=-1)
+        alike_LL = alike_LL[kept_L][:, kept_L].addmm_(share_BL.T, half_BL, alpha=-1)
+        alike_LL.addmm_(half_BL.T, share_BL, alpha=-1)
     return cost_M
 
 
