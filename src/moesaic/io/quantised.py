@@ -156,13 +156,19 @@ class Packed(Tensor):
         values = self.format.values(self.parts)
         return values[0] if self._row else values
 
+    @property
+    def stack(self) -> bool:
+        """True for weights (E, ...) that each have bytes of their own."""
+        return self.format is not None and not self._row and self.dim() > 2
+
+    def one(self, index: int) -> Packed:
+        """Return one weight of a stack."""
+        assert self.format is not None
+        i = range(self.shape[0])[index]
+        return Packed(self.format, {e: part[i : i + 1] for e, part in self.parts.items()}, row=True)
+
     def __iter__(self) -> Iterator[Tensor]:
-        if self.format is None or self._row:
-            yield from self.plain
-            return
-        for i in range(self.shape[0]):
-            parts = {end: part[i : i + 1] for end, part in self.parts.items()}
-            yield Packed(self.format, parts, row=True)
+        yield from map(self.one, range(self.shape[0])) if self.stack else self.plain
 
     @classmethod
     def __torch_function__(
@@ -180,7 +186,9 @@ class Packed(Tensor):
                 args[0]._changed_values = args[0].plain
                 args[0].format = None  # its values change
             carried = None
-            if func is Tensor.index_select:
+            if func is Tensor.__getitem__ and isinstance(args[1], int) and args[0].stack:
+                carried = args[0].one(args[1])
+            elif func is Tensor.index_select:
                 carried = _chosen(*args)
             elif func is torch.stack and len(args) == 1 and not kwargs:
                 carried = _stacked(args[0])
@@ -234,7 +242,7 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
 
 def _cast(source: Packed, dtype: torch.dtype) -> Tensor | None:
     """Dequantise a stack (E, ...) to a type, expert by expert; None for any other tensor."""
-    if source.format is None or source.dim() < 3:
+    if not source.stack:
         return None
     values = torch.empty(source.shape, dtype=dtype, device=source.device)
     for row, place in zip(source, values, strict=True):

@@ -307,7 +307,7 @@ class CutLayer(LayerPlan):
             return table_VK[:, : self.top_k].contiguous()
         inside = leaf.removeprefix(f"{arch.experts}.")
         if self.down_E is not None and inside != leaf and inside == DOWN:
-            return self.down_E.to(tensor)
+            return self.down_E.to(tensor.device, tensor.dtype)
         axis = arch.expert_axis(leaf, tensor, count)
         if axis is None or self.kept_E is None:
             return tensor
