@@ -303,6 +303,15 @@ def test_a_stack_becomes_a_type_expert_by_expert():
     assert read == [1, 1, 1]
 
 
+def test_one_of_a_stack_is_dequantised_alone():
+    form, read = Mxfp4Experts(MXFP4), []
+    packed, values = Packed.of(form, form.parts(drawn(3, 64, 8), {})), form.values
+    form.values = lambda parts: read.append(len(parts["_blocks"])) or values(parts)
+    for i in (1, -1):
+        assert torch.equal(packed[i] + 0, values(packed.parts)[i])
+    assert read == [1, 1]
+
+
 def test_a_stack_is_quantised_expert_by_expert(monkeypatch):
     """Codes take several times the memory of the values until they are packed."""
     rounded, sizes = Mxfp4._rounded, []
