@@ -313,10 +313,11 @@ def _print_model(recipe: Recipe) -> JSON:
     if source.file is not None:
         unpacked = f" unpacked, as in results; the file has {memory(source.nbytes)}"
     fits = "fits as it is" if built.bytes <= ROOM * free else "does not fit"
+    device = "no GPU" if machine["device"] == "cpu" else machine["device"]
     print_words(
         f"{recipe.model}: {source.config.model_type}, {shape}; {count(size.total_parameters)} "
         f"parameters, {count(size.active_parameters)} of them a token.\n"
-        f"This machine: {machine['processor'] or machine['machine']}, {machine['device']}; "
+        f"This machine: {machine['processor'] or machine['machine']}, {device}; "
         f"{memory(free)} are free.\nIts weights take {memory(built.bytes)}{unpacked}: it {fits}."
     )
     return {**machine, "free_bytes": free, "weight_bytes": built.bytes}
