@@ -223,17 +223,25 @@ class Progress(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
             return
         self._check(folder / REQUEST)
         for file in sorted(folder.glob("layer-*.safetensors")):
-            with reading(file, "Remove it, and its layer is decided anew."):
-                header_of(file)
-                with safe_open(file, framework="pt") as opened:
-                    notes = opened.metadata()
-                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-                if _digest(notes["moesaic"]) != notes["digest"]:
-                    raise ValueError("it is not as it was written")
-                record = parse_json(notes["moesaic"], str(file))
-                check_fields(record, {"name": str, "layer": int, "analysis": dict})
-                layer = load_plan(record["header"], tensors)
-                self[record["name"], record["layer"]] = (layer, record["analysis"])
+            self._read(file)
+
+    def _read(self, file: Path) -> None:
+        """Take a layer from its file, to which its tensors are mapped.
+
+        Raises:
+            MoesaicError: it is damaged.
+        """
+        with reading(file, "Remove it, and its layer is decided anew."):
+            header_of(file)
+            with safe_open(file, framework="pt") as opened:
+                notes = opened.metadata()
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            if _digest(notes["moesaic"]) != notes["digest"]:
+                raise ValueError("it is not as it was written")
+            record = parse_json(notes["moesaic"], str(file))
+            check_fields(record, {"name": str, "layer": int, "analysis": dict})
+            layer = load_plan(record["header"], tensors)
+            self[record["name"], record["layer"]] = (layer, record["analysis"])
 
     def _check(self, note: Path) -> None:
         """Refuse to continue another run."""
@@ -268,14 +276,17 @@ class Progress(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
             layer: the plan.
             analysis: measurements for the decision, as plain JSON.
         """
-        self[name, index] = (layer, analysis)
         folder = self.begin() if process()[0] == 0 else None
-        if folder is not None:
+        if folder is None:
+            self[name, index] = (layer, analysis)
+        else:
             record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
             tensors = {key: tensor.contiguous() for key, tensor in layer.tensors().items()}
             notes = {"moesaic": (text := json.dumps(record)), "digest": _digest(text)}
-            with whole_file(folder / f"layer-{index:04d}-{name}.safetensors") as partial:
+            file = folder / f"layer-{index:04d}-{name}.safetensors"
+            with whole_file(file) as partial:
                 save_file(tensors, partial, metadata=notes)
+            self._read(file)  # refitted weights of all layers may not fit into memory
 
 
 def _digest(text: str) -> str:
