@@ -147,8 +147,8 @@ def count_routing(model: Model) -> Iterator[Counts]:
 
 
 T = TypeVar("T")
-BATCH = 1024
-"""Number of tokens of a batch, whose logits over the whole vocabulary are in memory at once."""
+BATCH, LOGITS = 1024, 1 << 27
+"""Most tokens of a batch, and most logits, which are in memory at once for the whole vocabulary."""
 SPILL = 1 << 30
 """Bytes of hidden states that are kept in memory; more are written to a file."""
 

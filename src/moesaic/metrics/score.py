@@ -211,8 +211,10 @@ def qualities(
         MoesaicError: logits are not finite, no token can be scored, or vocabularies differ.
     """
     number, world = process() if shared else (0, 1)
-    batches = list(tokens.batches(forward.BATCH))[number::world]
     ours, *others = runs
+    vocabulary = ours.shape.config.get_text_config().vocab_size
+    most = min(forward.BATCH, forward.LOGITS // vocabulary)
+    batches = list(tokens.batches(most))[number::world]
     # the original's layers first: then nothing of it but its states is kept
     # (a whole model runs in step with the other, whose bar is drawn)
     passes = [
