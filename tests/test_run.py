@@ -6,6 +6,7 @@ import shutil
 import warnings
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from builders import equal, inside, pages, weights
@@ -32,6 +33,8 @@ from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.io.source import Source
 from moesaic.metrics import measurement as measuring
 from moesaic.pipeline import run_recipe
+from moesaic.plan import Progress
+from moesaic.plans.cut import CutLayer
 from moesaic.progress import Log
 from moesaic.recipe import Recipe, step_config
 from moesaic.surgery import apply_plan
@@ -237,6 +240,21 @@ def test_a_failed_run_continues_only_with_its_own_files(llama_folder, tmp_path, 
     run_recipe(broken, resume=True)
     assert observed == [2, 3]  # and the result is that of one run: laws/test_methods.py
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process().memory_info(), "shared"), reason="of Linux")
+def test_decided_layers_take_no_memory(tmp_path):
+    """They are mapped to their files: refitted weights of all layers may be the whole model."""
+
+    def own_memory():
+        info = psutil.Process().memory_info()
+        return info.rss - info.shared
+
+    progress, before = Progress(tmp_path / "run", {}), own_memory()
+    for i in range(4):
+        progress.add("result", i, CutLayer(torch.arange(8), down_E=torch.ones(8, 1024, 2048)), {})
+    assert own_memory() - before < 64 << 20  # one layer; all have 268 MB
+    assert all(bool((layer.down_E == 1).all()) for layer, _ in progress.values())
 
 
 def test_a_warning_is_shown_once_and_noted_by_every_log(capsys, monkeypatch):
