@@ -54,9 +54,14 @@ PASS_BYTES = 256 << 20
 
 
 def pairs_bytes(experts: int, width: int) -> int:
-    """Return the bytes of the inner products that are held at once, float64."""
+    """Return the bytes of the inner products that are held at once, float64, and of the three
+    matrices like them in which neurons are removed from one expert.
+
+    >>> pairs_bytes(128, 768) >> 20, pairs_bytes(1, 14_336) >> 20
+    (269, 6272)
+    """
     each = 8 * width**2
-    return min(experts * each, max(PASS_BYTES, each))
+    return min(experts * each, max(PASS_BYTES, each)) + 3 * each
 
 
 @torch.no_grad()
@@ -242,8 +247,11 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
     """
     width = len(gram_MM)
     strength = max(ridge * gram_MM.diagonal().mean().item(), 1e-12)
-    damped_MM = gram_MM + strength * torch.eye(width, dtype=gram_MM.dtype)
-    inverse_LL = torch.cholesky_inverse(torch.linalg.cholesky(damped_MM))
+    factor_MM = gram_MM.clone()
+    factor_MM.diagonal().add_(strength)
+    factor_MM = torch.linalg.cholesky(factor_MM)
+    inverse_LL = torch.cholesky_inverse(factor_MM)
+    del factor_MM  # matrices of wide experts are gigabytes
     alike_LL = down_DM.T @ down_DM
     left_L = torch.arange(width)
     cost_M = torch.zeros(width, dtype=torch.float64)
@@ -268,11 +276,12 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
             column_BL[t], share_BL[t], half_BL[t] = column_L, share_L, half_L
             spread_L -= column_L * share_L
             norm_L -= 2 * share_L * half_L
-        kept_L = ~removed_L
+        kept_L = (~removed_L).nonzero().flatten()
         left_L = left_L[kept_L]
         column_BL, share_BL, half_BL = (t_BL[:, kept_L] for t_BL in (column_BL, share_BL, half_BL))
-        inverse_LL = inverse_LL[kept_L][:, kept_L].addmm_(column_BL.T, share_BL, alpha=-1)
-        alike_LL = alike_LL[kept_L][:, kept_L].addmm_(share_BL.T, half_BL, alpha=-1)
+        square_LL = kept_L[:, None], kept_L
+        inverse_LL = inverse_LL[square_LL].addmm_(column_BL.T, share_BL, alpha=-1)
+        alike_LL = alike_LL[square_LL].addmm_(share_BL.T, half_BL, alpha=-1)
         alike_LL.addmm_(half_BL.T, share_BL, alpha=-1)
     return cost_M
 
