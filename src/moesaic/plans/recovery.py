@@ -78,7 +78,7 @@ class Ridge:
     """Solver of min over W of sum_t ||y_t - x_t W||^2 + lambda sum_f ||W_f||^2, lambda chosen on
     held-out tokens.
 
-    Two float64 matrices of features x features are held, and three more while solving: 8.2 GB at
+    Two float64 matrices of features x features are held, and four more while solving: 9.9 GB at
     14,336 features.
 
     Args:
@@ -107,7 +107,9 @@ class Ridge:
         fit, held = self.fit, self.held
         power_F, turn_FF = torch.linalg.eigh(fit.gram_FF)
         cross_FO = turn_FF.T @ fit.cross_FO
-        square_FF = (turn_FF.T @ held.gram_FF @ turn_FF).mul_(cross_FO @ cross_FO.T)
+        square_FF = turn_FF.T @ held.gram_FF
+        square_FF = square_FF @ turn_FF  # in two steps, the first product is freed
+        square_FF.mul_(cross_FO @ cross_FO.T)
         linear_F = (cross_FO * (turn_FF.T @ held.cross_FO)).sum(1)
         best, least = math.inf, held.square
         for strength in STRENGTHS[1:]:
@@ -115,6 +117,7 @@ class Ridge:
             error = held.square + (scale_F @ (square_FF @ scale_F - 2 * linear_F)).item()
             if error < least:
                 best, least = strength, error
+        del turn_FF, square_FF
         sums = _Sums(fit.gram_FF + held.gram_FF, fit.cross_FO + held.cross_FO)
         unexplained = least / max(held.square, 1e-300)
         return _Fit(_weight(sums, best), best, unexplained)
