@@ -247,7 +247,7 @@ def guide(
             _stopped()
     err_console.print(_points_table(points, machine["weight_bytes"]))
     _suggest_both(search, points)
-    choice = [p for p in points if p.candidate or (ask and _writes_gguf(search))]
+    choice = [p for p in points if p.candidate or (ask and not _no_gguf(search))]
     chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
     if chosen is None and max_kl is not None and not ask:
         discard(search.work)
@@ -441,13 +441,15 @@ def _suggest_both(search: Search, points: Sequence[Point]) -> None:
 # --- what is made of it --------------------------------------------------------------------------
 
 
-def _writes_gguf(search: Search) -> bool:
-    """Return True if llama.cpp's converter is installed and knows the model."""
+def _no_gguf(search: Search) -> str:
+    """Return why no GGUF file of a model can be written; empty if one can."""
     from moesaic.exports.llamacpp import find_converter, lacking
 
-    with suppress(MoesaicError):
-        return bool(find_converter()) and not lacking(search.source.config)
-    return False
+    try:
+        find_converter()
+    except MoesaicError as error:
+        return str(error)
+    return " ".join(f"llama.cpp lacks {feature}." for feature in lacking(search.source.config))
 
 
 def _export(model: object, file: object, type: str) -> str:
@@ -481,6 +483,8 @@ def _choose(
     model, out = search.recipe.model, search.recipe.out
     numbers = ["0", *(str(points.index(p) + 1) for p in choice)]
     default, made = points.index(chosen) + 1, 0
+    if others := [str(n) for n, p in enumerate(points, 1) if p not in choice]:
+        print_words(f"{' and '.join(others)} cannot be saved: {_no_gguf(search)}")
     while number := int(prompt("Which one (0: none)", str(default), numbers)):
         point, default = points[number - 1], 0
         try:
@@ -501,7 +505,7 @@ def _choose(
         made += 1
         following = [["generate", place, "Your prompt"], ["eval", place, "--against", model]]
         lines = [shlex.join(["moesaic", *words]) for words in following]
-        if point.native and _writes_gguf(search):
+        if point.native and not _no_gguf(search):
             lines.append(_export(place, f"{place}-q8_0.gguf", "q8_0"))
         print_notice("\n".join(["What you may do with it:", *lines]))
     discard(search.work)  # nothing is left to continue
