@@ -372,7 +372,8 @@ def test_points_are_saved_as_they_are_picked(saved, moe_folder):
     terminal = Terminal([str(moe_folder), *TEXT, "--resume"], saved.left)
     terminal.until("Largest KL")
     terminal.type("100")
-    terminal.until("Which one")
+    said = " ".join(terminal.until("Which one").split())
+    assert "3 and 4 cannot be saved: No convert_hf_to_gguf.py at nowhere." in said
     terminal.type("1")
     terminal.until("Folder")
     terminal.type("mine")
