@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moesaic.arch.mixture import FFN
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import not_finite
 from moesaic.methods.prune.subsets import best_scores
 from moesaic.methods.slim.config import Neurons
 from moesaic.modules.running import LayerTokens
@@ -73,6 +74,9 @@ def inner_products(site: LayerTokens[FFN], shared: bool = False) -> Iterator[Ten
     Args:
         site: the layer, and its tokens.
         shared: True for the shared path, as one expert (S, S).
+
+    Raises:
+        MoesaicError: a sum is not finite.
     """
     view = site.view
     count = 1 if shared else view.count
@@ -87,6 +91,8 @@ def inner_products(site: LayerTokens[FFN], shared: bool = False) -> Iterator[Ten
                     gram_NMM[i - first] += (wh_TM.T @ wh_TM).cpu()
             elif (h_TS := view.shared_weighted(x_TD)) is not None:
                 gram_NMM[0] += (h_TS.T @ h_TS).cpu()
+        if not gram_NMM.isfinite().all():
+            raise not_finite(f"Layer {site.index} computes")
         yield from gram_NMM
 
 
