@@ -15,7 +15,6 @@ from moesaic import Calibration, Evaluation, MoesaicError, sizes
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
 from moesaic.io.models import sizes_in, working_type
 from moesaic.io.source import resolve
-from moesaic.methods.slim.neurons import pairs_bytes
 from moesaic.metrics.score import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
@@ -130,8 +129,8 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(monkeypatch):
     energy = ("slim", {"keep": 0.5, "score": "energy", "refit": False})
     assert held(monkeypatch, "tiny-moe", energy) == 2 * layer + states
     products = ("slim", {"keep": 0.5, "score": "surgeon"})
-    statistics = pairs_bytes(experts=8, width=96)
-    assert held(monkeypatch, "tiny-moe", products) == 2 * layer + states + statistics
+    # inner products of eight experts, and three matrices like one of them
+    assert held(monkeypatch, "tiny-moe", products) == 2 * layer + states + (8 + 3) * 8 * 96**2
     monkeypatch.setattr(sizes, "free_bytes", lambda _: 1 << 40)
     both = held(monkeypatch, "tiny-moe", ("prune", {"keep": 8}), evaluation=Evaluation())
     assert both == 2 * moe.held("cpu")
