@@ -28,9 +28,9 @@ ENVIRONMENT = {
 }
 """Environment variables of the command line.
 
-- Turns that a thread of torch waits for the others before it gives its core away. By default it
-  waits for milliseconds: beside another job on the same cores, ``slim tiny-moe`` took 235 seconds,
-  with 1,000 turns 20; alone 13 and 14.
+- Turns that a thread of torch waits for the others before it gives its core away. By default they
+  are 300,000: beside another job on the same cores, ``slim tiny-moe --no-eval`` then took 235
+  seconds, with 1,000 turns 20; alone 13 and 14.
 - Numbers of matrix products, compiled by shape, that torch and oneDNN cache, each half a megabyte:
   experts get new numbers of tokens in each batch. The default is 1,024; prompts of a small mixture
   take a third longer with 256, and as long with 512.

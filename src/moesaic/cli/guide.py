@@ -247,7 +247,8 @@ def guide(
             _stopped()
     err_console.print(_points_table(points, machine["weight_bytes"]))
     _suggest_both(search, points)
-    choice = [p for p in points if p.candidate or (ask and not _no_gguf(search))]
+    files = ask and not _no_gguf(search)
+    choice = [p for p in points if p.candidate or files]
     chosen, least = goal.best(choice), min(choice, key=lambda p: p.kl)
     if chosen is None and max_kl is not None and not ask:
         discard(search.work)
@@ -449,7 +450,8 @@ def _no_gguf(search: Search) -> str:
         find_converter()
     except MoesaicError as error:
         return str(error)
-    return " ".join(f"llama.cpp lacks {feature}." for feature in lacking(search.source.config))
+    lacks = lacking(search.source.config)
+    return f"llama.cpp lacks {'; '.join(lacks)}." if lacks else ""
 
 
 def _export(model: object, file: object, type: str) -> str:

@@ -161,14 +161,14 @@ class Packed(Tensor):
         """True for weights (E, ...) that each have bytes of their own."""
         return self.format is not None and not self._row and self.dim() > 2
 
-    def one(self, index: int) -> Packed:
-        """Return one weight of a stack."""
+    def weight_at(self, index: int) -> Packed:
+        """Return one weight of a stack (E, ...), with its own bytes."""
         assert self.format is not None
         i = range(self.shape[0])[index]
         return Packed(self.format, {e: part[i : i + 1] for e, part in self.parts.items()}, row=True)
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from map(self.one, range(self.shape[0])) if self.stack else self.plain
+        yield from map(self.weight_at, range(self.shape[0])) if self.stack else self.plain
 
     @classmethod
     def __torch_function__(
@@ -187,7 +187,7 @@ class Packed(Tensor):
                 args[0].format = None  # its values change
             carried = None
             if func is Tensor.__getitem__ and isinstance(args[1], int) and args[0].stack:
-                carried = args[0].one(args[1])
+                carried = args[0].weight_at(args[1])
             elif func is Tensor.index_select:
                 carried = _chosen(*args)
             elif func is torch.stack and len(args) == 1 and not kwargs:
