@@ -41,8 +41,8 @@ SURE = 2.0
 HELD_OUT = 5
 """Number of parts into which every batch's tokens are cut; the last is held out."""
 
-COLUMNS = 1024
-"""Outputs of many blocks that are solved for at a time, to save memory."""
+COLUMNS = 256
+"""Outputs of many blocks that are solved for at a time: six matrices of so many are in memory."""
 
 
 @dataclass
@@ -515,49 +515,63 @@ def _joined(batches: list[Block]) -> Block:
     return rows, h_NW
 
 
-def _fit(
-    parts: Mapping[int, _Part],
-    fitted: Blocks,
-    held: Blocks,
-    strengths: Sequence[float] = PATH,
-    start_FD: Tensor | None = None,
-) -> Tensor:
+def _fit(parts: Mapping[int, _Part], fitted: Blocks, held: Blocks) -> Tensor:
     """Fit the parts whose change significantly lowers the error of held-out tokens.
 
     Args:
         parts: by expert; their change is set.
         fitted: tokens to fit to.
         held: held-out tokens, which choose strength and parts.
-        strengths: candidates of lambda, falling.
-        start_FD: change to start from; None for zero.
 
     Returns:
         the remaining error of the held-out tokens (T, D) after the fit to the others.
     """
-    if not held.features:
-        return held.y_TO
-    best, least = -1, _square(held.y_TO)
+    strengths: Sequence[float] = PATH
+    start_FD: Tensor | None = None
+    while held.features:
+        best, trial_FD, left_TD = _trial(fitted, held, strengths, start_FD)
+        if trial_FD is None:
+            break
+        strengths, sure = strengths[best:], dict[int, Tensor]()
+        for i, change_FD in held.split(trial_FD).items():
+            rows, h_NF = held.features[i]
+            if helps(left_TD[rows] + h_NF @ change_FD, left_TD[rows]):
+                sure[i] = change_FD
+        if len(sure) == len(held.features):
+            if not helps(held.y_TO, left_TD):
+                break
+            last_FD = next(ridge_path([fitted, held], trial_FD, strengths, LAST_STEPS))
+            for i, change_FD in held.split(last_FD).items():
+                parts[i].change_FD, parts[i].basis_WF = change_FD, held.bases.get(i)
+            return left_TD
+        start_FD = torch.cat([*sure.values(), trial_FD[:0]])
+        fitted, held = fitted.only(sure), held.only(sure)
+        del trial_FD, change_FD, sure  # as large as the down projections
+    return held.y_TO
+
+
+def _trial(
+    fitted: Blocks, held: Blocks, strengths: Sequence[float], start_FD: Tensor | None
+) -> tuple[int, Tensor | None, Tensor]:
+    """Find the strength that is best for held-out tokens.
+
+    Args:
+        fitted: tokens to fit to.
+        held: held-out tokens.
+        strengths: candidates of lambda, falling.
+        start_FD: change to start from; None for zero.
+
+    Returns:
+        the number of the strength; the change (F, D), None if no strength helps; the held-out
+        tokens' error (T, D).
+    """
+    best, trial_FD, left_TD, least = 0, None, held.y_TO, _square(held.y_TO)
     for n, w_FD in enumerate(ridge_path([fitted], start_FD, strengths, TRIAL_STEPS)):
         error_TD = held.y_TO - held.times(w_FD)
         if _square(error_TD) >= least:
             break
         best, trial_FD, left_TD, least = n, w_FD, error_TD, _square(error_TD)
-    if best < 0:
-        return held.y_TO
-    sure = {}
-    for i, change_FD in held.split(trial_FD).items():
-        rows, h_NF = held.features[i]
-        if helps(left_TD[rows] + h_NF @ change_FD, left_TD[rows]):
-            sure[i] = change_FD
-    if len(sure) < len(held.features):
-        start_FD = torch.cat([*sure.values(), trial_FD[:0]])
-        return _fit(parts, fitted.only(sure), held.only(sure), strengths[best:], start_FD)
-    if not helps(held.y_TO, left_TD):
-        return held.y_TO
-    last_FD = next(ridge_path([fitted, held], trial_FD, strengths[best:], LAST_STEPS))
-    for i, change_FD in held.split(last_FD).items():
-        parts[i].change_FD, parts[i].basis_WF = change_FD, held.bases.get(i)
-    return left_TD
+    return best, trial_FD, left_TD
 
 
 def _by_place(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
