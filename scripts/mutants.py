@@ -62,7 +62,7 @@ SURVIVED, KILLED, NEVER_RAN, IMPOSSIBLE = 0, 1, "no test", 3
 CONTROLS = 200
 """Tests that must pass in a fork in which nothing is changed."""
 MEMORY = 4 << 30
-"""Bytes that a mutant may take beyond what its parent has mapped."""
+"""Bytes that a mutant may take beyond what its parent has."""
 
 
 # --- what is changed -----------------------------------------------------------------------------
@@ -415,9 +415,9 @@ class Runner:
     ) -> int:
         """Run tests with a function changed, or with nothing changed; how that ended."""
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[5])  # files are not among these
         most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         signal.alarm(5 * limit)
         if mutant is not None:
             functions = live.get(mutant.place, ())
