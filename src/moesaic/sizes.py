@@ -102,9 +102,10 @@ def estimate(recipe: Recipe) -> Estimate:
 def peak_memory(recipe: Recipe, steps: Sequence[Step], result: Skeleton) -> int:
     """Return the estimated peak memory of a run in bytes, libraries included.
 
-    A step holds its largest layer, as stored and as computed, the statistics of that layer, and
-    the hidden states of the calibration text; one that trains holds the whole model. Original and
-    result are measured side by side if they fit into memory, otherwise layer by layer.
+    A step holds its largest layer, as stored and as computed, the statistics of that layer, what
+    its refit holds, and the hidden states of the calibration text; one that trains holds the whole
+    model. Original and result are measured side by side if they fit into memory, otherwise layer
+    by layer.
     """
     most = max(_held(step.job, step.outline) for step in steps)
     if recipe.evaluation is not None:
@@ -121,8 +122,15 @@ def _held(job: Job[Arch], outline: Outline) -> int:
         return every + OF_TRAINING * outline.trained
     weight = job.shape.get_input_embeddings().weight
     item = (job.working_type or weight.dtype).itemsize
-    states = 2 * job.planned_tokens * weight.shape[1] * item  # into a layer, and out of it
-    return max(every - sum(layers), 2 * max(layers) + outline.statistics) + min(SPILL, states)
+    hidden, tokens = weight.shape[1], job.planned_tokens
+    states = 2 * tokens * hidden * item  # into a layer, and out of it
+    refits = [
+        plan.refit_bytes(job.arch.view(job.layers[i]), hidden, tokens)
+        for i, plan in outline.plan.layers.items()
+        if outline.plan.config.get("refit")
+    ]
+    most = 2 * max(layers) + outline.statistics + max(refits, default=0)
+    return max(every - sum(layers), most) + min(SPILL, states)
 
 
 @contextmanager

@@ -29,12 +29,13 @@ from moesaic.arch.dense import (
     put,
     weight_of,
 )
+from moesaic.arch.mixture import FFN
 from moesaic.carving.routers import CHOOSING, DRAWING, WEIGHING, by_neuron, make_router, norm_scale
 from moesaic.errors import quote
 from moesaic.modules.running import LayerTokens, Phase, RunningTokens
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.plans.neurons import of_ffn
-from moesaic.plans.recovery import refitted_down
+from moesaic.plans.recovery import Ridge, refitted_down
 from moesaic.types import JSON, Values
 
 NARROW = 32
@@ -425,6 +426,9 @@ class CarvedLayer(LayerPlan):
         order_M = self.order_M.to(site.view.device)
         down_DM, figures = refitted_down(site, order_M, self.running(site))
         return replace(self, down_DM=down_DM), figures
+
+    def refit_bytes(self, view: FFN, hidden: int, tokens: int) -> int:
+        return Ridge.bytes(len(self.order_M), hidden)
 
     def running(self, site: LayerTokens[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of hidden activations, and of those that a token still runs.

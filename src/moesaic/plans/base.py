@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, LayerUse, RoutedModule
+from moesaic.arch.mixture import FFN
 from moesaic.config import types_of
 from moesaic.errors import MoesaicError, quote
 from moesaic.io.checkpoint import cast
@@ -297,6 +298,16 @@ class LayerPlan(ABC):
             MoesaicError: layers of this kind cannot be refitted.
         """
         raise MoesaicError(f"Layers of kind {self.kind!r} are not refitted.")
+
+    def refit_bytes(self, view: FFN, hidden: int, tokens: int) -> int:
+        """Return the bytes that :meth:`refit` holds, from shapes.
+
+        Args:
+            view: the unchanged layer.
+            hidden: hidden size.
+            tokens: number of calibration tokens.
+        """
+        return 0
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:

@@ -30,7 +30,7 @@ from moesaic.plans.base import (
     State,
     check_numbers,
 )
-from moesaic.plans.recovery import Balance
+from moesaic.plans.recovery import Balance, Ridge
 from moesaic.types import JSON, Config
 
 Part = tuple[Tensor, Tensor, Tensor, float]
@@ -195,6 +195,9 @@ class CondensedLayer(LayerPlan):
             balance.add(features.pop(), kept_TD, y_TD)
         new_DM, figures = balance.solve()
         return replace(self, down_DM=new_DM), figures
+
+    def refit_bytes(self, view: FFN, hidden: int, tokens: int) -> int:
+        return Ridge.bytes(self.width, hidden)
 
     def module(self, layer: nn.Module, arch: MoEArch) -> CondensedFFN:
         """Return the MLP that replaces a live layer's block; the layer is not changed."""

@@ -28,7 +28,7 @@ from moesaic.modules.blocks import DOWN_ROWS, RULES, UP_ROWS, flat, make_skippin
 from moesaic.modules.running import LayerTokens, always_skipping
 from moesaic.plans import neurons
 from moesaic.plans.base import PADDING, Description, Header, LayerPlan, Sizes, State, check_numbers
-from moesaic.plans.recovery import refitted_down, refitted_downs
+from moesaic.plans.recovery import Ridge, joint_bytes, refitted_down, refitted_downs
 from moesaic.types import JSON
 
 DOWN, GATE_UP = "down_proj", "gate_up_proj"
@@ -465,6 +465,15 @@ class CutLayer(LayerPlan):
             placed_DS[:, shared_S >= 0] = down_DS
             new = replace(new, shared_DS=placed_DS)
         return new, figures
+
+    def refit_bytes(self, view: FFN, hidden: int, tokens: int) -> int:
+        if not isinstance(view, MoEFFN):
+            return Ridge.bytes(self.width, hidden)
+        width, count, shared = self.width or view.width, len(self.kept), 0
+        if self.neurons_EW is not None:
+            shared = view.shared_width if self.shared_S is None else len(self.shared_S)
+        running = min(view.top_k, count) * width + shared
+        return joint_bytes([width] * count + [shared] * bool(shared), running, hidden, tokens)
 
 
 def _among(numbers: Tensor, count: int) -> Tensor:

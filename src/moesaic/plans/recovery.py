@@ -78,9 +78,6 @@ class Ridge:
     """Solver of min over W of sum_t ||y_t - x_t W||^2 + lambda sum_f ||W_f||^2, lambda chosen on
     held-out tokens.
 
-    Two float64 matrices of features x features are held, and four more while solving: 9.9 GB at
-    14,336 features.
-
     Args:
         features: F.
         outputs: O.
@@ -91,6 +88,14 @@ class Ridge:
         self.fit, self.held = (
             _Sums(zeros(features, features), zeros(features, outputs)) for _ in range(2)
         )
+
+    @staticmethod
+    def bytes(features: int, outputs: int) -> int:
+        """Return the bytes that are held while solving: 9.9 GB at 14,336 features.
+
+        They are float64: two matrices of features x features from the tokens, and four more.
+        """
+        return 8 * features * (6 * features + 4 * outputs)
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
         """Add a batch of tokens."""
@@ -175,6 +180,20 @@ class Blocks:
     def transposed(self, y_TO: Tensor) -> Tensor:
         """Return X^T Y (F, O)."""
         return torch.cat([x_NF.T @ y_TO[rows] for rows, x_NF in self.features.values()])
+
+
+def joint_bytes(widths: Sequence[int], running: int, outputs: int, tokens: int) -> int:
+    """Return the bytes that :func:`refitted_downs` holds, all float32.
+
+    Args:
+        widths: features of each block.
+        running: features that a token has.
+        outputs: O.
+        tokens: T.
+    """
+    of_tokens = tokens * (running + 3 * outputs)
+    weights = sum(widths) * (3 * outputs + 6 * min(COLUMNS, outputs))
+    return 4 * (of_tokens + weights + 2 * sum(width**2 for width in widths))
 
 
 def within_tokens(*samples: Blocks) -> tuple[Blocks, ...]:
