@@ -130,7 +130,12 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(monkeypatch):
     assert held(monkeypatch, "tiny-moe", energy) == 2 * layer + states
     products = ("slim", {"keep": 0.5, "score": "surgeon"})
     # inner products of eight experts, and three matrices like one of them
-    assert held(monkeypatch, "tiny-moe", products) == 2 * layer + states + (8 + 3) * 8 * 96**2
+    decided = 2 * layer + states + (8 + 3) * 8 * 96**2
+    without = ("slim", {"keep": 0.5, "score": "surgeon", "refit": False})
+    assert held(monkeypatch, "tiny-moe", without) == decided
+    tokens, kept = 64 * (2 * 48 + 3 * 256), 8 * 48
+    refitted = 4 * (tokens + kept * (3 + 6) * 256 + 2 * kept * 48)
+    assert held(monkeypatch, "tiny-moe", products) == decided + refitted
     monkeypatch.setattr(sizes, "free_bytes", lambda _: 1 << 40)
     both = held(monkeypatch, "tiny-moe", ("prune", {"keep": 8}), evaluation=Evaluation())
     assert both == 2 * moe.held("cpu")
