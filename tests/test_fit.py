@@ -37,6 +37,7 @@ from moesaic.fitting.search import Search
 from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.formats import Mxfp4Experts
 from moesaic.io.source import resolve
+from moesaic.methods import METHODS
 from moesaic.methods.slim.method import Slimmer
 from moesaic.observation.changes import PricedPart
 from moesaic.recipe import Recipe, load_recipe
@@ -890,6 +891,20 @@ def test_what_was_condensed_before_may_be_slimmed_to_a_budget(tokens, tmp_path):
     sizes = RecipeSizes(recipe_of(tmp_path, str(tmp_path / "condensed")), folder)
     thin = SlimConfig(keep=0.5, score="energy", refit=False)
     assert sizes.of((thin,)).memory < sizes.of(()).memory
+
+
+def test_few_first_steps_are_tried_before_another_and_are_decided_quickly():
+    shape = Shape(layers=4, width=96, multiple=8, experts=8, fewest=2, top_k=4, uneven=True)
+    found = {f.name: f for m in METHODS.values() for f in m.families(shape)}
+    assert [c.keep for c in found["prune"].configs] == [2, 3, 4, 5, 6, 7, 8]
+    assert [c.keep for c in found["prune"].first] == [7, 6, 4]
+    assert [c.top_k for c in found["experts a token"].first] == [2, 3]
+    for name, quick in (
+        ("prune", "pairwise"),
+        ("slim", "energy"),
+        ("slim uneven, spread", "energy"),
+    ):
+        assert {(c.score, c.refit) for c in found[name].configs} == {(quick, False)}
 
 
 def test_many_layers_are_chosen_in_one_pass_over_the_text():

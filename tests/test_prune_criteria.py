@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -90,14 +91,17 @@ def test_sum_of_batch_norms_is_of_the_released_batches(tokens, monkeypatch):
         monkeypatch.setattr(released, batch)
         site = site_of(model, tokens, tokens_per_batch=24)
         case = ScoredLayer(statistics(site), site.view.routing, site.index, sum_batch_norms=True)
-        losses, _ = CRITERIA["reconstruction"].losses(case)
-        wanted = torch.zeros(5, dtype=torch.float64)
+        norms = []
         for x_TD in torch.cat(list(site.inputs())).split(batch):
             y_TD = site.view.output(x_TD).double()
-            for c, allowed_E in enumerate(sets_CE):
+            for allowed_E in sets_CE:
                 with site.view.restricted(allowed_E):
-                    wanted[c] += (site.view.output(x_TD).double() - y_TD).norm()
-        torch.testing.assert_close(losses(sets_CE), wanted, rtol=1e-4, atol=0)
+                    norms.append((site.view.output(x_TD).double() - y_TD).norm())
+        norms_BC = torch.stack(norms).view(-1, 5)
+        for norm, wanted in ((True, norms_BC.sum(0)), (False, norms_BC.norm(dim=0))):
+            case = replace(case, sum_batch_norms=norm)
+            losses, _ = CRITERIA["reconstruction"].losses(case)
+            torch.testing.assert_close(losses(sets_CE), wanted, rtol=1e-4, atol=0)
 
 
 @torch.no_grad()

@@ -39,8 +39,8 @@ def _any(
 def perplexity(value: float) -> str:
     """Return a perplexity with two decimals, fewer as it grows.
 
-    >>> [perplexity(v) for v in (12.7856, 412.06, 30_412.4, 1e6, float("inf"), None)]
-    ['12.79', '412.1', '30,412', '1.0e+06', '∞', '–']
+    >>> [perplexity(v) for v in (12.7856, 412.06, 30_412.4, 1e6, math.inf, -math.inf, None)]
+    ['12.79', '412.1', '30,412', '1.0e+06', '∞', '-∞', '–']
     """
     if value >= 1e6:
         return f"{value:.1e}"
