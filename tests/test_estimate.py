@@ -146,6 +146,14 @@ def test_peak_memory_is_a_layer_its_statistics_and_hidden_states(monkeypatch):
     assert trained == moe.held("cpu") + 16 * moe.size.total_parameters
 
 
+def test_a_second_step_finds_the_first_ones_result_in_the_requested_type():
+    steps = ("prune", {"keep": 6}), ("slim", {"keep": 0.5})
+    with on_headers(recipe_of("tiny-moe", "out", *steps, dtype="float32")) as made:
+        for result in (step.result for step in made):
+            count = Skeleton(result.config, None).size.total_parameters
+            assert result.checkpoint.tensor_bytes() == 4 * count
+
+
 @pytest.mark.parametrize("verb", ["prune", "slim"])
 def test_layers_that_will_differ_are_told_to_differ(verb):
     """Without statistics all have one loss; the result is none of the base's architecture."""

@@ -509,6 +509,7 @@ def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
         *((None, None), (8, 2), (None, None), (16, 1)),
     ]
     assert [b["block_type"] for b in settings["block_configs"]] == kinds
+    assert settings["moe_latent_size"] == 0
     shared = replace(narrow, shared_S=torch.arange(16))
     other = saved(tmp_path / "shared", copy.deepcopy(model), {1: shared}).config
     alike = saved(tmp_path / "alike", model, {1: narrow, 3: narrow}).config

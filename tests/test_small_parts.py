@@ -3,6 +3,7 @@
 import io
 
 import pytest
+import torch
 from builders import tiny_model, tiny_moe
 from cases import many_tokens
 from rich.console import Console
@@ -10,13 +11,19 @@ from safetensors import SafetensorError
 
 import moesaic
 from moesaic import exports, pipeline
+from moesaic.arch.lookup import base_arch
 from moesaic.cli import entry, guide
 from moesaic.cli.commands import emit
+from moesaic.config import RunArgs
 from moesaic.errors import MoesaicError
 from moesaic.io import names, source
 from moesaic.io.outputs import run_folder
 from moesaic.io.source import headers_of_model
+from moesaic.methods.skip.config import TopKConfig
 from moesaic.observation import files
+from moesaic.observation.job import Job
+from moesaic.plan import Progress
+from moesaic.plans.cut import CutLayer
 
 # --- commands ------------------------------------------------------------------------------------
 
@@ -49,6 +56,34 @@ def test_candidates_come_in_the_order_of_their_loss():
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "better", "1.05\u00a0MB", "1,000", "10.0%", "0.2500", "0.2000",
     ]  # fmt: skip
+
+
+# --- what a run keeps ----------------------------------------------------------------------------
+
+
+def test_a_decided_layer_is_found_again(tmp_path):
+    Progress(tmp_path, {"asked": 1}).add("result", 3, CutLayer(top_k=1), {"loss": 2.5})
+    layer, analysis = Progress(tmp_path, {"asked": 1})["result", 3]
+    assert (layer.top_k, analysis) == (1, {"loss": 2.5})
+
+
+def test_a_run_continues_only_with_its_own_options_and_type(moe_folder):
+    job = Job(RunArgs.of(str(moe_folder)), base_arch)
+    wide = Job(RunArgs.of(str(moe_folder), dtype=torch.bfloat16), base_arch)
+    assert job.request_of(TopKConfig(top_k=1))["config"] == {"top_k": 1}
+    assert (job.base.dtype, wide.base.dtype) == ("torch.float32", "torch.bfloat16")
+
+
+def test_a_result_has_the_requested_type_and_what_its_verb_prints(moe_folder, tokens, tmp_path):
+    file = files.observe(str(moe_folder), tmp_path / "stats", calibration=tokens)
+    options = {"calibration": tokens, "stats": file, "refit": True, "dtype": torch.bfloat16}
+    result = moesaic.prune(str(moe_folder), keep=6, **options)
+    assert result.model.dtype == torch.bfloat16
+    windows = dict(zip(("samples", "length"), tokens.input_ids.shape, strict=True))
+    assert result.record("model", "out").calibration["observed"] == windows
+    skipping = moesaic.skip(tiny_moe("mixtral"), calibration=tokens)
+    betas = [layer.beta for layer in skipping.plan.layers.values()]
+    assert skipping.record("model", "out").output()["beta"] == betas
 
 
 # --- what becomes of errors ----------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_statistics_of_other_types_are_refused(moe_folder, tmp_path):
 
         file.write_bytes(before)
         with_header(file, edit)
-        with pytest.raises(MoesaicError, match=f"cannot be read: {key} is"):
+        with pytest.raises(MoesaicError, match=f"stats.safetensors cannot be read: {key} is"):
             StatsFile(file)
     file.write_bytes(before)
     with_header(file, lambda header: header["__metadata__"].update(moesaic="[]"))
