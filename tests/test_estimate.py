@@ -1,6 +1,7 @@
 """Estimates: a result's shape and bytes are exact before a weight is read."""
 
 import platform
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from builders import loaded, pages, tiny_moe
+from builders import loaded, pages, python, tiny_moe
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moesaic import Calibration, Evaluation, MoesaicError, sizes
 from moesaic.io.checkpoint import TYPES, _header_bytes, align
@@ -152,6 +154,40 @@ def test_a_second_step_finds_the_first_ones_result_in_the_requested_type():
         for result in (step.result for step in made):
             count = Skeleton(result.config, None).size.total_parameters
             assert result.checkpoint.tensor_bytes() == 4 * count
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from moesaic.metrics.speed import _peak_resident
+from moesaic.pipeline import run_recipe
+from moesaic.recipe import load_recipe
+from moesaic.sizes import estimate
+
+recipe = load_recipe(sys.argv[1])
+estimated = estimate(recipe).peak_memory_bytes
+run_recipe(recipe)
+Path(sys.argv[2]).write_text(f"{estimated} {_peak_resident()}")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("verb", ["prune", "slim"])
+def test_memory_is_as_estimated_at_the_width_of_a_real_models_experts(verb, tmp_path):
+    """Most of it is what a refit holds, which small layers hide."""
+    small = {"hidden_size": 1024, "num_hidden_layers": 1, "vocab_size": 4096, "head_dim": 64}
+    routed = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **routed))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve("tiny-moe").folder / name, tmp_path / "model")
+    recipe = recipe_of(str(tmp_path / "model"), str(tmp_path / "out"), (verb, {"keep": 0.5}))
+    text = replace(recipe.calibration, samples=16, length=256)
+    (tmp_path / "recipe.yaml").write_text(replace(recipe, calibration=text).to_yaml())
+    with python("-c", MEASURED, tmp_path / "recipe.yaml", tmp_path / "memory") as running:
+        running.communicate()
+    estimated, measured = map(int, (tmp_path / "memory").read_text().split())
+    assert 0.6 * estimated < measured < 1.2 * estimated
 
 
 @pytest.mark.parametrize("verb", ["prune", "slim"])
