@@ -346,7 +346,7 @@ def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
     count, choices = kl_GC.shape
     group_GX = np.kron(np.eye(count), np.ones(choices))
     kl_X = kl_GC.ravel()
-    with _stdout_to_stderr():
+    with _quiet_stdout():
         solution = milp(
             kl_X / max(kl_X.max(), 1e-30),  # the solver's tolerances are absolute
             integrality=np.ones(kl_GC.size),
@@ -361,15 +361,16 @@ def least(kl_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
 
 
 @contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout of compiled code to stderr: HiGHS prints a line for its developers there."""
-    stdout = os.dup(1)
-    os.dup2(2, 1)
+def _quiet_stdout() -> Iterator[None]:
+    """Drop what compiled code prints: HiGHS writes lines for its developers to stdout."""
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     try:
         yield
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+        os.close(nowhere)
 
 
 # --- a model with the values of a file -----------------------------------------------------------
