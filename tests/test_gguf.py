@@ -594,7 +594,7 @@ def test_the_least_loss_within_a_budget_is_that_of_every_choice_tried():
         assert sum(losses[g, t] for g, t in enumerate(found)) == pytest.approx(min(wanted))
 
 
-def test_what_the_solver_prints_is_not_on_stdout(monkeypatch, capfd):
+def test_what_the_solver_prints_is_dropped(monkeypatch, capfd):
     """As HiGHS does now and then, past Python's own stream."""
     milp = scipy.optimize.milp
 
@@ -605,7 +605,7 @@ def test_what_the_solver_prints_is_not_on_stdout(monkeypatch, capfd):
     monkeypatch.setattr(scipy.optimize, "milp", printing)
     assert least(np.array([[0.0, 1.0]]), np.array([[2.0, 1.0]]), 1) == [1]
     os.write(1, b"after")
-    assert capfd.readouterr() == ("after", "tmpSolver.run();")
+    assert capfd.readouterr() == ("after", "")
 
 
 @pytest.fixture
