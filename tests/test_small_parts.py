@@ -67,11 +67,11 @@ def test_a_decided_layer_is_found_again(tmp_path):
     assert (layer.top_k, analysis) == (1, {"loss": 2.5})
 
 
-def test_a_run_continues_only_with_its_own_options_and_type(moe_folder):
+def test_a_request_holds_options_and_the_type_that_results_have(moe_folder):
     job = Job(RunArgs.of(str(moe_folder)), base_arch)
-    wide = Job(RunArgs.of(str(moe_folder), dtype=torch.bfloat16), base_arch)
+    narrow = Job(RunArgs.of(str(moe_folder), dtype=torch.bfloat16), base_arch)
     assert job.request_of(TopKConfig(top_k=1))["config"] == {"top_k": 1}
-    assert (job.base.dtype, wide.base.dtype) == ("torch.float32", "torch.bfloat16")
+    assert (job.base.dtype, narrow.base.dtype) == ("torch.float32", "torch.bfloat16")
 
 
 def test_a_result_has_the_requested_type_and_what_its_verb_prints(moe_folder, tokens, tmp_path):
