@@ -26,7 +26,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.exports.quantiser import FileTensor
-from moesaic.exports.rounder import Layout, choice
+from moesaic.exports.rounder import Layout, choice, least, least_of_all, mixed_terms
 from moesaic.families import Family, Shape
 from moesaic.fitting import gguf_files, run, search, trials
 from moesaic.fitting import prices as prices_module
@@ -265,6 +265,45 @@ def test_bits_are_allocated_by_their_kl(plain):
     assert [layout.size(ways[n]) for n in (0, 3)] == [wide, narrow]
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
         choice(kls, layout, narrow - 1)
+
+
+def effects(generator, alike, groups=6, samples=500):
+    """v_GCS of three types, the errors of which are so much alike in all groups."""
+    own_GCS, of_all_S = generator.normal(size=(groups, 3, samples)), generator.normal(size=samples)
+    scale_GC1 = np.array([0.1, 0.5, 1.0])[:, None] * generator.uniform(0.5, 2, (groups, 1, 1))
+    return scale_GC1 * (own_GCS + np.array(alike)[:, None] * of_all_S)
+
+
+def test_effects_of_pairs_count_as_far_as_they_are_no_chance():
+    v_GCS = effects(np.random.default_rng(0), [0, 0, 3])
+    mixed_GCGC = mixed_terms(v_GCS).reshape(6, 3, 6, 3)
+    both, exact = mixed_GCGC[1, 2, 4, 2], (v_GCS[1, 2] * v_GCS[4, 2]).mean()
+    assert both == mixed_GCGC[4, 2, 1, 2] == pytest.approx(exact, rel=0.02)
+    assert np.abs(mixed_GCGC[1, :2, 4, :2]).max() < 0.03 * both
+    assert not np.einsum("gcgd->gcd", mixed_GCGC).any()  # a group has one type
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.7])
+@pytest.mark.parametrize("seed", range(4))
+def test_types_are_chosen_for_the_kl_of_all_groups_together(seed, share):
+    """Found by linear programs, and by trying all that is small enough."""
+    generator = np.random.default_rng(seed)
+    v_GCS = effects(generator, [0, 1.5, 0.3])
+    bytes_GC = np.array([8.0, 5.0, 3.0]) * generator.uniform(0.5, 2, (6, 1))
+    kl_GC, mixed_XX = np.square(v_GCS).mean(-1), mixed_terms(v_GCS)
+    budget, groups = share * bytes_GC[:, 0].sum(), np.arange(6)
+
+    def kl(chosen):
+        x_X = np.eye(3)[[*chosen]].ravel()
+        return x_X @ kl_GC.ravel() + x_X @ mixed_XX @ x_X
+
+    every = map(list, itertools.product(range(3), repeat=6))
+    small = [chosen for chosen in every if bytes_GC[groups, chosen].sum() <= budget]
+    found = least_of_all(kl_GC, mixed_XX, bytes_GC, budget)
+    assert found in small
+    assert kl(found) <= 1.01 * min(map(kl, small))
+    assert kl(found) <= kl(least(kl_GC, bytes_GC, budget))
+    assert least_of_all(kl_GC, 0 * mixed_XX, bytes_GC, budget) == least(kl_GC, bytes_GC, budget)
 
 
 def keeping(*counts):

@@ -3,18 +3,21 @@
 A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, its shared
 expert, the embeddings, or the head. The KL of quantising each group to each type is estimated with
 the values that a file would hold: rows are rounded by ggml's own quantiser, as llama.cpp rounds
-those of a file, and put in place of the matrices of a layer while it is open. KLs this small nearly
-add up, so that the best types are a knapsack with one choice a group, of which scipy's milp finds
-the optimum:
+those of a file, and put in place of the matrices of a layer while it is open. If KLs add up, the
+best types are a knapsack with one choice a group, of which scipy's milp finds the optimum:
 
     min sum_gt x_gt KL_gt  with  sum_gt x_gt bytes_gt <= budget,  sum_t x_gt = 1,  x_gt in {0, 1}
+
+They nearly do where errors of different groups are independent. In some models and types they are
+not: errors of many layers point the same way, and the KL of all is several times the sum. Mixed
+terms of pairs are therefore added to the objective, which several linear programs approach.
 
 The quantiser is given an importance matrix, E[x_i^2], the mean square of each input of a matrix
 over some text: a k-quant quantises a row w to q so that sum_i E[x_i^2] (w_i - q_i)^2 is small,
 instead of sum_i w_i^2 (w_i - q_i)^2.
 
 Shape suffixes: N tokens, R rows, I inputs of a matrix, E routed experts, H heads, G groups,
-C choices (types).
+C choices (types), X pairs of a group and a choice, S samples of an estimate.
 """
 
 from __future__ import annotations
@@ -214,7 +217,9 @@ def tap(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) ->
 
 
 GAP = 1e-4
-"""Relative gap to the least possible sum of KL at which the solver stops."""
+"""Relative gap to the least possible KL at which a solver stops."""
+SOLUTIONS = 10
+"""Most linear programs that are solved for one choice."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
 """Groups of tensors outside layers, which have no importance weights."""
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
@@ -301,13 +306,20 @@ class Layout:
             )
 
 
-def choice(kls: Mapping[str, Mapping[str, float]], layout: Layout, budget: int) -> dict[str, str]:
+def choice(
+    kls: Mapping[str, Mapping[str, float]],
+    layout: Layout,
+    budget: int,
+    mixed_XX: Numbers | None = None,
+) -> dict[str, str]:
     """Return the type of each group for the file with the least KL within a budget.
 
     Args:
         kls: estimated KL of quantising each group, by type of tensors and by group.
         layout: of the file.
         budget: bytes.
+        mixed_XX: what pairs of groups add to it, from :func:`mixed_terms`, groups and types in the
+            order of ``kls``; by default nothing.
 
     Raises:
         MoesaicError: no such file is small enough.
@@ -316,8 +328,55 @@ def choice(kls: Mapping[str, Mapping[str, float]], layout: Layout, budget: int) 
     layout.check(types, budget)
     kl_GC = np.array([[kls[type][group] for type in types] for group in groups])
     fixed, bytes_GC = layout.bytes(groups, types)
-    chosen = least(kl_GC, bytes_GC, budget - fixed)
+    if mixed_XX is None:
+        chosen = least(kl_GC, bytes_GC, budget - fixed)
+    else:
+        chosen = least_of_all(kl_GC, mixed_XX, bytes_GC, budget - fixed)
     return {group: types[c] for group, c in zip(groups, chosen, strict=True)}
+
+
+def mixed_terms(v_GCS: Numbers) -> Numbers:
+    """Return what pairs of choices add to the KL of both, nats a token (X, X); 0 within a group.
+
+    The KL of several changes is E[(sum v)^2], so that a pair's mixed term is E[v v']. From few
+    samples that is mostly noise, which a choice would exploit. The correlations r of each pair of
+    types are therefore shrunk by Schaefer and Strimmer (2005, "A shrinkage approach to large-scale
+    covariance matrix estimation", equation 10): to r (1 - sum var(r) / sum r^2).
+
+    Args:
+        v_GCS: effects of quantising each group to each type (``Price.v_KN``).
+    """
+    count, choices, samples = v_GCS.shape
+    scale_GC = np.sqrt(np.square(v_GCS).mean(-1))
+    u_GCS = v_GCS / np.maximum(scale_GC, 1e-30)[..., None]
+    mixed_GCGC = np.zeros((count, choices, count, choices))
+    apart_GG = 1 - np.eye(count)
+    for c, d in product(range(choices), repeat=2):
+        r_GG = u_GCS[:, c] @ u_GCS[:, d].T / samples * apart_GG
+        squares_GG = np.square(u_GCS[:, c]) @ np.square(u_GCS[:, d]).T / samples * apart_GG
+        noise = (squares_GG - np.square(r_GG)).sum() / max(samples - 1, 1)
+        kept = max(0.0, 1 - noise / max(np.square(r_GG).sum(), 1e-30))
+        mixed_GCGC[:, c, :, d] = kept * r_GG * np.outer(scale_GC[:, c], scale_GC[:, d])
+    return mixed_GCGC.reshape(count * choices, -1)
+
+
+def least_of_all(kl_GC: Numbers, mixed_XX: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
+    """Return choices of about the least KL, x'kl + x'M x with M the mixed terms; see :func:`least`.
+
+    The objective is linearised at the mean of the solutions so far (Frank and Wolfe, 1956), and of
+    the solutions, which are whole numbers, the best is returned.
+    """
+    kl_X, mean_X, best = kl_GC.ravel(), np.zeros(kl_GC.size), (np.inf, list[int]())
+    for step in range(SOLUTIONS):
+        slope_X = kl_X + 2 * mixed_XX @ mean_X
+        slope_GC = slope_X.reshape(kl_GC.shape)
+        chosen = least(slope_GC - slope_GC.min(1, keepdims=True), bytes_GC, budget)
+        x_X = np.eye(kl_GC.shape[1])[chosen].ravel()
+        best = min(best, (float(x_X @ kl_X + x_X @ mixed_XX @ x_X), chosen))
+        if step and slope_X @ (mean_X - x_X) <= GAP * best[0]:
+            break
+        mean_X += (x_X - mean_X) * (2 / (step + 2))
+    return best[1]
 
 
 def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
@@ -602,8 +661,11 @@ class Rounder:
             tokens_per_batch=PRICED_AT_ONCE,
         )
         draws = draws_for(stream.model)
-        kl_XN = estimates(stream, self.changes(types), draws, track=self.track).kl_CN
+        found = estimates(stream, self.changes(types), draws, track=self.track)
         kls: dict[str, dict[str, float]] = {type: {} for type in types}
-        for (group, type), kl in zip(product(self.groups, types), kl_XN.mean(1), strict=True):
+        pairs = product(self.groups, types)
+        for (group, type), kl in zip(pairs, found.kl_CN.mean(1), strict=True):
             kls[type][group] = self.scale(group) * float(kl)
-        return choice(kls, self.layout, budget)
+        scale_G = np.sqrt([self.scale(group) for group in self.groups])
+        v_GCS = found.per_token.flatten(1).view(len(scale_G), len(types), -1).numpy()
+        return choice(kls, self.layout, budget, mixed_terms(scale_G[:, None, None] * v_GCS))

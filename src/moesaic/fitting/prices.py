@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import product
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.exports.rounder import Numbers, Rounder
+from moesaic.exports.rounder import Numbers, Rounder, mixed_terms
 from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading
@@ -50,6 +52,11 @@ class Price:
 
     def __add__(self, other: Price) -> Price:
         return Price(self.v_KN + other.v_KN, self.head + other.head)
+
+    @classmethod
+    def together(cls, prices: Iterable[Price]) -> Price:
+        """Return the price of several changes at once."""
+        return reduce(add, prices)
 
     @property
     def kl_S(self) -> Numbers:
@@ -133,6 +140,12 @@ class Prices:
         price = Price(v_KN, (1 - share) * every[low].head + share * every[high].head)
         return price if form.first is None else self.steps[key_of(form.first)] + price
 
+    def mixed(self, types: Sequence[str]) -> Numbers:
+        """Return what pairs of groups and types add to their KL, as ``choice`` takes it."""
+        groups = self.types[types[0]]
+        v_GCS = [[self.types[type][group].v_KN.ravel() for type in types] for group in groups]
+        return mixed_terms(np.array(v_GCS))
+
     @torch.no_grad()
     def add(
         self,
@@ -164,8 +177,7 @@ class Prices:
             name = hashlib.sha256(json.dumps(asked_for).encode()).hexdigest()[:16]
             folder /= name
         found = estimates(stream, [*changes, *plans.values()], draws, track=track, folder=folder)
-        v_CKN = (found.v_CKN / (2 * max(found.tokens, 1.0)) ** 0.5).numpy()
-        prices = [*map(Price, v_CKN, found.head_C.tolist())]
+        prices = [*map(Price, found.per_token.numpy(), found.head_C.tolist())]
         for (group, type), price in zip(keys, prices, strict=False):
             assert rounder is not None
             scale = rounder.scale(group)

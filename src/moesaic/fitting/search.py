@@ -35,7 +35,7 @@ from moesaic.fitting.candidates import (
 )
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Prices, key_of, priced_configs
+from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Price, Prices, key_of, priced_configs
 from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.outputs import check_out_file, remove, run_folder, search_folder
 from moesaic.io.source import resolve
@@ -351,7 +351,7 @@ class Search:
             if size is not None and config.allows(size):
                 # no prices if it is the only type
                 alike = self.prices.types.get(tensor_types([type])[0], {})
-                types_S = sum((price.kl_S for price in alike.values()), NONE)
+                types_S = Price.together(alike.values()).kl_S if alike else NONE
                 plain.append(Candidate(whole.called, (whole,), size, types_S=types_S))
         if plain:
             yield min(plain, key=Candidate.estimate)
@@ -367,9 +367,13 @@ class Search:
         layout = self.files.layout(self.sizes.skeleton(steps))
         prices = {type: self.prices.types[type] for type in self._tensor_types}
         kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
-        types = choice(kls, layout, self.config.memory)
-        of_types = (prices[type][group].kl_S for group, type in types.items())
-        return types, sum(of_types, NONE)
+        types = choice(kls, layout, self.config.memory, self._mixed)
+        return types, Price.together(prices[type][group] for group, type in types.items()).kl_S
+
+    @cached_property
+    def _mixed(self) -> Numbers:
+        """Mixed terms of the prices of types."""
+        return self.prices.mixed(self._tensor_types)
 
     def _check_inputs(self) -> None:
         """Refuse unusable text and price tables, before anything is computed.

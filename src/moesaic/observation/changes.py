@@ -382,6 +382,11 @@ class Estimates:
     tokens: float
 
     @property
+    def per_token(self) -> Tensor:
+        """``v_CKN`` over the square root of twice the tokens: its squares are KLs, nats a token."""
+        return self.v_CKN / (2 * max(self.tokens, 1.0)) ** 0.5
+
+    @property
     def kl_CN(self) -> Tensor:
         """Estimated KL(original || changed) of the next token's distribution, nats a token (C, N).
 
@@ -389,8 +394,7 @@ class Estimates:
         small changes, and lower for large ones: use it to choose. Windows weigh as much as they
         have tokens: the mean over windows is the mean over all tokens.
         """
-        kl_CN = self.v_CKN.square().mean(1) / 2 / max(self.tokens, 1.0)
-        return kl_CN + self.head_C[:, None]
+        return self.per_token.square().mean(1) + self.head_C[:, None]
 
 
 def priced_on(tokens: Tokens) -> Tokens:
