@@ -25,8 +25,8 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError, how_to_install
+from moesaic.exports.allocation import Layout, choice, least, least_of_all, mixed_terms
 from moesaic.exports.quantiser import FileTensor
-from moesaic.exports.rounder import Layout, choice, least, least_of_all, mixed_terms
 from moesaic.families import Family, Shape
 from moesaic.fitting import gguf_files, run, search, trials
 from moesaic.fitting import prices as prices_module

@@ -45,10 +45,10 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.exports import llamacpp, quantiser
 from moesaic.exports import rounder as rounder_module
+from moesaic.exports.allocation import least
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.native import head_dim_of
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, tensors_of, types_of
-from moesaic.exports.rounder import least
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make
 from moesaic.io.gguf import folder_of

@@ -30,6 +30,7 @@ from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, positions
 from moesaic.errors import MoesaicError, quote
 from moesaic.exports import run_script
+from moesaic.exports.allocation import TYPES, Layout
 from moesaic.exports.native import base_config, check_embedding, decide, export_native, head_dim_of
 from moesaic.exports.quantiser import (
     OTHERS,
@@ -41,7 +42,7 @@ from moesaic.exports.quantiser import (
     tensors_of,
     types_of,
 )
-from moesaic.exports.rounder import TYPES, Layout, Rounder
+from moesaic.exports.rounder import Rounder
 from moesaic.io.gguf import FREQUENCIES, SCALARS, attention_scalar
 from moesaic.io.models import shape_of
 from moesaic.io.naming import Naming, is_mtp
@@ -99,7 +100,7 @@ def export_gguf(
         out: the file to write.
         args: its ``type`` is that of the weights; routers and norms are f32. If blocks of a k-quant
             (256 weights) do not divide rows, llama.cpp uses another type for them. With ``memory``
-            types are chosen by layer, see :mod:`moesaic.exports.rounder`.
+            types are chosen by layer, see :mod:`moesaic.exports.allocation`.
         overwrite: replace ``out`` if it exists.
         track: shows progress of passes over text.
 

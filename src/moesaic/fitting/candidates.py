@@ -17,8 +17,8 @@ import torch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs, MethodConfig
+from moesaic.exports.allocation import Numbers
 from moesaic.exports.quantiser import WHOLE
-from moesaic.exports.rounder import Numbers
 from moesaic.families import Family, Shape
 from moesaic.fitting.config import FitConfig
 from moesaic.io.source import Source

@@ -18,9 +18,10 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
+from moesaic.exports.allocation import Layout, Types
 from moesaic.exports.llamacpp import SAMPLES, Rounding, converting, find_converter, lacking
 from moesaic.exports.quantiser import ALIGNED, WHOLE, KeptRows, types_of
-from moesaic.exports.rounder import Layout, Rounder, Types
+from moesaic.exports.rounder import Rounder
 from moesaic.io.source import Source, resolve
 from moesaic.sizes import Skeleton
 from moesaic.types import JSON, Track, silent

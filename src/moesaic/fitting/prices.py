@@ -24,7 +24,8 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.exports.rounder import Numbers, Rounder, mixed_terms
+from moesaic.exports.allocation import Numbers, mixed_terms
+from moesaic.exports.rounder import Rounder
 from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
 from moesaic.io.trust import mapping_of, reading

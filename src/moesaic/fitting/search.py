@@ -20,7 +20,7 @@ from moesaic import __version__
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.exports.rounder import Numbers, Types, choice, tensor_types
+from moesaic.exports.allocation import Numbers, Types, choice, tensor_types
 from moesaic.fitting.candidates import (
     NONE,
     QUANTISE,

@@ -26,8 +26,9 @@ from moesaic.data.text import (
     without_overlap,
 )
 from moesaic.errors import MoesaicError
+from moesaic.exports.allocation import Types
 from moesaic.exports.quantiser import tensors_of
-from moesaic.exports.rounder import Rounder, Types
+from moesaic.exports.rounder import Rounder
 from moesaic.fitting.candidates import BY_WINDOW, Candidate, figures, largest
 from moesaic.fitting.config import LEAST
 from moesaic.fitting.gguf_files import Files
