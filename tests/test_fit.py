@@ -306,6 +306,27 @@ def test_types_are_chosen_for_the_kl_of_all_groups_together(seed, share):
     assert least_of_all(kl_GC, 0 * mixed_XX, bytes_GC, budget) == least(kl_GC, bytes_GC, budget)
 
 
+@pytest.mark.parametrize(
+    ("original", "result", "more"),
+    [(256, 256, 0), (320, 256, 4.5 - 2.625), (256, 320, 2.625 - 4.5)],
+)
+def test_types_that_only_a_results_rows_allow_cost_what_their_bits_do(
+    looking, plain, original, result, more
+):
+    """Rows of 320 fit no block of 256: they have four bits where q2_k was asked for."""
+
+    def layout(row):
+        tensors = {"blk.0.ffn_up.weight": FileTensor("q8_0", (row, 10240 // row * 64))}
+        return Layout(tensors, header=0, layers=1)
+
+    plain.original.layout, plain.layout = layout(original), lambda _: layout(result)
+    looking = looking(FitConfig(memory=layout(result).least([NARROW]), types=(WIDE, NARROW)))
+    looking.prices = Prices({}, {}, {t: {"gate-up 0": price(0.1)} for t in (WIDE, NARROW)})
+    types, kl_S = looking._types(())
+    assert types == {"gate-up 0": NARROW}
+    assert kl_S == pytest.approx(0.1 * 4**more)
+
+
 def keeping(*counts):
     configs = [PruneConfig(keep=n, score="reap", refit=False) for n in counts]
     return form_of("prune", configs, lambda config: replace(config, refit=True))

@@ -100,6 +100,19 @@ class Layout:
                 bytes_GC[names.index(groups[name]), c] += rounded.bytes
         return fixed, bytes_GC
 
+    def bits(self, names: Sequence[str], types: Sequence[str]) -> Numbers:
+        """Return the bits a weight of each group in each type (G, C), padding included.
+
+        Rows that blocks of a type do not divide have another type, of more bits.
+        """
+        groups = self.rounded
+        numel_G = [
+            sum(self.tensors[tensor].numel for tensor, group in groups.items() if group == name)
+            for name in names
+        ]
+        bits_GC: Numbers = 8 * self.bytes(names, types)[1] / np.array(numel_G)[:, None]
+        return bits_GC
+
     def size(self, types: Mapping[str, str]) -> int:
         """Return the bytes of a file with types by groups."""
         fixed, bytes_GC = self.bytes(tuple(types), tuple(types.values()))
@@ -158,8 +171,8 @@ def mixed_terms(v_GCS: Numbers) -> Numbers:
 
     The KL of several changes is E[(sum v)^2], so that a pair's mixed term is E[v v']. From few
     samples that is mostly noise, which a choice would exploit. The correlations r of each pair of
-    types are therefore shrunk by Schaefer and Strimmer (2005, "A shrinkage approach to large-scale
-    covariance matrix estimation", equation 10): to r (1 - sum var(r) / sum r^2).
+    types are therefore shrunk to r (1 - sum var(r) / sum r^2), as Schaefer and Strimmer do (2005,
+    "A shrinkage approach to large-scale covariance matrix estimation", target D).
 
     Args:
         v_GCS: effects of quantising each group to each type (``Price.v_KN``).

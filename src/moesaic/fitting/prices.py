@@ -54,6 +54,10 @@ class Price:
     def __add__(self, other: Price) -> Price:
         return Price(self.v_KN + other.v_KN, self.head + other.head)
 
+    def __mul__(self, factor: float) -> Price:
+        """Return the price of a change whose errors are so many times as large."""
+        return Price(self.v_KN * factor, self.head * factor**2)
+
     @classmethod
     def together(cls, prices: Iterable[Price]) -> Price:
         """Return the price of several changes at once."""

@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from moesaic import __version__
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
@@ -51,6 +53,8 @@ SHARES = tuple(n / 40 for n in range(12, 38))
 """Shares of the original's bytes that are tried if only a loss is given."""
 ACTIVE = "active_parameters"
 BEST, FILES, FOUND, PRICES = "best.yaml", "files", "found", "prices"
+OF_A_BIT = 2.0
+"""Ratio of errors where a weight has one bit less, if bits are many (their squares: 6 dB a bit)."""
 ROUNDS = 2
 """Most candidates that are measured after the first ones, since these change the estimates of
 others."""
@@ -364,10 +368,18 @@ class Search:
         """Return the types by groups for a result within the budget, and their KL by sample."""
         assert self.files is not None
         assert self.config.memory is not None
-        layout = self.files.layout(self.sizes.skeleton(steps))
-        prices = {type: self.prices.types[type] for type in self._tensor_types}
+        layout, names = self.files.layout(self.sizes.skeleton(steps)), self._tensor_types
+        groups = (*self.prices.types[names[0]],)
+        # blocks of some types divide the rows of a result and not the original's, or the reverse
+        fewer_GC = self.files.original.layout.bits(groups, names) - layout.bits(groups, names)
+        growth_GC = OF_A_BIT**fewer_GC
+        prices = {
+            type: {g: self.prices.types[type][g] * growth_GC[n, c] for n, g in enumerate(groups)}
+            for c, type in enumerate(names)
+        }
         kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
-        types = choice(kls, layout, self.config.memory, self._mixed)
+        mixed_XX = self._mixed * np.outer(growth_GC, growth_GC)
+        types = choice(kls, layout, self.config.memory, mixed_XX)
         return types, Price.together(prices[type][group] for group, type in types.items()).kl_S
 
     @cached_property
