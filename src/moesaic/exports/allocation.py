@@ -172,7 +172,8 @@ def mixed_terms(v_GCS: Numbers) -> Numbers:
     The KL of several changes is E[(sum v)^2], so that a pair's mixed term is E[v v']. From few
     samples that is mostly noise, which a choice would exploit. The correlations r of each pair of
     types are therefore shrunk to r (1 - sum var(r) / sum r^2), as Schaefer and Strimmer do (2005,
-    "A shrinkage approach to large-scale covariance matrix estimation", target D).
+    "A shrinkage approach to large-scale covariance matrix estimation", target D), with the noise
+    taken to be two standard errors larger.
 
     Args:
         v_GCS: effects of quantising each group to each type (``Price.v_KN``).
@@ -182,11 +183,12 @@ def mixed_terms(v_GCS: Numbers) -> Numbers:
     u_GCS = v_GCS / np.maximum(scale_GC, 1e-30)[..., None]
     mixed_GCGC = np.zeros((count, choices, count, choices))
     apart_GG = 1 - np.eye(count)
+    most = 1 + 2 * (2 / max(apart_GG.sum() / 2, 1)) ** 0.5  # of a mean of r^2 over all pairs
     for c, d in product(range(choices), repeat=2):
         r_GG = u_GCS[:, c] @ u_GCS[:, d].T / samples * apart_GG
         squares_GG = np.square(u_GCS[:, c]) @ np.square(u_GCS[:, d]).T / samples * apart_GG
         noise = (squares_GG - np.square(r_GG)).sum() / max(samples - 1, 1)
-        kept = max(0.0, 1 - noise / max(np.square(r_GG).sum(), 1e-30))
+        kept = max(0.0, 1 - most * noise / max(np.square(r_GG).sum(), 1e-30))
         mixed_GCGC[:, c, :, d] = kept * r_GG * np.outer(scale_GC[:, c], scale_GC[:, d])
     return mixed_GCGC.reshape(count * choices, -1)
 
