@@ -268,13 +268,13 @@ def test_bits_are_allocated_by_their_kl(plain):
 
 
 def effects(generator, alike, groups=6, samples=500):
-    """v_GCS of three types, the errors of which are so much alike in all groups."""
+    """Return v_GCS of three types; ``alike``: what part of each type's errors all groups share."""
     own_GCS, of_all_S = generator.normal(size=(groups, 3, samples)), generator.normal(size=samples)
     scale_GC1 = np.array([0.1, 0.5, 1.0])[:, None] * generator.uniform(0.5, 2, (groups, 1, 1))
     return scale_GC1 * (own_GCS + np.array(alike)[:, None] * of_all_S)
 
 
-def test_effects_of_pairs_count_as_far_as_they_are_no_chance():
+def test_effects_of_pairs_count_where_they_are_significant():
     v_GCS = effects(np.random.default_rng(0), [0, 0, 3])
     mixed_GCGC = mixed_terms(v_GCS).reshape(6, 3, 6, 3)
     both, exact = mixed_GCGC[1, 2, 4, 2], (v_GCS[1, 2] * v_GCS[4, 2]).mean()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,12 +106,11 @@ class Layout:
 
         Rows that blocks of a type do not divide have another type, of more bits.
         """
-        groups = self.rounded
-        numel_G = [
-            sum(self.tensors[tensor].numel for tensor, group in groups.items() if group == name)
-            for name in names
-        ]
-        bits_GC: Numbers = 8 * self.bytes(names, types)[1] / np.array(numel_G)[:, None]
+        numel = Counter[str]()
+        for tensor, group in self.rounded.items():
+            numel[group] += self.tensors[tensor].numel
+        numel_G1 = np.array([[numel[name]] for name in names])
+        bits_GC: Numbers = 8 * self.bytes(names, types)[1] / numel_G1
         return bits_GC
 
     def size(self, types: Mapping[str, str]) -> int:
