@@ -25,13 +25,21 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, calibration_tokens, without_overlap
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.exports.allocation import Layout, choice, least, least_of_all, mixed_terms
+from moesaic.exports.allocation import (
+    Layout,
+    Price,
+    choice,
+    least,
+    least_of_all,
+    mixed_terms,
+    of_all_experts,
+)
 from moesaic.exports.quantiser import FileTensor
 from moesaic.families import Family, Shape
 from moesaic.fitting import gguf_files, run, search, trials
 from moesaic.fitting import prices as prices_module
 from moesaic.fitting.candidates import Candidate, Form, ending, forms, simplest
-from moesaic.fitting.prices import IMPOSSIBLE, Price, Prices, key_of, priced_configs
+from moesaic.fitting.prices import IMPOSSIBLE, Prices, key_of, priced_configs
 from moesaic.fitting.run import search_and_make as fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.trials import Texts, Trials
@@ -254,17 +262,17 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(tmp_path, plain):
 
 def test_bits_are_allocated_by_their_kl(plain):
     """Within the budget, and the same once read back."""
-    kls = {t: {g: price.kl for g, price in of.items()} for t, of in plain.prices().items()}
-    layout, types, groups = plain.original.layout, (WIDE, NARROW), ("attn 0", "gate-up 0")
+    prices, layout = plain.prices(), plain.original.layout
+    types, groups = (WIDE, NARROW), ("attn 0", "gate-up 0")
     fixed, bytes_GC = layout.bytes(groups, types)
     wide, narrow = fixed + bytes_GC.sum(0)
     ways = [dict(zip(groups, way, strict=True)) for way in itertools.product(types, repeat=2)]
-    assert choice(kls, layout, wide) == ways[0]
-    assert choice(kls, layout, wide - 1) == ways[1]
-    assert choice(kls, layout, layout.size(ways[1]) - 1) == ways[3]
+    assert choice(prices, layout, wide) == ways[0]
+    assert choice(prices, layout, wide - 1) == ways[1]
+    assert choice(prices, layout, layout.size(ways[1]) - 1) == ways[3]
     assert [layout.size(ways[n]) for n in (0, 3)] == [wide, narrow]
     with pytest.raises(MoesaicError, match="out of reach: the least is"):
-        choice(kls, layout, narrow - 1)
+        choice(prices, layout, narrow - 1)
 
 
 def effects(generator, alike, groups=6, samples=500):
@@ -281,6 +289,21 @@ def test_effects_of_pairs_count_where_they_are_significant():
     assert both == mixed_GCGC[4, 2, 1, 2] == pytest.approx(exact, rel=0.02)
     assert np.abs(mixed_GCGC[1, :2, 4, :2]).max() < 0.03 * both
     assert not np.einsum("gcgd->gcd", mixed_GCGC).any()  # a group has one type
+
+
+@pytest.mark.parametrize(("alike", "sampled"), [(0, 8), (0.3, 8), (0.3, 5), (3, 8)])
+def test_all_experts_are_priced_by_two_halves_of_some(alike, sampled):
+    """KL of one group and of all together, whether errors of all experts are alike or not."""
+    generator, groups, experts, samples = np.random.default_rng(1), 12, 32, 2000
+    of_all_S = alike * generator.normal(size=samples)
+    v_GES = 0.1 * (generator.normal(size=(groups, experts, samples)) + of_all_S)
+    a, b = sampled // 2, sampled - sampled // 2
+    halves = [(Price(v_ES[None, :a].sum(1)), Price(v_ES[None, a:sampled].sum(1))) for v_ES in v_GES]
+    found = of_all_experts([(*half, (a, b), experts) for half in halves])
+    for price, v_ES in zip(found, v_GES, strict=True):
+        assert price.kl == pytest.approx(np.square(v_ES.sum(0)).mean(), rel=0.15)
+    together = np.square(v_GES.sum((0, 1))).mean()
+    assert Price.together(found).kl == pytest.approx(together, rel=0.15)
 
 
 @pytest.mark.parametrize("share", [0.45, 0.6, 0.7])
@@ -437,18 +460,18 @@ def table(steps=(), types=()):
     return json.dumps({"request": {}, "steps": steps, "types": dict(types)})
 
 
-ONE, TWO = ({"v": [[0.1] * windows], "head": 0.0} for windows in (1, 2))
+ONE, TWO = ({"v": [[0.1] * windows], "apart": 0.0} for windows in (1, 2))
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (table([{"v": [[math.inf]], "head": 0}]), "no table of numbers"),
-        (table([{"v": [[1e308]], "head": 0}]), "no table of numbers"),
-        (table([{"v": [], "head": 0}]), "no table of numbers"),
-        (table([{"v": 0.5, "head": 0}]), "no table of numbers"),
-        (table([{"v": [[0]], "head": math.nan}]), "no table of numbers"),
-        (table([{"v": [[0]], "head": -5}]), "a price is -5"),
+        (table([{"v": [[math.inf]], "apart": 0}]), "no table of numbers"),
+        (table([{"v": [[1e308]], "apart": 0}]), "no table of numbers"),
+        (table([{"v": [], "apart": 0}]), "no table of numbers"),
+        (table([{"v": 0.5, "apart": 0}]), "no table of numbers"),
+        (table([{"v": [[0]], "apart": math.nan}]), "no table of numbers"),
+        (table([{"v": [[0]], "apart": -5}]), "a price is -5"),
         (table([ONE, TWO]), "different numbers of windows"),
         (table([ONE], {"q8_0": {"head": TWO}}), "different numbers of windows"),
         (table([None], {"q8_0": {"head": None}}), "a group of tensors has no price"),

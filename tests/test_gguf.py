@@ -45,7 +45,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.exports import llamacpp, quantiser
 from moesaic.exports import rounder as rounder_module
-from moesaic.exports.allocation import least
+from moesaic.exports.allocation import Price, least
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.native import head_dim_of
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, tensors_of, types_of
@@ -614,8 +614,8 @@ def rounding(tmp_path, tokenizer, tokens):
     needs_llamacpp()
     from moesaic.exports.llamacpp import Rounding
 
-    def made(model_type, width=256, change=lambda model: None):
-        model = model_of(model_type, experts=2, hidden_size=256, intermediate_size=width)
+    def made(model_type, width=256, change=lambda model: None, experts=2):
+        model = model_of(model_type, experts=experts, hidden_size=256, intermediate_size=width)
         with torch.no_grad():
             change(model)
         folder, file = stored(model, tmp_path / "model"), tmp_path / "whole.gguf"
@@ -819,18 +819,23 @@ def test_the_kl_of_rounding_a_group_is_estimated(rounding):
 )
 def test_weights_are_as_they_were_after_their_price(held, computed, rounding, monkeypatch):
     """Bitwise, whether or not bfloat16 holds them, and where layers are computed in it. Of large
-    experts two are rounded."""
+    experts two are rounded, each by itself."""
     monkeypatch.setattr(rounder_module, "SAMPLED_VALUES", 1)
-    rounder = rounding("mixtral").rounder
+    rounder = rounding("mixtral", experts=4).rounder
     layer = rounder.source.load().to(held).to(computed).model.layers[1]
     weights = layer.mlp.experts.down_proj.data
     before, count = weights.clone(), len(weights)
     assert before.bfloat16().to(computed).equal(before) is (held == torch.bfloat16)
-    with rounder.rounded({"down 1": "q4_k"}, layer, 1, back=True):
-        changed = [i for i in range(count) if not weights[i].equal(before[i])]
-        assert changed == [0, count // 2]
-    assert weights.equal(before)
-    assert rounder.scale("down 1") == count / 2
+    for half, place in enumerate([0, count // 2]):
+        with rounder.rounded({"down 1": "q4_k"}, layer, 1, half):
+            assert [i for i in range(count) if not weights[i].equal(before[i])] == [place]
+        assert weights.equal(before)
+    a, b = Price(np.array([[0.3]])), Price(np.array([[0.1]]))
+    many = ("gate-up", "down")
+    found = [p for g in rounder.groups for p in ([a, b] if g.startswith(many) else [a])]
+    prices = rounder.prices(["q4_k"], found)["q4_k"]
+    assert prices["attn 1"] is a
+    assert prices["down 1"].kl == pytest.approx(count / 2 * (a + b).kl)
 
 
 SMALLER = {"prune": PruneConfig(keep=0.5, score="random", refit=False)}

@@ -24,10 +24,11 @@ from builders import SERVER, few_forms, pages, run_command
 from moesaic import Calibration, FitConfig, MoesaicError, SlimConfig, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import Goal, Point
+from moesaic.exports.allocation import Price
 from moesaic.families import Shape
 from moesaic.fitting import search
 from moesaic.fitting.candidates import Candidate, pareto_front
-from moesaic.fitting.prices import Price, Prices, key_of, priced_configs
+from moesaic.fitting.prices import Prices, key_of, priced_configs
 from moesaic.fitting.run import open_search
 from moesaic.fitting.trials import Trials, _key
 from moesaic.io.source import resolve

@@ -22,7 +22,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
+from operator import add
 from typing import TypeAlias
 
 import numpy as np
@@ -35,6 +37,8 @@ from moesaic.exports.quantiser import WHOLE
 
 GAP = 1e-4
 """Relative gap to the least possible KL at which a solver stops."""
+ALIKE = 0.01
+"""Largest p with which errors of experts are taken to have something in common."""
 SOLUTIONS = 10
 """Most linear programs that are solved for one choice."""
 OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
@@ -45,6 +49,8 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 Types = Mapping[str, str]
 """Types of tensors by group, or those of a file's tensors by name."""
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
+Sampled: TypeAlias = "tuple[Price, Price, tuple[int, int], int]"
+"""Prices of quantising two halves of some experts, how many each half has, and a layer has."""
 
 
 def _group_of(name: str, layers: int) -> str:
@@ -137,32 +143,93 @@ class Layout:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Price:
+    """Estimated effect of a change of a model, window by window.
+
+    The prices of several changes add up to that of all of them together, interactions included.
+    """
+
+    v_KN: Numbers
+    """Change of the log-likelihood of drawn labels (:mod:`moesaic.observation.changes`), over
+    the square root of twice the tokens of a window."""
+    apart: float = 0.0
+    """KL that no other change interacts with, nats a token, such as a changed head's. Of experts of
+    which some were quantised it is negative if the effect of all is less alike."""
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.v_KN + other.v_KN, self.apart + other.apart)
+
+    def __mul__(self, factor: float) -> Price:
+        """Return the price of a change whose errors are so many times as large."""
+        return Price(self.v_KN * factor, self.apart * factor**2)
+
+    @classmethod
+    def together(cls, prices: Iterable[Price]) -> Price:
+        """Return the price of several changes at once."""
+        return reduce(add, prices)
+
+    @property
+    def kl_S(self) -> Numbers:
+        """KL in nats a token, by draw and window: as many samples."""
+        kl_S: Numbers = np.square(self.v_KN).ravel() + self.apart
+        return kl_S
+
+    @property
+    def kl(self) -> float:
+        """Mean KL in nats a token."""
+        return float(self.kl_S.mean())
+
+
+def of_all_experts(sampled: Sequence[Sampled]) -> list[Price]:
+    """Return prices of quantising all E experts, by those of two halves of n of them.
+
+    Halves a and b have n_a and n_b experts, whose errors have a share s of KL_n in common:
+
+        s = E[v_a v_b] / (n_a n_b KL_n)    KL_E = E/n (1 + n (E - n) s) KL_n
+
+    Their products with the errors of other tensors grow by E/n. If s, of which every group has one,
+    is not significantly above 0 (p < 0.01), errors are taken to be independent, and all grows by
+    the square root. A model that was trained on from quantised weights, and is quantised again, has
+    a large s.
+
+    Args:
+        sampled: by group; of one matrix in all layers, in one type.
+    """
+    from scipy.stats import ttest_1samp
+
+    kl_G = np.array([(a + b).kl for a, b, *_ in sampled])
+    of_pair_G = np.array([(a.v_KN * b.v_KN).mean() / (m * n) for a, b, (m, n), _ in sampled])
+    s_G = of_pair_G / np.maximum(kl_G, 1e-30)
+    alike = s_G.std() > 0 and ttest_1samp(s_G, 0, alternative="greater").pvalue < ALIKE
+    prices = []
+    for (a, b, halves, experts), kl in zip(sampled, kl_G.tolist(), strict=True):
+        n, times = sum(halves), experts / sum(halves)
+        growth = 1 + n * (experts - n) * float(s_G.mean()) if alike else 1.0
+        whole = (a + b) * (times if alike else times**0.5)
+        prices.append(Price(whole.v_KN, times * min(growth, times) * kl - whole.kl))
+    return prices
+
+
 def choice(
-    kls: Mapping[str, Mapping[str, float]],
-    layout: Layout,
-    budget: int,
-    mixed_XX: Numbers | None = None,
+    prices: Mapping[str, Mapping[str, Price]], layout: Layout, budget: int
 ) -> dict[str, str]:
     """Return the type of each group for the file with the least KL within a budget.
 
     Args:
-        kls: estimated KL of quantising each group, by type of tensors and by group.
+        prices: of quantising each group, by type of tensors and by group.
         layout: of the file.
         budget: bytes.
-        mixed_XX: what pairs of groups add to it, from :func:`mixed_terms`, groups and types in the
-            order of ``kls``; by default nothing.
 
     Raises:
         MoesaicError: no such file is small enough.
     """
-    types, groups = (*kls,), (*next(iter(kls.values())),)
+    types, groups = (*prices,), (*next(iter(prices.values())),)
     layout.check(types, budget)
-    kl_GC = np.array([[kls[type][group] for type in types] for group in groups])
+    kl_GC = np.array([[prices[type][group].kl for type in types] for group in groups])
+    v_GCS = np.array([[prices[t][group].v_KN.ravel() for t in types] for group in groups])
     fixed, bytes_GC = layout.bytes(groups, types)
-    if mixed_XX is None:
-        chosen = least(kl_GC, bytes_GC, budget - fixed)
-    else:
-        chosen = least_of_all(kl_GC, mixed_XX, bytes_GC, budget - fixed)
+    chosen = least_of_all(kl_GC, mixed_terms(v_GCS), bytes_GC, budget - fixed)
     return {group: types[c] for group, c in zip(groups, chosen, strict=True)}
 
 
@@ -187,7 +254,7 @@ def mixed_terms(v_GCS: Numbers) -> Numbers:
     for c, d in product(range(choices), repeat=2):
         r_GG = u_GCS[:, c] @ u_GCS[:, d].T / samples * apart_GG
         squares_GG = np.square(u_GCS[:, c]) @ np.square(u_GCS[:, d]).T / samples * apart_GG
-        noise = (squares_GG - np.square(r_GG)).sum() / max(samples - 1, 1)
+        noise = squares_GG.sum() / samples
         kept = max(0.0, 1 - most * noise / max(np.square(r_GG).sum(), 1e-30))
         mixed_GCGC[:, c, :, d] = kept * r_GG * np.outer(scale_GC[:, c], scale_GC[:, d])
     return mixed_GCGC.reshape(count * choices, -1)

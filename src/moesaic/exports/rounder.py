@@ -9,17 +9,17 @@ over some text: a k-quant quantises a row w to q so that sum_i E[x_i^2] (w_i - q
 instead of sum_i w_i^2 (w_i - q_i)^2.
 
 Shape suffixes: N tokens, I inputs of a matrix, E routed experts, H heads, G groups, C choices
-(types), S samples of an estimate, X pairs of a group and a type.
+(types).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import product
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,9 +34,11 @@ from moesaic.exports.allocation import (
     HEAD,
     OUTSIDE,
     Layout,
+    Price,
+    Sampled,
     Types,
     choice,
-    mixed_terms,
+    of_all_experts,
     tensor_types,
 )
 from moesaic.exports.quantiser import WHOLE
@@ -216,6 +218,7 @@ SAMPLED = 16
 """Experts of a layer, about, by which the KL of rounding all of them is estimated."""
 SAMPLED_VALUES = 1 << 26
 """Most values of one matrix of these experts together, where they are more than two."""
+ALL = (slice(None),)
 
 
 class Rounder:
@@ -315,7 +318,7 @@ class Rounder:
 
     @contextmanager
     def rounded(
-        self, types: Types, part: nn.Module, place: int, back: bool = False
+        self, types: Types, part: nn.Module, place: int, half: int | None = None
     ) -> Iterator[nn.Module]:
         """Quantise tensors of a layer, or of the model's ends, while the context lasts.
 
@@ -323,8 +326,8 @@ class Rounder:
             types: of tensors.
             part: the layer of that number, or the model; its weights are present.
             place: the number; BEFORE for the embeddings, the number of layers for the head.
-            back: round only some experts of many, and give them their weights back afterwards;
-                otherwise the part is not used again.
+            half: of the experts that are sampled of many, the only ones to round; all weights are
+                given back afterwards. Otherwise the part is not used again.
         """
         held = self._held(part, place)
         if place == self.layout.layers:
@@ -332,10 +335,12 @@ class Rounder:
         before = list[tuple[Tensor, Tensor]]()
         for name, matrix in held.items():
             if (type := self._type(types, name)) != WHOLE:
-                some = matrix[:: self._step(name)] if back and matrix.dim() > 2 else matrix
-                if back:
-                    before.append((some, exact_copy(some)))
-                self._round(name, type, some, self._step(name) if back else 1)
+                halves = self._halves(self.layout.rounded[name]) if "_exps." in name else ALL
+                for chosen in ALL if half is None else halves[half : half + 1]:
+                    some = matrix[chosen]
+                    if half is not None:
+                        before.append((some, exact_copy(some)))
+                    self._round(name, type, some, chosen)
         try:
             yield part
         finally:
@@ -349,23 +354,38 @@ class Rounder:
             return types.get(name, WHOLE)
         return self.layout.tensors[name].as_type(of_group, name in self.weights).type
 
-    def _round(self, name: str, type: str, matrix: Tensor, step: int) -> None:
-        """Replace a matrix's values by those quantised to a type, part by part."""
-        weights, kept = self.weights.get(name), self.kept if step == 1 else None
+    def _round(self, name: str, type: str, matrix: Tensor, chosen: slice) -> None:
+        """Replace a matrix's values by those quantised to a type, part by part.
+
+        Args:
+            name: llama.cpp's.
+            type: of tensors.
+            matrix: of one, or of chosen experts.
+            chosen: these.
+        """
+        weights, kept = self.weights.get(name), self.kept if chosen == slice(None) else None
         stacked, some = matrix.dim() > 2, max(1, quantiser.AT_ONCE // matrix[0].numel())
-        each = None if weights is None else weights.view(-1, matrix.shape[-1])[::step]
+        each = None if weights is None else weights.view(-1, matrix.shape[-1])[chosen]
         for part, start in zip(matrix.split(some), range(0, len(matrix), some), strict=True):
             mean_EI = each[start : start + some] if stacked and each is not None else each
             held = quantiser.held_rows(part.cpu(), type, mean_EI, kept)
             part.copy_(quantiser.values_of(held, type).view(part.shape))
 
-    def _step(self, name: str) -> int:
-        """Return the number of experts of which one is quantised for an estimate."""
-        if "_exps." not in name:
-            return 1
-        inputs, rows, experts = self.layout.tensors[name].shape
-        some = min(SAMPLED, max(2, SAMPLED_VALUES // (inputs * rows)))
-        return max(1, experts // some)
+    def _halves(self, group: str) -> Sequence[slice]:
+        """Return two halves of a group's experts that are quantised for an estimate.
+
+        If they are few, or none, all that the group has.
+        """
+        if not (shape := self._experts(group)):
+            return ALL
+        inputs, rows, experts = shape
+        step = experts // min(SAMPLED, max(2, SAMPLED_VALUES // (inputs * rows)))
+        return [slice(n, None, 2 * step) for n in (0, step)] if step > 1 else ALL
+
+    def _experts(self, group: str) -> tuple[int, ...]:
+        """Return the shape of a group's experts (inputs, rows, count); () of other groups."""
+        stacked = (n for n in self._tensors(group) if "_exps." in n)
+        return next((self.layout.tensors[name].shape for name in stacked), ())
 
     def change(self, types: Types) -> PartChange:
         """Return the change that rounds a layer while a stream has it open.
@@ -381,38 +401,57 @@ class Rounder:
     def changes(self, types: Sequence[str]) -> list[Change]:
         """Return changes that quantise one group of tensors to one type each, group by group.
 
+        Of groups of many experts there are two, each of half of the experts that are sampled.
+
         Args:
             types: of tensors.
         """
         _ = self.groups, self.weights  # before a head or a layer is in memory beside them
-        every = dict[tuple[str, ...], Change]()  # where rows are short, types are one
+        every = dict[tuple[object, ...], Change]()  # where rows are short, types are one
         changes = []
         for group, type in product(self.groups, types):
-            of_group = [n for n, other in self.layout.rounded.items() if other == group]
+            of_group = self._tensors(group)
             tensors = (self.layout.tensors[n].as_type(type, group not in OUTSIDE) for n in of_group)
-            key = group, *(tensor.type for tensor in tensors)
-            changes.append(every.setdefault(key, self._change(group, type)))
+            of_tensors = (*(tensor.type for tensor in tensors),)
+            for half, _ in enumerate(self._halves(group)):
+                change = self._change(group, type, half)
+                changes.append(every.setdefault((group, half, of_tensors), change))
         return changes
 
-    def _change(self, group: str, type: str) -> Change:
-        """Return the change that quantises a group to one type."""
+    def _change(self, group: str, type: str, half: int) -> Change:
+        """Return the change that quantises a group, or half of its sampled experts, to one type."""
 
         def at(place: int) -> StandIn:
-            return lambda part: self.rounded({group: type}, part, place, back=True)
+            return lambda part: self.rounded({group: type}, part, place, half)
 
         places = {self.groups[group]}
         if group == EMBEDDINGS and HEAD not in self.groups:
             places.add(self.layout.layers)
         return {place: at(place) for place in places}
 
-    def scale(self, group: str) -> float:
-        """Return the factor from the KL of the experts that :meth:`changes` quantise to a group's.
+    def _tensors(self, group: str) -> list[str]:
+        """Return the names of a group's tensors."""
+        return [name for name, other in self.layout.rounded.items() if other == group]
 
-        Their errors are taken to be alike and independent, so that KLs add up.
+    def prices(self, types: Sequence[str], found: Iterable[Price]) -> dict[str, dict[str, Price]]:
+        """Return prices by type and group.
+
+        Args:
+            types: of tensors.
+            found: prices of :meth:`changes` of these types.
         """
-        name = next(name for name, other in self.layout.rounded.items() if other == group)
-        step, count = self._step(name), self.layout.tensors[name].shape[-1]
-        return count / len(range(0, count, step)) if step > 1 else 1.0
+        each, prices = iter(found), {type: dict[str, Price]() for type in types}
+        sampled = defaultdict[tuple[str, str], dict[str, Sampled]](dict)  # by part and type
+        for group, type in product(self.groups, types):
+            prices[type][group] = next(each)
+            if len(halves := self._halves(group)) > 1:
+                experts = self._experts(group)[-1]
+                m, n = (len(range(experts)[half]) for half in halves)
+                both = prices[type][group], next(each), (m, n), experts
+                sampled[group.split()[0], type][group] = both
+        for (_, type), of_part in sampled.items():
+            prices[type] |= zip(of_part, of_all_experts([*of_part.values()]), strict=True)
+        return prices
 
     @torch.no_grad()
     def best(self, among: Sequence[str], budget: int) -> Types:
@@ -437,10 +476,5 @@ class Rounder:
         )
         draws = draws_for(stream.model)
         found = estimates(stream, self.changes(types), draws, track=self.track)
-        kls: dict[str, dict[str, float]] = {type: {} for type in types}
-        pairs = product(self.groups, types)
-        for (group, type), kl in zip(pairs, found.kl_CN.mean(1), strict=True):
-            kls[type][group] = self.scale(group) * float(kl)
-        scale_G = np.sqrt([self.scale(group) for group in self.groups])
-        v_GCS = found.per_token.flatten(1).view(len(scale_G), len(types), -1).numpy()
-        return choice(kls, self.layout, budget, mixed_terms(scale_G[:, None, None] * v_GCS))
+        prices = map(Price, found.per_token.numpy(), found.head_C.tolist())
+        return choice(self.prices(types, prices), self.layout, budget)

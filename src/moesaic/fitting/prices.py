@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import product
-from operator import add
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.exports.allocation import Numbers, mixed_terms
+from moesaic.exports.allocation import Price
 from moesaic.exports.rounder import Rounder
 from moesaic.fitting.candidates import Form, places_priced
 from moesaic.io.outputs import whole_file
@@ -36,43 +34,6 @@ from moesaic.types import JSON, Track
 
 TABLE = re.compile(rb'\{"request"')
 """Start of a file of prices."""
-
-
-@dataclass(frozen=True, eq=False)
-class Price:
-    """Estimated effect of a change of a model, window by window.
-
-    The prices of several changes add up to that of all of them together, interactions included.
-    """
-
-    v_KN: Numbers
-    """Change of the log-likelihood of drawn labels (:mod:`moesaic.observation.changes`), over
-    the square root of twice the tokens of a window."""
-    head: float = 0.0
-    """KL of a changed head."""
-
-    def __add__(self, other: Price) -> Price:
-        return Price(self.v_KN + other.v_KN, self.head + other.head)
-
-    def __mul__(self, factor: float) -> Price:
-        """Return the price of a change whose errors are so many times as large."""
-        return Price(self.v_KN * factor, self.head * factor**2)
-
-    @classmethod
-    def together(cls, prices: Iterable[Price]) -> Price:
-        """Return the price of several changes at once."""
-        return reduce(add, prices)
-
-    @property
-    def kl_S(self) -> Numbers:
-        """KL in nats a token, by draw and window: as many samples."""
-        kl_S: Numbers = np.square(self.v_KN).ravel() + self.head
-        return kl_S
-
-    @property
-    def kl(self) -> float:
-        """Mean KL in nats a token."""
-        return float(self.kl_S.mean())
 
 
 IMPOSSIBLE = Price(np.full((1, 1), np.inf))
@@ -142,14 +103,8 @@ class Prices:
         low, high = below[-1], next((n for n in known if n > place), below[-1])
         share = (place - low) / max(high - low, 1)
         v_KN = (1 - share) * every[low].v_KN + share * every[high].v_KN
-        price = Price(v_KN, (1 - share) * every[low].head + share * every[high].head)
+        price = Price(v_KN, (1 - share) * every[low].apart + share * every[high].apart)
         return price if form.first is None else self.steps[key_of(form.first)] + price
-
-    def mixed(self, types: Sequence[str]) -> Numbers:
-        """Return what pairs of groups and types add to their KL, as ``choice`` takes it."""
-        groups = self.types[types[0]]
-        v_GCS = [[self.types[type][group].v_KN.ravel() for type in types] for group in groups]
-        return mixed_terms(np.array(v_GCS))
 
     @torch.no_grad()
     def add(
@@ -172,39 +127,34 @@ class Prices:
             folder: keeps what is found of each layer until all is; another call with the same
                 request continues from there.
         """
-        groups = [] if rounder is None or not types else [*rounder.groups]
-        keys = [*product(groups, types)]
-        changes = rounder.changes(types) if rounder is not None and keys else []
+        changes = rounder.changes(types) if rounder is not None and types else []
         stream = job.stream((), lambda layer: layer, tokens_per_batch=PRICED_AT_ONCE)
         draws = draws_for(stream.model)
         if folder is not None:
-            asked_for = [self.request, keys, [*map(key_of, plans)], draws]
+            asked_for = [self.request, types, [*map(key_of, plans)], draws]
             name = hashlib.sha256(json.dumps(asked_for).encode()).hexdigest()[:16]
             folder /= name
         found = estimates(stream, [*changes, *plans.values()], draws, track=track, folder=folder)
-        prices = [*map(Price, found.per_token.numpy(), found.head_C.tolist())]
-        for (group, type), price in zip(keys, prices, strict=False):
-            assert rounder is not None
-            scale = rounder.scale(group)
-            whole = Price(scale**0.5 * price.v_KN, price.head)
-            self.types.setdefault(type, {})[group] = whole
-        self.steps |= zip(map(key_of, plans), prices[len(keys) :], strict=True)
+        prices = map(Price, found.per_token.numpy(), found.head_C.tolist())
+        if changes and rounder is not None:
+            self.types |= rounder.prices(types, islice(prices, len(changes)))
+        self.steps |= zip(map(key_of, plans), prices, strict=True)
 
 
 def _read(held: Any) -> Price:
     if held is None:
         return IMPOSSIBLE
-    price = Price(np.array(held["v"], float), float(held["head"]))
+    price = Price(np.array(held["v"], float), float(held["apart"]))
     with np.errstate(over="ignore"):
         if price.v_KN.ndim != 2 or not price.kl_S.size or not np.isfinite(price.kl_S).all():
             raise ValueError("a price is no table of numbers")
-    if price.head < 0:
-        raise ValueError(f"a price is {price.head}")
+    if price.kl < 0:
+        raise ValueError(f"a price is {price.kl:g}")
     return price
 
 
 def _written(price: Price) -> JSON | None:
-    return None if price is IMPOSSIBLE else {"v": price.v_KN.tolist(), "head": price.head}
+    return None if price is IMPOSSIBLE else {"v": price.v_KN.tolist(), "apart": price.apart}
 
 
 def key_of(config: MethodConfig) -> str:

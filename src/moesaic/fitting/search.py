@@ -16,13 +16,11 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from moesaic import __version__
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, in_unit, parse_dtype
 from moesaic.errors import MoesaicError
-from moesaic.exports.allocation import Numbers, Types, choice, tensor_types
+from moesaic.exports.allocation import Numbers, Price, Types, choice, tensor_types
 from moesaic.fitting.candidates import (
     NONE,
     QUANTISE,
@@ -37,7 +35,7 @@ from moesaic.fitting.candidates import (
 )
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.gguf_files import Files
-from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Price, Prices, key_of, priced_configs
+from moesaic.fitting.prices import IMPOSSIBLE, TABLE, Prices, key_of, priced_configs
 from moesaic.fitting.trials import Texts, Trials
 from moesaic.io.outputs import check_out_file, remove, run_folder, search_folder
 from moesaic.io.source import resolve
@@ -377,15 +375,8 @@ class Search:
             type: {g: self.prices.types[type][g] * growth_GC[n, c] for n, g in enumerate(groups)}
             for c, type in enumerate(names)
         }
-        kls = {t: {group: price.kl for group, price in of.items()} for t, of in prices.items()}
-        mixed_XX = self._mixed * np.outer(growth_GC, growth_GC)
-        types = choice(kls, layout, self.config.memory, mixed_XX)
+        types = choice(prices, layout, self.config.memory)
         return types, Price.together(prices[type][group] for group, type in types.items()).kl_S
-
-    @cached_property
-    def _mixed(self) -> Numbers:
-        """Mixed terms of the prices of types."""
-        return self.prices.mixed(self._tensor_types)
 
     def _check_inputs(self) -> None:
         """Refuse unusable text and price tables, before anything is computed.
