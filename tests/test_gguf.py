@@ -49,8 +49,10 @@ from moesaic.exports.allocation import Price, least
 from moesaic.exports.llamacpp import find_converter
 from moesaic.exports.native import head_dim_of
 from moesaic.exports.quantiser import OTHERS, ModelFacts, mixture, tensors_of, types_of
+from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.gguf_files import Files
 from moesaic.fitting.run import search_and_make
+from moesaic.fitting.search import Search
 from moesaic.io.gguf import folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
@@ -1059,3 +1061,18 @@ def test_an_installed_llamacpp_comes_first(monkeypatch):
         there["xllamacpp"] = files
         monkeypatch.setattr(gguf_engine, "installed", lambda package, _: there[package])
         assert library.__wrapped__()[2].startswith("xllamacpp ")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("budget", [2_614_000, 1_700_000])
+def test_nothing_that_could_have_been_chosen_is_much_better(budget, tmp_path):
+    """All options of nearly the least estimate are made, refitted and measured, too."""
+    needs_llamacpp()
+    config = FitConfig(memory=budget, types=("q8_0", "q4_k_m", "q2_k"), windows=32)
+    recipe = Recipe("tiny-moe", str(tmp_path / "out"), (), Calibration(samples=64, length=256))
+    looking = Search(recipe, config, tmp_path / "work")
+    chosen, _ = looking.run()
+    options = sorted(looking._options(config), key=Candidate.estimate)
+    near = [o for o in options if o.estimate() < 2 * options[0].estimate()][:8]
+    assert len(near) > 1
+    assert chosen.kl <= 1.05 * min(looking.trials.measure(option).kl for option in near)
