@@ -134,6 +134,7 @@ carve MODEL OUT -o tasks=no.jsonl | tasks: no file
 carve MODEL OUT --calibration no.txt | No text file at no.txt
 carve MODEL OUT --data no.txt | No text file at no.txt
 carve MODEL OUT --data no.safetensors | No text file at no.safetensors
+prune | Missing argument 'MODEL'
 carve MODEL | Missing argument 'OUT'
 carve MODEL DONE | exists. Choose another name, or pass --overwrite
 carve /nowhere OUT | No model folder

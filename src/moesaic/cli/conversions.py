@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class _VerbCommand(Command):
         own = {field.name for config in self.methods.values() for field in fields(config)}
         own |= {"method", "recipe"}
         options: JSON = {}
-        for word, following in zip(args, [*args[1:], ""], strict=True):
+        for word, following in zip_longest(args, args[1:], fillvalue=""):
             flag, equals, value = word.partition("=")
             name = given.field_of(flag)
             if flag in ("-o", "--option"):
