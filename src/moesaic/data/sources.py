@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import mmap
+import os.path
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,14 +154,7 @@ class TextSource:
         return ends[0] or 0, count if ends[1] is None else ends[1]
 
 
-def _exists(name: str) -> bool:
-    """Return True if there is a file or a folder of that name, which may be too long for one."""
-    try:
-        return Path(name).exists()
-    except OSError:
-        return False
-
-
+_exists = os.path.exists  # a Path raises an error if a name is too long for a file
 FIELDS = tuple(entry.name for entry in fields(TextSource) if not entry.kw_only)
 
 
