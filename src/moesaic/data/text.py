@@ -433,7 +433,7 @@ def evaluation_tokens(
                 tokens = rows.cut(share)
         else:
             limit = None if share is None else max(POOL // 10, 32 * share)
-            read, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
+            read, texts = _some(rows, rows.taken, tokenizer, limit)
             parts, part_NL = _domains(read, texts, tokenizer, window)
             tokens = _windows(texts, rows, tokenizer, window)
             if not tokens.count:
@@ -545,27 +545,25 @@ def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]
     """Return the texts to draw from: all in order, or some of a large source in a random order."""
     limit = max(POOL, 16 * tokens)
     if rows.at_hand:
-        _, texts = _some(_texts(rows, rows.taken, tokenizer), limit)
+        _, texts = _some(rows, rows.taken, tokenizer, limit)
         if sum(map(len, texts)) < limit:
             return texts
-    order = rows.shuffled(str(seed))
-    return _some(_texts(order, rows.taken, tokenizer), limit)[1]
+    return _some(rows.shuffled(str(seed)), rows.taken, tokenizer, limit)[1]
 
 
-def _texts(rows: Iterable[Row], taken: RowRange, tokenizer: Tokenizer) -> Iterator[tuple[Row, str]]:
-    return usable_rows(rows, partial(text_of, tokenizer=tokenizer), taken.source or SHIPPED)
-
-
-def _some(texts: Iterable[tuple[Row, str]], limit: int | None) -> tuple[list[Row], list[str]]:
-    """Return the first rows and their texts, until these have ``limit`` characters."""
-    rows, first, count = [], [], 0
-    for row, text in texts:
-        rows.append(row)
-        first.append(text)
+def _some(
+    rows: Iterable[Row], taken: RowRange, tokenizer: Tokenizer, limit: int | None
+) -> tuple[list[Row], list[str]]:
+    """Return the first usable rows and their texts, until these have ``limit`` characters."""
+    read, texts, count = [], [], 0
+    name = taken.source or SHIPPED
+    for row, text in usable_rows(rows, partial(text_of, tokenizer=tokenizer), name):
+        read.append(row)
+        texts.append(text)
         count += len(text)
         if limit is not None and count >= limit:
             break
-    return rows, first
+    return read, texts
 
 
 def concat(parts: Sequence[Tokens]) -> Tokens:
