@@ -115,13 +115,7 @@ def _of_arrow(row: Values) -> Row:
 
 
 class IndexedRows:
-    """Rows that can be read in any order.
-
-    Args:
-        rows: the rows of the source, of which some may be used.
-        taken: the range of those.
-        arrow: True if Arrow holds them, with the same fields in every row.
-    """
+    """Rows that can be read in any order; if Arrow holds them, each has the fields of all."""
 
     at_hand = True
 
@@ -150,10 +144,7 @@ class IndexedRows:
 class _StreamedRows:
     """Rows of a data set that is too large to be read whole.
 
-    Args:
-        data: a streaming data set.
-        taken: the range of its rows.
-        first_shard: True if that range counts within its first shard.
+    With ``first_shard`` their range counts within its first shard.
     """
 
     at_hand = False
@@ -218,9 +209,7 @@ def _pieces(row: Row) -> Iterator[Row]:
 def open_rows(source: TextSource, use: Use) -> Rows:
     """Return a source's rows for one use.
 
-    Args:
-        source: the source of text.
-        use: text that ships and data sets with several splits have different rows for each.
+    Text that ships and data sets with several splits have different rows for each.
 
     Raises:
         MoesaicError: the source does not exist or cannot be read.
@@ -254,11 +243,7 @@ def open_rows(source: TextSource, use: Use) -> Rows:
 
 
 def _check_there(source: TextSource) -> None:
-    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked.
-
-    Raises:
-        MoesaicError: names the file.
-    """
+    """Refuse a file that is missing, empty, or does not begin with text; the hub is not asked."""
     path = Path(source.name)
     if source.shipped or path.is_dir():
         return
@@ -282,10 +267,6 @@ def _is_document(source: TextSource) -> bool:
 
 def check_apart(used: Iterable[str], measured: str) -> None:
     """Refuse missing text, and evaluation on rows that are used for calibration or training.
-
-    Args:
-        used: names of those texts, as for :func:`moesaic.data.sources.text_sources`.
-        measured: the text to measure on.
 
     Raises:
         MoesaicError: some row is in both, or a source cannot be read.

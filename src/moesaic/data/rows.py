@@ -163,11 +163,7 @@ too, and the function from a row to its prompt and answer."""
 def _pair(
     row: Values, needs: Sequence[str], read: Callable[[Values], tuple[str, str]]
 ) -> PromptAnswer:
-    """Return the prompt and the answer of a row that has the columns of a form.
-
-    Raises:
-        RowError: a column does not hold text.
-    """
+    """Return the prompt and the answer of a row that has the columns of a form."""
     for name in needs[:1] if read is _choices else needs:
         if not isinstance(row[name], str) or not row[name].strip():
             raise RowError(f"A row has no text in its column {name}: {quote(dict(row), 120)}")
@@ -195,11 +191,7 @@ SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinki
 
 def _turns(row: Row) -> list[JSON]:
     """Return a row's conversation, each turn with all its fields, ``role`` and ``content`` among
-    them; empty if there is none.
-
-    Raises:
-        RowError: its turns have an unknown form.
-    """
+    them; empty if there is none."""
     if not isinstance(row, Mapping):
         return []
     return [*map(_turn, next((row[n] for n in TURNS if isinstance(row.get(n), list | tuple)), ()))]
@@ -235,11 +227,7 @@ def _tools(row: Row) -> list[Values] | None:
 
 
 def _words(content: object) -> str:
-    """Return a turn's content as one text.
-
-    Raises:
-        RowError: a part of it is no text, such as an image.
-    """
+    """Return a turn's content as one text; a part that is none, such as an image, is refused."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list | tuple) else [content]
@@ -259,14 +247,7 @@ def _conversation(
     """Return a conversation as the model sees it: in the tokenizer's own template if it has one,
     else as texts with blank lines between, tools and their calls as JSON.
 
-    Args:
-        turns: turns from :func:`_turns`, passed to the template unchanged.
-        tools: the functions that may be called.
-        tokenizer: the model's tokenizer.
-        prompt: True if the model's answer follows.
-
-    Raises:
-        RowError: the template refuses it.
+    With ``prompt`` the model's answer follows.
     """
     if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
         texts = [json.dumps(tools, ensure_ascii=False, default=str)] if tools else []
@@ -310,11 +291,8 @@ def _conversation(
 
 
 def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
-    """Return the prompt and the answer of a row; None for plain text.
-
-    Args:
-        row: a text, or columns.
-        tokenizer: the model's tokenizer, with the template for conversations.
+    """Return the prompt and the answer of a row, conversations in the tokenizer's template; None
+    for plain text.
 
     Raises:
         RowError: its columns hold no text, or the template refuses it.
@@ -356,7 +334,7 @@ def pair_of(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None
 def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
     """Return the whole text of a row: its own, a conversation, or prompt and answer.
 
-    Arguments and errors are those of :func:`pair_of`.
+    Errors are those of :func:`pair_of`.
     """
     columns = row if isinstance(row, Mapping) else {PLAIN[0]: row}
     plain = next((columns[name] for name in PLAIN if isinstance(columns.get(name), str)), None)
@@ -381,11 +359,6 @@ MEMORY = 1 << 30
 
 def rendered(tokenizer: Tokenizer, turns: Sequence[Values], **options: Any) -> str:
     """Return a conversation in a tokenizer's chat template, as ``apply_chat_template`` renders it.
-
-    Args:
-        tokenizer: a tokenizer with a template.
-        turns: the turns that the template gets.
-        options: further options of ``apply_chat_template``.
 
     Raises:
         MoesaicError: the template takes more than :data:`SECONDS` or :data:`MEMORY`, or writes more

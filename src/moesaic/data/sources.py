@@ -232,14 +232,10 @@ def _from_json(spec: str) -> Iterator[TextSource]:
 
 
 def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
-    """Return the sources that a text's name stands for, with named mixes replaced by theirs.
+    """Return the sources of :func:`text_sources`, with named mixes replaced by theirs.
 
     For evaluation, a name that is also a domain of the text that ships is that domain, so that
     figures are the same everywhere.
-
-    Args:
-        spec: as for :func:`text_sources`.
-        use: calibration (or training), or evaluation.
 
     Raises:
         MoesaicError: the name is wrong.
@@ -443,11 +439,7 @@ def read_questions(file: Path) -> list[JSON]:
 
 
 def _question(row: object) -> JSON:
-    """Return the checked question of a line.
-
-    Raises:
-        ValueError: describes the error.
-    """
+    """Return the checked question of a line; a ValueError describes what is wrong in it."""
     if not isinstance(row, Mapping):
         raise ValueError("not a JSON object")
     missing = [name for name in ("question", "choices", "answer") if name not in row]

@@ -89,9 +89,6 @@ class Tokens:
         """Refuse windows without a token, or longer than a model's positions, and ids outside its
         vocabulary.
 
-        Args:
-            config: the model's config.
-
         Raises:
             MoesaicError: names the length, or the greatest id.
         """
@@ -203,10 +200,6 @@ def positions(config: Config) -> int | None:
 
 def check_length(length: int, config: Config) -> None:
     """Refuse windows that are longer than a model's positions.
-
-    Args:
-        length: tokens of a window.
-        config: the model's config.
 
     Raises:
         MoesaicError: names both.
@@ -335,11 +328,7 @@ def _domains(
 
 
 def needs_tokenizer(text: object) -> bool:
-    """Return True if a text must be tokenised: a source, texts or rows, but no token ids.
-
-    Args:
-        text: text as verbs accept it: a source, texts, rows, :class:`Tokens` or a tensor of ids.
-    """
+    """Return True if a text must be tokenised: a source, texts or rows, but no token ids."""
     if isinstance(text, str):
         return not all(source.tokenised for source in text_sources(text))
     if isinstance(text, Sequence) and text and isinstance(text[0], Mapping):
