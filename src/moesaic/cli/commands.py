@@ -187,14 +187,7 @@ def app(ctx: click.Context) -> None:
 def register(
     name: str, run: Callable[..., None], example: str, params: Sequence[click.Parameter]
 ) -> None:
-    """Register a command that a function carries out.
-
-    Args:
-        name: the command's name.
-        run: takes the values of ``params`` by name; its docstring is the command's help.
-        example: a command line that works.
-        params: arguments and options.
-    """
+    """Register a command that a function carries out; its docstring is the command's help."""
     app.add_command(Command(name, run, example, params))
 
 
@@ -222,12 +215,8 @@ def emit(as_json: bool, data: object, view: object) -> None:
         ) from error
 
 
-def push_result(folder: str, repo: str) -> dict[str, str]:
-    """Upload a result if a repository is named.
-
-    Returns:
-        ``pushed``, the repository's address; empty without one.
-    """
+def push_result(folder: str, repo: str | None) -> dict[str, str]:
+    """Upload a result if a repository is named; return its address as ``pushed``, or nothing."""
     if not repo:
         return {}
     from moesaic.result import push
@@ -238,12 +227,7 @@ def push_result(folder: str, repo: str) -> dict[str, str]:
 
 
 def carry_out(
-    recipe: Recipe,
-    overwrite: bool,
-    resume: bool,
-    as_json: bool,
-    dry_run: bool = False,
-    push: str = "",
+    recipe: Recipe, overwrite: bool, resume: bool, as_json: bool, dry_run: bool, push: str | None
 ) -> None:
     """Run a recipe and print its record, or the sizes that a dry run computes."""
     for step in recipe.steps:

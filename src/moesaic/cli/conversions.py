@@ -175,7 +175,7 @@ class _VerbCommand(Command):
                 evaluation=parse_as(Evaluation, measured, "") if evaluate else None,
                 **device,
             ),
-            overwrite, resume, as_json, dry_run, push or "",
+            overwrite, resume, as_json, dry_run, push,
         )  # fmt: skip
 
 
@@ -192,8 +192,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Carry out a recipe, one complete run."""
-    loaded = load_recipe(recipe, overrides)
-    carry_out(loaded, overwrite, resume, as_json, dry_run, push or "")
+    carry_out(load_recipe(recipe, overrides), overwrite, resume, as_json, dry_run, push)
 
 
 def apply(places: Sequence[str], overwrite: bool, as_json: bool) -> None:
@@ -256,26 +255,13 @@ def commands() -> None:
     register("run", run, example, [recipe, overrides, given.DRY_RUN, *RUN])
     words = "A model (default: the plan's), a result's folder or its plan.json, the folder to make."
     places = given.Argument("places", words, "[BASE] PLAN OUT", nargs=-1, required=True)
-    register(
-        "apply",
-        apply,
-        "moesaic apply smollm2 out rebuilt",
-        [places, given.OVERWRITE, given.AS_JSON],
-    )
+    params = [places, given.OVERWRITE, given.AS_JSON]
+    register("apply", apply, "moesaic apply smollm2 out rebuilt", params)
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     stats = given.Argument("stats", "The file to make.", type=given.PATH)
     text = [given.option_of(Calibration, name) for name in TEXT]
     gram = given.Option("--gram-mb", help, given.COMMON, metavar="N", type=given.Number(int))
     gram.of_field = True
-    params = [
-        given.MODEL,
-        stats,
-        *text,
-        gram,
-        given.DEVICE,
-        given.DTYPE,
-        given.OVERWRITE,
-        given.RESUME,
-        given.AS_JSON,
-    ]
+    making = [given.OVERWRITE, given.RESUME, given.AS_JSON]
+    params = [given.MODEL, stats, *text, gram, given.DEVICE, given.DTYPE, *making]
     register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", params)

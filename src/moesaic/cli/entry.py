@@ -52,14 +52,12 @@ def exit_on_error() -> Iterator[None]:
 
             publish_refusal(str(error))
         fail(str(error), 2)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         fail_interrupted(None)
     except click.ClickException as error:
         fail(error.format_message(), 2)
     except BrokenPipeError:
         sys.exit(1)
-    except KeyboardInterrupt:
-        fail_interrupted(None)
     except Exception as error:
         if any(isinstance(one, KeyboardInterrupt) for one in _with_causes(error)):
             fail_interrupted(None)  # modules that are imported turn it into an error of theirs

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 
+MEASURED = ("data", "max_tokens")
+"""Fields of Evaluation that searches have as options."""
+
 # --- fit -----------------------------------------------------------------------------------------
 
 
@@ -71,42 +74,31 @@ def fit(
         outcome = f"No step is worth it at that size. Only the file is in {out}."
         outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
         print_notice(outcome)
-    upload = shared.push_result(str(out), push or "") if record.steps else {}
+    upload = shared.push_result(str(out), push) if record.steps else {}
     shared.emit(as_json, {**record.output(), **upload}, shown)
 
 
 def _search_recipe(model: str, out: Path, options: JSON, **measured: Any) -> Recipe:
     """Return the recipe of a search, without steps; the options that it reads are removed.
 
-    Args:
-        model: the original.
-        out: the folder to make.
-        options: those of the search, and others.
-        measured: defaults for :class:`~moesaic.config.Evaluation`.
+    Options of :class:`~moesaic.config.Evaluation` stand in place of ``measured``.
     """
     return Recipe(
         model=model,
         out=str(out),
         steps=(),
         calibration=parse_as(Calibration, given.take(options, given.TEXT), ""),
-        evaluation=parse_as(Evaluation, measured | given.take(options, ("data", "max_tokens")), ""),
+        evaluation=parse_as(Evaluation, measured | given.take(options, MEASURED), ""),
         **given.take(options, given.PLACE),
     )
 
 
 def _search_options(*names: str) -> list[click.Parameter]:
     """Return the options of a search: some of its own, text, evaluation, device and type."""
+    own = [given.option_of(FitConfig, name) for name in names]
     text = [given.option_of(Calibration, name, given.COMMON) for name in given.TEXT]
-    evaluation = [
-        given.option_of(Evaluation, name, given.COMMON) for name in ("data", "max_tokens")
-    ]
-    return [
-        *(given.option_of(FitConfig, name) for name in names),
-        *text,
-        *evaluation,
-        given.DEVICE,
-        given.DTYPE,
-    ]
+    measured = [given.option_of(Evaluation, name, given.COMMON) for name in MEASURED]
+    return [*own, *text, *measured, given.DEVICE, given.DTYPE]
 
 
 def candidates_table(candidates: list[Any]) -> Any:
@@ -152,13 +144,7 @@ class Goal:
         return in_unit(self.memory) if self.memory else f"a KL of at most {self.max_kl:g}"
 
     def budgets(self, size: int, native: bool = False, least: int = 0) -> list[FitConfig]:
-        """Return the budgets to try, falling.
-
-        Args:
-            size: bytes of the original.
-            native: only results of its architecture are wanted.
-            least: bytes of the smallest result.
-        """
+        """Return the budgets to try, falling: from the original's bytes to the ``least``."""
         last = SHARES[-1]
         least = max(least, round(last * size))
         sizes = [least + (share - last) / (1 - last) * (size - least) for share in SHARES]

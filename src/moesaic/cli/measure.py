@@ -52,10 +52,8 @@ def evaluate(model: str, against: str | None, card: bool, as_json: bool, **optio
         sys.stdout.write(report.verdict(record))
     else:
         most = evaluation.max_tokens
-        limit = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it." * bool(
-            most
-        )
-        emit(as_json, figures, Group(report.terminal(record), limit))
+        limit = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
+        emit(as_json, figures, Group(report.terminal(record), limit if most else ""))
 
 
 def _eval_record(model: str, against: str | None, figures: JSON, evaluation: Evaluation) -> Record:
@@ -177,9 +175,8 @@ def generate(
 
 def export(model: str, out: Path, overwrite: bool, as_json: bool, **options: Any) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    chosen = given.read(
-        ExportArgs, {**options, "to": form_of(out, options.get("to", ""))}
-    )  # before anything slow is imported
+    options["to"] = form_of(out, options.get("to", ""))
+    chosen = given.read(ExportArgs, options)  # before anything slow is imported
     check_name(model)
     if chosen["to"] == "gguf":
         check_out_file(out, GGUF, overwrite, [model])
@@ -214,11 +211,7 @@ def _export_table(record: JSON) -> Table:
 
 
 def _record_of(run: Path) -> Record:
-    """Return the record of a run, by its folder or by its ``result.json``.
-
-    Raises:
-        MoesaicError: it cannot be read.
-    """
+    """Return the record of a run, by its folder or by its ``result.json``."""
     from moesaic.io.trust import check_links
     from moesaic.record import Record
 

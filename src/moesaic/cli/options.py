@@ -105,12 +105,7 @@ def option_of(
 ) -> Option:
     """Return the option of a config's field.
 
-    Args:
-        config: the dataclass.
-        name: of the field.
-        group: of the help.
-        help: instead of the field's own.
-        bundle: values that stand in place of defaults.
+    ``help`` stands in place of the field's own text, values of ``bundle`` in place of defaults.
     """
     field = next(entry for entry in fields(config) if entry.name == name)
     kinds, default = _kinds_of(config, name), value_text(bundle.get(name, field.default))
