@@ -13,7 +13,7 @@ from moesaic.record import WEIGHTS, Figure, Record
 from moesaic.report import facts, numbers, tables
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table, Text
 from moesaic.report.facts import figure, part
-from moesaic.report.frontier import candidates_plot, frontiers
+from moesaic.report.frontier import SECTION, candidates_plot, frontiers
 from moesaic.report.tables import UNCLEAR, pace, ratio_cell
 from moesaic.types import Values
 
@@ -76,8 +76,7 @@ def _measured(record: Record) -> list[Section]:
         for title, table, note in kinds
         if table.rows
     ]
-    plots = frontiers([record])
-    return [*([Section(plots[0].section, [*plots])] if plots else []), *found]
+    return [Section(SECTION, [*frontiers([record])]), *found]
 
 
 def _of_scores(record: Record) -> str:
@@ -295,16 +294,15 @@ def _size(record: Record) -> list[Change]:
 
 def _active(record: Record) -> list[Change]:
     """Return the change of the parameters that a token runs, if there is one."""
-    scores = part(record.measured, "scores")
-    result, original = (figure(scores, n, "active_parameters") for n in ("result", "original"))
-    if not result or not original or abs(result / original - 1) < SAME:
+    ratio = facts.relative(record, "result", "active_parameters")
+    if not ratio or abs(ratio - 1) < SAME:
         return []
-    share, tone = numbers.percent(result / original), "better" if result < original else "worse"
-    difference = f"{'fewer' if result < original else 'more'} than before"
+    share, tone = numbers.percent(ratio), "better" if ratio < 1 else "worse"
+    difference = f"{'fewer' if ratio < 1 else 'more'} than before"
     sizes = facts.bytes_before_after(record)
     smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
     # a smaller model also runs fewer: one clause is enough
-    clause = "" if smaller and result < original else f"runs {share} of the parameters per token"
+    clause = "" if smaller and ratio < 1 else f"runs {share} of the parameters per token"
     return [Change(share, "of the parameters run per token", difference, tone, clause)]
 
 

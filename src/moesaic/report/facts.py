@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import TypeVar
 
 from moesaic.config import ROUNDED
 from moesaic.record import Heat, Record, Row, Step
 from moesaic.types import Values
-
-V = TypeVar("V")
 
 
 def part(mapping: object, *keys: str) -> Values:
@@ -98,11 +95,6 @@ def step_labels(record: Record) -> str:
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def parameter_ratio(record: Record, name: str = "result") -> float | None:
-    """Return the parameters that a model stores, relative to the original."""
-    return _relative(record, name, "total_parameters")
-
-
 def measured_active_ratio(record: Record, name: str = "result") -> float | None:
     """Return the measured share of parameters that a token runs.
 
@@ -111,10 +103,11 @@ def measured_active_ratio(record: Record, name: str = "result") -> float | None:
     """
     if by_projections(record):
         return figure(record.measured, "scores", name, "active_ratio")
-    return _relative(record, name, "active_parameters")
+    return relative(record, name, "active_parameters")
 
 
-def _relative(record: Record, name: str, key: str) -> float | None:
+def relative(record: Record, name: str, key: str) -> float | None:
+    """Return a score of a model, relative to the original's."""
     scores = part(record.measured, "scores")
     model, original = figure(scores, name, key), figure(scores, "original", key)
     return model / original if model is not None and original else None
@@ -124,7 +117,7 @@ def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
     """Return the ratio that describes a run's models best, in words, and a function for it."""
     step = _main_step(record)
     if step is not None and step.ratio == "stored":
-        return "of the parameters", lambda name: parameter_ratio(record, name)
+        return "of the parameters", lambda name: relative(record, name, "total_parameters")
     return "active", lambda name: measured_active_ratio(record, name)
 
 
@@ -161,14 +154,10 @@ def by_projections(record: Record) -> bool:
     return step is not None and step.ratio == "projections"
 
 
-def by_layer(values: Mapping[str, V]) -> list[tuple[int, V]]:
-    """Return values by layer in the model's order."""
-    return sorted((int(i), value) for i, value in values.items())
-
-
 def routes(record: Record) -> Heat | None:
     """Return the share of tokens by layer and expert; None where nothing routes."""
-    routed = [(i, r) for i, r in by_layer(part(record.measured, "routing")) if r.get("share")]
+    routing = part(record.measured, "routing")
+    routed = sorted((int(i), r) for i, r in routing.items() if r.get("share"))
     if not routed:
         return None
     step = _main_step(record)

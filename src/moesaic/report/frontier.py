@@ -29,11 +29,6 @@ class Axis:
     key: str = ""
     """Name of the figure among a model's scores; empty for the bytes of its file."""
 
-    @property
-    def title(self) -> str:
-        """Title of the axis."""
-        return f"{self.name} (less is better)"
-
     def value(self, record: Record, name: str) -> float | None:
         """Return the figure of a record's model; None where it was not measured."""
         if not self.key:
@@ -200,8 +195,8 @@ def _joined(
         f"better in one. They are: {ahead}.",
         points=tuple(replace(p, ahead=i in front) for i, p in enumerate(models)),
         front=tuple(front),
-        x=x.title,
-        y=y.title,
+        x=f"{x.name} (less is better)",
+        y=f"{y.name} (less is better)",
         x_form=x.form,
         y_form=y.form,
         numbered=numbered,

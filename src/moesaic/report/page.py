@@ -41,10 +41,8 @@ def _template() -> Template:
 def html(records: Sequence[Record]) -> str:
     """Return one self-contained HTML file about one or more runs.
 
-    Plots and tables of layers are only on the page of a single run.
-
-    Args:
-        records: of the runs. What was not measured is left out.
+    Plots and tables of layers are only on the page of a single run. What was not measured is left
+    out.
 
     Raises:
         MoesaicError: there are no runs.
@@ -53,6 +51,7 @@ def html(records: Sequence[Record]) -> str:
         raise MoesaicError("A page is about one run at least.")
     several = len(records) > 1
     models = dict.fromkeys(facts.model_name(record) for record in records)
+    shared = [Section(SECTION, [*frontiers(records)]), Section("Runs", [tables.overview(records)])]
     originals = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
     page = _template().render(
         title=f"{len(records)} runs of {originals}" if several else facts.title(records[0]),
@@ -66,20 +65,13 @@ def html(records: Sequence[Record]) -> str:
             }
             for n, record in enumerate(records, 1)
         ],
-        shared=_shared(records) if several else [],
+        shared=shared,
         groups=_groups,
         half=_half,
         drawn=_figure_svg,
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
     return printable(page)
-
-
-def _shared(records: Sequence[Record]) -> list[Section]:
-    """Return the comparison of several runs: their frontiers and a table."""
-    plots = frontiers(records)
-    compared: list[Block] = [tables.overview(records)]
-    return [*([Section(SECTION, [*plots])] if plots else []), Section("Runs", compared)]
 
 
 def _groups(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
@@ -274,13 +266,7 @@ class Plane:
         ticked: Callable[[float], str],
         risen: Callable[[float], str] = "{:,.4g}".format,
     ) -> list[str]:
-        """Return lines and figures of both axes.
-
-        Args:
-            marked: values on the horizontal axis.
-            ticked: writes them.
-            risen: writes values on the vertical axis.
-        """
+        """Return lines and figures of both axes, the horizontal one's at ``marked``."""
         out = []
         for level in self.levels():
             _, y = self.at(self.low, level)

@@ -278,7 +278,9 @@ def overview(records: Sequence[Record]) -> Table:
                 "KL": cell(numbers.share, figure(scores, wanted, "kl")),
                 "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
                 "active": cell(tenths, facts.measured_active_ratio(record)),
-                "parameters kept": cell(tenths, facts.parameter_ratio(record)),
+                "parameters kept": cell(
+                    tenths, facts.relative(record, "result", "total_parameters")
+                ),
                 "on disk": cell(numbers.memory, facts.size(record, wanted, "on disk")),
                 "prefill": ratio_cell(record, "prefill"),
                 "decode": ratio_cell(record, "decode"),
