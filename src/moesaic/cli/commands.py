@@ -304,7 +304,7 @@ def print_made(folder: str | Path, more: str = "") -> None:
     print_notice(f"Report in {Path(folder) / FOLDER / PAGE}")
 
 
-def print_words(text: str, style: str = "") -> None:
+def print_words(text: str) -> None:
     """Print a text on stderr, its lines broken only between words."""
     from rich.text import Text
 
@@ -314,7 +314,7 @@ def print_words(text: str, style: str = "") -> None:
         lines = [fill(line, err_console.width, break_long_words=False, break_on_hyphens=False)
                  for line in text.splitlines()]  # fmt: skip
         text = "\n".join(lines)
-    shown = Text(text, style)
+    shown = Text(text)
     shown.highlight_words(["Error:"], "bold red")
     err_console.print(shown, soft_wrap=True)
 

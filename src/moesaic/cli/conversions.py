@@ -164,8 +164,7 @@ class _VerbCommand(Command):
             raise MoesaicError(f"--{name} is for measuring: not with --no-eval.")
         if "seed" in calibration and "seed" in own:
             options["seed"] = calibration["seed"]
-        named = {"method": method, "recipe": recipe}
-        options |= {key: value for key, value in named.items() if value is not None}
+        options |= {"method": method, "recipe": recipe}
         carry_out(
             Recipe(
                 model=model,

@@ -236,9 +236,6 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
 
     For evaluation, a name that is also a domain of the text that ships is that domain, so that
     figures are the same everywhere.
-
-    Raises:
-        MoesaicError: the name is wrong.
     """
     merged: dict[str, TextSource] = {}
     for part in (part for source in text_sources(spec) for part in _parts(source, use)):
@@ -262,11 +259,7 @@ def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
 
 
 def read_by(config: object) -> list[str]:
-    """Return the names of models, files and text in a dataclass of options; not all are local.
-
-    Raises:
-        MoesaicError: a name of text has a wrong form.
-    """
+    """Return the names of models, files and text in a dataclass of options; not all are local."""
     names: list[str] = []
     for entry in fields(config) if is_dataclass(config) else ():
         value, info = getattr(config, entry.name), about(entry)

@@ -87,11 +87,7 @@ class Tokens:
 
     def check(self, config: Config) -> None:
         """Refuse windows without a token, or longer than a model's positions, and ids outside its
-        vocabulary.
-
-        Raises:
-            MoesaicError: names the length, or the greatest id.
-        """
+        vocabulary."""
         check_length(self.input_ids.shape[1], config)
         vocabulary = config.get_text_config().vocab_size
         if self.count == 0:
@@ -199,11 +195,7 @@ def positions(config: Config) -> int | None:
 
 
 def check_length(length: int, config: Config) -> None:
-    """Refuse windows that are longer than a model's positions.
-
-    Raises:
-        MoesaicError: names both.
-    """
+    """Refuse windows that are longer than a model's positions."""
     most = positions(config)
     if most is not None and length > most:
         raise MoesaicError(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moesaic.config import ROUNDED
 from moesaic.record import WEIGHTS, Figure, Record
 from moesaic.report import facts, numbers, tables
 from moesaic.report.blocks import Block, Cell, Section, Sentence, Table, Text
@@ -25,9 +26,7 @@ MANY = 6
 def contents(record: Record, single: bool = True) -> list[Section]:
     """Return the sections about a run, in reading order, without what was not measured.
 
-    Args:
-        record: of the run.
-        single: False beside other runs, whose page leaves out what only one run's own page has.
+    Beside other runs (not ``single``) those that only a run's own page has are left out, too.
     """
     paragraphs = [*steps(record), weights(record)] if record.steps else []
     made: list[Block] = [Sentence(paragraph) for paragraph in paragraphs]
@@ -392,7 +391,7 @@ def other_ways(record: Record) -> list[Sentence]:
 def _bytes_beside(record: Record, name: str) -> str:
     """Return how large a quantised file is beside the result; empty for other comparisons."""
     theirs, ours = (facts.size(record, n, "on disk") for n in (name, facts.wanted(record)))
-    if name not in facts.quantised(record) or not theirs or not ours:
+    if name not in ROUNDED or not theirs or not ours:
         return ""
     both = f"{numbers.memory(theirs)} against {numbers.memory(ours)}"
     if abs(theirs / ours - 1) < SAME:

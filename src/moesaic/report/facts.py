@@ -63,15 +63,11 @@ def comparisons(record: Record) -> list[str]:
     return [n for n in part(record.measured, "scores") if n not in ("original", "result")]
 
 
-def quantised(record: Record) -> list[str]:
-    """Return the types that the original was quantised to and measured in."""
-    return [name for name in comparisons(record) if name in ROUNDED]
-
-
 def variants(record: Record) -> dict[str, str]:
     """Return words for the comparisons of all steps, by name."""
     described = {name: words for step in record.steps for name, words in step.variants.items()}
-    return described | {name: f"the original quantised to {name}" for name in quantised(record)}
+    rounded = [name for name in comparisons(record) if name in ROUNDED]
+    return described | {name: f"the original quantised to {name}" for name in rounded}
 
 
 def model_name(record: Record) -> str:
