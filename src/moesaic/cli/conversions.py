@@ -216,24 +216,14 @@ def observe(
     """Take statistics of a model once; prune, slim and skip then decide in seconds with --stats."""
     check_out_file(stats, STATISTICS, overwrite, [model])
     check_name(model)
-    where = given.device_and_dtype(options)
-    gram = given.take(options, ("gram_mb",))
-    calibration = parse_as(Calibration, options, "")
+    settings = given.device_and_dtype(options) | given.take(options, ("gram_mb",))
+    settings["calibration"] = parse_as(Calibration, options, "")
     from moesaic import api
     from moesaic.distributed import process
     from moesaic.observation.files import StatsFile
     from moesaic.progress import bars
 
-    api.observe(
-        model,
-        stats,
-        calibration=calibration,
-        **gram,
-        **where,
-        overwrite=overwrite,
-        resume=resume,
-        progress=bars,
-    )
+    api.observe(model, stats, **settings, overwrite=overwrite, resume=resume, progress=bars)
     if process()[0]:
         return
     header = StatsFile(stats).header
