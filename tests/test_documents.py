@@ -90,7 +90,7 @@ def read(given, monkeypatch):
     """A command line as the real one reads it; a verb's as far as its recipe, checked."""
     recipes = []
 
-    def keep(recipe, *_):
+    def keep(recipe, **_):
         recipes.append(recipe)
 
     monkeypatch.chdir(ROOT)

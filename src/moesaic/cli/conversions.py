@@ -21,7 +21,7 @@ from moesaic.recipe import Recipe, load_recipe, method_of, parse_as, step_config
 from moesaic.types import JSON, at_home
 
 TEXT = given.TEXT
-RUN = [given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
+RUN = [given.DRY_RUN, given.OVERWRITE, given.RESUME, given.PUSH, given.AS_JSON]
 MEASURED = ("data", "max_tokens", "compare", "baselines")
 """Fields of Evaluation that verbs have as options; ``-o`` takes the others."""
 
@@ -105,7 +105,7 @@ class _VerbCommand(Command):
         help = "Measure result and original."
         evaluate = given.Option("evaluate --eval/--no-eval", help, given.COMMON, default=True)
         common = [*self.text, *measured, evaluate, given.DEVICE, given.DTYPE]
-        return [given.MODEL, given.OUT, *own, *common, given.DRY_RUN, *RUN]
+        return [given.MODEL, given.OUT, *own, *common, *RUN]
 
     def unknown(self, flag: str, others: Iterable[str] = ()) -> str:
         name = given.field_of(flag)
@@ -138,14 +138,10 @@ class _VerbCommand(Command):
         method: str | None = None,
         recipe: str | None = None,
         evaluate: bool = True,
-        dry_run: bool = False,
-        overwrite: bool = False,
-        resume: bool = False,
-        push: str | None = None,
-        as_json: bool = False,
         **options: Any,
     ) -> None:
         """Make a recipe of the arguments, and carry it out."""
+        making = given.take(options, [str(flag.name) for flag in RUN])
         extra, own = given.pairs(option), {field.name for field in fields(self.config)}
         device = given.take(options, given.PLACE)
         calibration = given.take(options, (*TEXT, "stats") if self.verb.calibrates else ("stats",))
@@ -165,33 +161,23 @@ class _VerbCommand(Command):
         if "seed" in calibration and "seed" in own:
             options["seed"] = calibration["seed"]
         options |= {"method": method, "recipe": recipe}
-        carry_out(
-            Recipe(
-                model=model,
-                out=str(out),
-                steps=(step_config(self.verb.name, {**options, **extra}),),
-                calibration=parse_as(Calibration, calibration, ""),
-                evaluation=parse_as(Evaluation, measured, "") if evaluate else None,
-                **device,
-            ),
-            overwrite, resume, as_json, dry_run, push,
-        )  # fmt: skip
+        made = Recipe(
+            model=model,
+            out=str(out),
+            steps=(step_config(self.verb.name, {**options, **extra}),),
+            calibration=parse_as(Calibration, calibration, ""),
+            evaluation=parse_as(Evaluation, measured, "") if evaluate else None,
+            **device,
+        )
+        carry_out(made, **making)
 
 
 # --- recipes, plans, statistics ------------------------------------------------------------------
 
 
-def run(
-    recipe: Path,
-    overrides: Sequence[str],
-    dry_run: bool,
-    overwrite: bool,
-    resume: bool,
-    push: str | None,
-    as_json: bool,
-) -> None:
+def run(recipe: Path, overrides: Sequence[str], **making: Any) -> None:
     """Carry out a recipe, one complete run."""
-    carry_out(load_recipe(recipe, overrides), overwrite, resume, as_json, dry_run, push)
+    carry_out(load_recipe(recipe, overrides), **making)
 
 
 def apply(places: Sequence[str], overwrite: bool, as_json: bool) -> None:
@@ -241,7 +227,7 @@ def commands() -> None:
         required=False,
     )  # fmt: skip
     example = "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"
-    register("run", run, example, [recipe, overrides, given.DRY_RUN, *RUN])
+    register("run", run, example, [recipe, overrides, *RUN])
     words = "A model (default: the plan's), a result's folder or its plan.json, the folder to make."
     places = given.Argument("places", words, "[BASE] PLAN OUT", nargs=-1, required=True)
     params = [places, given.OVERWRITE, given.AS_JSON]
