@@ -88,12 +88,16 @@ OURS = {
 buffers as they are in memory that other modules' code fills (Falcon-H1)."""
 
 
-def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
-    """Define the classes of ``moesaic_<base>``, subclasses of the base's own.
+@functools.cache
+def classes_of(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
+    """Return the classes of ``moesaic_<base>``, subclasses of the base's own, made at the first
+    call.
 
     Returns:
         the class of configs; those of models, with a head and, if transformers has it, without.
     """
+    predicts_tokens(base)  # whose class may have to be made
+    register_conversions(base, name := PREFIX + base)
     base_config = CONFIG_MAPPING[base]
     model, bare = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING.get(base_config, None)
     config = _define_config(base, base_config)
@@ -108,10 +112,14 @@ def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
         check_loaded(info, str(name), loaded.config.num_hidden_layers, whole=True)
         return (loaded, info) if with_info else loaded
 
-    whole = _define_model(base, config, model, from_pretrained=classmethod(from_pretrained))
-    if bare is None:
-        return config, (whole,)
-    return config, (whole, _define_model(base, config, bare, prefix=model.base_model_prefix))
+    models = [_define_model(base, config, model, from_pretrained=classmethod(from_pretrained))]
+    if bare is not None:
+        models.append(_define_model(base, config, bare, prefix=model.base_model_prefix))
+    AutoConfig.register(name, config, exist_ok=True)
+    for auto, model_class in zip(MODELS, models, strict=False):
+        auto.register(config, model_class, exist_ok=True)
+    globals().update({kind.__name__: kind for kind in (config, *models)})
+    return config, tuple(models)
 
 
 def _define_config(base: str, base_config: type[Config]) -> type[Config]:
@@ -193,38 +201,24 @@ def _define_model(
     )
 
 
-class Classes(dict[str, tuple[type[Config], tuple[type[Model], ...]]]):
-    """Mapping of bases to the classes of ``moesaic_<base>``, which are made at first access."""
-
-    def __missing__(self, base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
-        predicts_tokens(base)  # whose class may have to be made
-        register_conversions(base, name := PREFIX + base)
-        config_class, models = self[base] = _define(base)
-        AutoConfig.register(name, config_class, exist_ok=True)
-        for auto, model_class in zip(MODELS, models, strict=False):
-            auto.register(config_class, model_class, exist_ok=True)
-        globals().update({kind.__name__: kind for kind in (config_class, *models)})
-        return self[base]
-
-
 class _LazyConfig:
     """Placeholder of a config class until a model of its type is read, as there are many."""
 
     model_type = ""
 
     def __new__(cls, *args: object, **options: object) -> Config:
-        return CLASSES[cls.model_type.removeprefix(PREFIX)][0](*args, **options)
+        return classes_of(cls.model_type.removeprefix(PREFIX))[0](*args, **options)
 
     @classmethod
     def from_dict(cls, *args: object, **options: object) -> Config:
-        return CLASSES[cls.model_type.removeprefix(PREFIX)][0].from_dict(*args, **options)
+        return classes_of(cls.model_type.removeprefix(PREFIX))[0].from_dict(*args, **options)
 
 
 def __getattr__(name: str) -> type:
     """Return a class by its name, by which checkpoints and pickles import it."""
     if name not in _NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    config_class, models = CLASSES[_NAMED[name]]
+    config_class, models = classes_of(_NAMED[name])
     return next(kind for kind in (config_class, *models) if kind.__name__ == name)
 
 
@@ -251,7 +245,6 @@ def _await() -> dict[str, str]:
     return named
 
 
-CLASSES = Classes()
 _NAMED = _await()
 _ = [*KINDS.values()]  # imported now: models are built where new tensors have no values
 
@@ -391,7 +384,7 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     shape = {k: v for k, v in header["base"].items() if k not in ("weights", "name", "dtype")}
     header |= {"base": shape, **{k: v for k, v in (earlier or {}).items() if k in KEPT}}
     header["layers"] = {str(i): stacks[i] for i in sorted(stacks)}
-    config_class, models = CLASSES[arch.model_type]
+    config_class, models = classes_of(arch.model_type)
     config.__class__ = config_class
     config.model_type = PREFIX + arch.model_type  # the instance has one of its own
     counts = dict(enumerate(header["base"]["experts"]))
@@ -422,7 +415,7 @@ def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
     leave_out(model.config)  # transformers does not load MTP layers
     native = convert_config(model.config, arch, plan)
     if native is None:
-        model.__class__ = CLASSES[arch.model_type][1][0]
+        model.__class__ = classes_of(arch.model_type)[1][0]
         return
     for name in arch.with_experts(0).keys() & native.keys():
         if hasattr(model, "num_experts"):
