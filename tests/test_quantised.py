@@ -210,7 +210,7 @@ def test_compressed_tensors_by_its_own_package(layout):
     again = theirs.decompress({f"weight{end}": t for end, t in mine.items()}, scheme)["weight"]
     assert torch.equal(form.values(mine).bfloat16(), again)
     assert (form.values(mine) - values).norm() / values.norm() < 0.16
-    carried = Packed.of(form, mine)
+    carried = Packed(form, mine)
     for axis, order in ((0, [*range(16, 32), *range(16)]), (1, [*range(32, 64)])):
         some = carried.index_select(axis, torch.tensor(order))
         assert torch.equal(form.values(some.parts), some.as_subclass(torch.Tensor)), axis
@@ -258,7 +258,7 @@ def check_chosen(form, parts):
         order = torch.tensor([3, 0, values.shape[axis] - 1, 3])[: values.shape[axis] + 1]
         order = order.clamp(max=values.shape[axis] - 1)
         wanted = values.index_select(axis, order)
-        assert torch.equal(Packed.of(form, parts).index_select(axis, order) + 0, wanted), axis
+        assert torch.equal(Packed(form, parts).index_select(axis, order) + 0, wanted), axis
 
 
 def types(parts):
@@ -299,13 +299,13 @@ def test_a_stack_becomes_a_type_expert_by_expert():
     form, read = Mxfp4Experts(MXFP4), []
     values = form.values
     form.values = lambda parts: read.append(len(parts["_blocks"])) or values(parts)
-    assert torch.equal(Packed.of(form, parts).to(torch.bfloat16), values(parts).bfloat16())
+    assert torch.equal(Packed(form, parts).to(torch.bfloat16), values(parts).bfloat16())
     assert read == [1, 1, 1]
 
 
 def test_one_of_a_stack_is_dequantised_alone():
     form, read = Mxfp4Experts(MXFP4), []
-    packed, values = Packed.of(form, form.parts(drawn(3, 64, 8), {})), form.values
+    packed, values = Packed(form, form.parts(drawn(3, 64, 8), {})), form.values
     form.values = lambda parts: read.append(len(parts["_blocks"])) or values(parts)
     for i in (1, -1):
         assert torch.equal(packed[i] + 0, values(packed.parts)[i])
@@ -325,7 +325,7 @@ def test_a_stack_is_quantised_expert_by_expert(monkeypatch):
 def test_choosing_carries_bytes():
     """Experts and whole blocks by their bytes; else by value alone."""
     form = Mxfp4Experts(MXFP4)
-    packed = Packed.of(form, form.parts(drawn(3, 64, 8), {}))
+    packed = Packed(form, form.parts(drawn(3, 64, 8), {}))
     for axis, order in ((0, [2, 0]), (2, [7, 1, 3]), (1, list(range(32, 64)))):
         chosen = packed.index_select(axis, torch.tensor(order))
         assert torch.equal(form.values(chosen.parts), chosen.as_subclass(torch.Tensor))

@@ -125,17 +125,12 @@ class Format(ABC):
         """Return the format of weights whose codes have a type, named as safetensors does."""
         return self
 
-    def check(self, parts: Parts) -> None:
-        """Refuse stored tensors whose types or shapes do not fit each other.
-
-        Raises:
-            ValueError: names the mismatch.
-        """
-        self.shape({end: tuple(part.shape) for end, part in parts.items()})
+    def check(self, parts: Parts) -> tuple[int, ...]:
+        """Return the shape of a weight's values, like :meth:`shape`, from its stored tensors."""
+        return self.shape({end: tuple(part.shape) for end, part in parts.items()})
 
     def values(self, parts: Parts) -> Tensor:
         """Return the dequantised values, float32."""
-        self.shape({end: tuple(part.shape) for end, part in parts.items()})
         codes, scales, zeros = self._split(parts)
         block = self._block(codes.shape, scales.shape)
         values = self._numbers(codes)
@@ -582,15 +577,15 @@ class CompressedTensors(Format):
             parts[self.zero] = packed(F.pad(zeros, (0, 0, 0, missing)).T, self.bits).T.contiguous()
         return parts
 
-    def check(self, parts: Parts) -> None:
-        super().check(parts)
+    def check(self, parts: Parts) -> tuple[int, ...]:
+        shape = super().check(parts)
         if "_packed" in parts and not parts["_shape"].is_meta:  # a header has no values
             declared = parts["_shape"].tolist()
-            shape = self.shape({end: tuple(part.shape) for end, part in parts.items()})
             if tuple(declared) != shape:
                 raise ValueError(
                     f"its shape is given as {dims(declared)}, and its codes are {dims(shape)}"
                 )
+        return shape
 
     def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
         before, scales, _ = self._split(like)

@@ -119,7 +119,7 @@ class Packed(Tensor):
     """Tensor that is held as its stored bytes and dequantised on demand.
 
     Selecting whole experts, rows or blocks, and concatenating rows, works on the bytes; every other
-    operation dequantises first.
+    operation dequantises first. Stored tensors that do not fit each other raise a ValueError.
     """
 
     format: Format | None
@@ -130,23 +130,13 @@ class Packed(Tensor):
 
     @staticmethod
     def __new__(cls, format: Format, parts: Parts, row: bool = False) -> Packed:
-        shape = format.shape({end: tuple(part.shape) for end, part in parts.items()})
+        shape = format.check(parts)
         device = next(iter(parts.values())).device
         tensor: Packed = Tensor._make_wrapper_subclass(
             cls, shape[1:] if row else shape, dtype=torch.float32, device=device
         )
         tensor.format, tensor.parts, tensor._row, tensor._changed_values = format, parts, row, None
         return tensor
-
-    @classmethod
-    def of(cls, format: Format, parts: Parts) -> Packed:
-        """Make a weight from its stored tensors.
-
-        Raises:
-            ValueError: they do not fit each other.
-        """
-        format.check(parts)
-        return cls(format, parts)
 
     @property
     def plain(self) -> Tensor:
@@ -319,7 +309,7 @@ class QuantisedCheckpoint(Checkpoint):
             return super().tensor(name)
         parts = {end: super(QuantisedCheckpoint, self).tensor(p) for end, p in stored.items()}
         with reading(f"{name} in {self.folder}"):
-            return Packed.of(self._formats[name], parts)
+            return Packed(self._formats[name], parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._parts.get(name)
