@@ -49,11 +49,6 @@ def names_model(word: str) -> bool:
     return word in NAMES or word.endswith(".gguf") or "/" in word or Path(at_home(word)).is_dir()
 
 
-def _hub_id(name: str) -> bool:
-    """Return True if a name has the form of a hub id."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
-
-
 def check_name(name: str) -> None:
     """Refuse a model's name that cannot be valid, without looking for the model on the hub.
 
@@ -77,7 +72,7 @@ def check_name(name: str) -> None:
         return
     if path.is_file():
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
-    if not _hub_id(name):
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):  # no hub id
         raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{hint(name, NAMES)}")
 
 
