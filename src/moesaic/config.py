@@ -145,11 +145,7 @@ GREATEST = 10**15
 
 
 def _check_options(config: DataclassInstance) -> None:
-    """Refuse values of another type, none of an option's choices, or out of its range.
-
-    Raises:
-        MoesaicError: names the field, its value and what would work.
-    """
+    """Refuse values of another type, none of an option's choices, or out of its range."""
     for entry in fields(config):
         value, info = getattr(config, entry.name), about(entry)
         hint = types_of(type(config))[entry.name]
@@ -285,11 +281,7 @@ class MethodConfig(Options):
         return ""
 
     def compared(self, name: str) -> str:
-        """Return a comparison in words: ``static pruning`` for ``static``.
-
-        Raises:
-            MoesaicError: there is no such comparison.
-        """
+        """Return a comparison in words: ``static pruning`` for ``static``; refuse other names."""
         if not self.variants:
             raise MoesaicError(f"compare={name}: {self.title} has no comparisons.")
         check_known("compare", name, self.variants)
@@ -723,11 +715,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa")
 
 
 def path_to(out: object) -> Path:
-    """Return the path of an output that a caller named.
-
-    Raises:
-        MoesaicError: it is no name of a file.
-    """
+    """Return the path of an output that a caller named; refuse what is no name of a file."""
     if not isinstance(out, str | Path) or "\0" in str(out):
         raise MoesaicError(f"An output is named by a str or a Path; got {quote(out)}.")
     return Path(at_home(out))
@@ -737,11 +725,7 @@ def checked_place(
     device: object, dtype: object, tokenizer: object
 ) -> tuple[str, torch.dtype | None]:
     """Return the device and the floating-point type that a Python function was given, by name or as
-    torch has them; None is the CPU, and a model's own type.
-
-    Raises:
-        MoesaicError: the device, the type or the tokenizer cannot be used; names the argument.
-    """
+    torch has them; None is the CPU, and a model's own type. Refuse what cannot be used."""
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         known = ", ".join(known for known in DTYPES if known != "auto")
@@ -790,11 +774,7 @@ def in_unit(size: int) -> str:
 
 
 def check_device(name: str) -> str:
-    """Return a device's name if this machine has the device.
-
-    Raises:
-        MoesaicError: it does not.
-    """
+    """Return a device's name; refuse a device that this machine does not have."""
     if name == "cpu":
         return name
     if name.partition(":")[0] not in DEVICES:

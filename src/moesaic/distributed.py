@@ -109,12 +109,8 @@ def gathered(value: T) -> list[T]:
 
 
 def mean_over_processes(total: Tensor, count: float) -> Tensor:
-    """Return sums over this process's tokens as means over the tokens of all; float64, on the CPU.
-
-    Args:
-        total: sums, of any shape.
-        count: number of this process's tokens.
-    """
+    """Return sums over this process's ``count`` tokens as means over the tokens of all processes,
+    of the same shape; float64, on the CPU."""
     sums = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
     if process()[1] > 1:
         sums = torch.stack(gathered(sums)).sum(0)

@@ -23,10 +23,10 @@ _PARTS.maxlevel, _PARTS.maxstring, _PARTS.maxother = 3, 60, 60
 
 
 class MoesaicError(Exception):
-    """Request that cannot be met. The message is one or two lines: what, where, what would work.
+    """Request that cannot be met, raised by functions that refuse something.
 
-    It is printable and no longer than :data:`LONGEST`. The command line prints it without a
-    traceback and exits with code 2.
+    The message is one or two lines: what, where, what would work. It is printable and no longer
+    than :data:`LONGEST`. The command line prints it without a traceback and exits with code 2.
     """
 
     def __init__(self, message: object = "") -> None:

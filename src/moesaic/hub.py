@@ -253,11 +253,8 @@ _ = [*KINDS.values()]  # imported now: models are built where new tensors have n
 
 
 def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
-    """Return the changes to a base's config with which the base's class can load a plan's result.
-
-    Returns:
-        attributes and their values; None if the base's own class cannot hold it.
-    """
+    """Return the changed attributes of a base's config with which the base's class can load a
+    plan's result; None if it cannot."""
     if not plan.layers:
         return {}
     return next((c for c in _proposed(config, arch, plan) if _holds(config, arch, plan, c)), None)
@@ -320,15 +317,12 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
 
 
 def _sized(arch: Arch, native: JSON, width: int) -> JSON | None:
-    """Return the config attributes for new sizes of mixture layers.
+    """Return the config attributes for new sizes of mixture layers; None if one has no attribute.
 
     Args:
         arch: the architecture.
         native: the sizes, as :meth:`moesaic.plans.base.LayerPlan.native` returns them.
         width: neurons of an expert before.
-
-    Returns:
-        None if there is no attribute for one of the sizes.
     """
     assert isinstance(arch, MoEArch)
     setters: dict[str, Callable[[int], JSON | None]] = {

@@ -131,11 +131,7 @@ def _set_attributes(config: Config, settings: JSON) -> None:
 
 
 def check(config: Config) -> None:
-    """Refuse lists that are not one number for each layer.
-
-    Raises:
-        MoesaicError: names the list.
-    """
+    """Refuse lists that are not one number for each layer."""
     for name in listed(config):
         each, count = vars(config).get(name), config.num_hidden_layers
         if isinstance(each, list) and len(each) != count:

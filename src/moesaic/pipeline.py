@@ -50,11 +50,7 @@ LOADED = "a loaded model"
 
 
 def convert(config: MethodConfig, args: RunArgs) -> Result:
-    """Carry out one method on one model; all verbs call this.
-
-    Raises:
-        MoesaicError: the request cannot be met.
-    """
+    """Carry out one method on one model; all verbs call this."""
     method = implementation(config)
     job = Job(args, method.find, config.window)
     for sentence in method.resolve_defaults(job):

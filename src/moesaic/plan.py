@@ -226,11 +226,7 @@ class Progress(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
             self._read(file)
 
     def _read(self, file: Path) -> None:
-        """Take a layer from its file, to which its tensors are mapped.
-
-        Raises:
-            MoesaicError: it is damaged.
-        """
+        """Take a layer from its file, to which its tensors are mapped; refuse a damaged one."""
         with reading(file, "Remove it, and its layer is decided anew."):
             header_of(file)
             with safe_open(file, framework="pt") as opened:
@@ -268,13 +264,9 @@ class Progress(dict[tuple[str, int], tuple[LayerPlan, JSON]]):
         return self.folder
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
-        """Store a decided layer, whole or not at all.
+        """Store a decided layer of the result or comparison ``name``, whole or not at all.
 
-        Args:
-            name: the result or comparison that it belongs to.
-            index: index of the layer.
-            layer: the plan.
-            analysis: measurements for the decision, as plain JSON.
+        ``analysis`` holds measurements for the decision, as plain JSON.
         """
         folder = self.begin() if process()[0] == 0 else None
         if folder is None:

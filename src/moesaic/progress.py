@@ -77,9 +77,6 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
 def tracked(progress: bool | Track) -> Track:
     """Return what shows the progress of a verb: bars, nothing, or the caller's own.
 
-    Args:
-        progress: as a verb was given it.
-
     Raises:
         TypeError: it is neither a truth value nor a function.
     """

@@ -147,13 +147,6 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
     """Refuse a recipe that can be seen to be wrong without opening the model.
 
     Values are checked first, then inputs, and the output last: an unfinished run hides no error.
-
-    Args:
-        recipe: the request.
-        overwrite: replace ``out`` if it exists.
-
-    Raises:
-        MoesaicError: names the field, its value and a remedy.
     """
     check_recipe(recipe)
     settings, calibration = recipe.evaluation, recipe.calibration
@@ -174,16 +167,8 @@ def check_run(recipe: Recipe, *, overwrite: bool = False) -> None:
 
 
 def check_anew(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Refuse to begin a run whose output has an unfinished one, after all other checks.
-
-    Args:
-        recipe: the request.
-        overwrite: start anew.
-        resume: continue the unfinished run.
-
-    Raises:
-        MoesaicError: both are False.
-    """
+    """Refuse to begin a run whose output has an unfinished one, neither to ``overwrite`` nor to
+    ``resume``; after all other checks."""
     folder = run_folder(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(
@@ -243,9 +228,6 @@ def check_step(
         calibration: where text comes from.
         compare: other methods to decide by.
         text: what was given in place of a source, in a word; empty for nothing.
-
-    Raises:
-        MoesaicError: names the field.
     """
     verb = VERBS[config.verb]
     if calibration.stats and not verb.observes:
@@ -361,15 +343,9 @@ def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
 
 
 def parse_as(cls: type[D], data: object, where: str) -> D:
-    """Return plain data as a dataclass, every field checked.
+    """Return plain data as a dataclass; refuse fields that are unknown, missing or of a wrong type.
 
-    Args:
-        cls: the dataclass.
-        data: a mapping of its fields.
-        where: named in messages.
-
-    Raises:
-        MoesaicError: a field is unknown, missing or of the wrong type.
+    ``where`` is named in messages.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -261,11 +261,7 @@ class Record:
         return record
 
     def _check(self) -> None:
-        """Refuse more layers, experts and models than any run has: each of them is drawn.
-
-        Raises:
-            ValueError: there are too many; names which.
-        """
+        """Refuse by a ValueError more layers, experts and models than a run has: all are drawn."""
         counts = {"layers": len(self.layers)}
         counts |= {name: len(self.measured.get(name) or ()) for name in ("scores", "tried")}
         most = dict.fromkeys(counts, MANY)
@@ -294,11 +290,8 @@ def _from_json(cls: type[T], plain: Values) -> T:
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-    """Return a field's value of plain JSON, with dataclasses for mappings, tuples for lists.
-
-    Raises:
-        TypeError: it is none of this type.
-    """
+    """Return a field's value of plain JSON, with dataclasses for mappings, tuples for lists;
+    TypeError if it is of another type."""
     if hint is Figure:
         hint = KINDS[value["kind"]]
     origin, kinds = get_origin(hint), get_args(hint)

@@ -586,9 +586,6 @@ def _check_weights(plan: Plan, source: Source) -> None:
     """Refuse to apply a plan to other weights than it was made from.
 
     A plan that was made from a live model is compared with the source loaded in its type.
-
-    Raises:
-        MoesaicError: names both models.
     """
     expected, actual = plan.base.weights, source.fingerprint
     if expected.startswith(IN_MEMORY):

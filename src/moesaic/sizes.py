@@ -135,11 +135,7 @@ def _held(job: Job[Arch], outline: Outline) -> int:
 
 @contextmanager
 def on_headers(recipe: Recipe) -> Iterator[list[Step]]:
-    """Yield a recipe's steps, carried out on headers; their results are temporary folders.
-
-    Raises:
-        MoesaicError: the request cannot be met.
-    """
+    """Yield a recipe's steps, carried out on headers; their results are temporary folders."""
     with TemporaryDirectory(prefix="moesaic-") as work:
         sizes, steps = RecipeSizes(recipe, Path(work)), recipe.steps
         yield [sizes.step(steps[:count]) for count in range(1, len(steps) + 1)]
@@ -336,11 +332,7 @@ class RecipeSizes:
         return None
 
     def skeleton(self, steps: Steps) -> Skeleton:
-        """Return a result without values, the original where there are no steps.
-
-        Raises:
-            MoesaicError: the steps cannot be carried out.
-        """
+        """Return a result without values, the original where there are no steps."""
         return self._skeleton(conversions(steps))
 
     @_once
@@ -360,9 +352,6 @@ class RecipeSizes:
         """Carry out steps on headers, and return the last of them.
 
         Its result has small files, and headers of weights.
-
-        Raises:
-            MoesaicError: the steps cannot be carried out.
         """
         source, job, outline, exact = self._outlined(steps)
         folder = self.folder / f"step-{len(self._known)}"

@@ -54,11 +54,7 @@ def routing_in(config: Config) -> str:
 
 
 def check_base(plan: Plan, model: Model, arch: Arch) -> None:
-    """Refuse to apply a plan to another model than it was made for.
-
-    Raises:
-        MoesaicError: names both models, or what a layer lacks that the plan names.
-    """
+    """Refuse to apply a plan to another model than it was made for."""
     shape = base_shape(model, arch)
     if shape != plan.base:
         raise MoesaicError(
@@ -190,11 +186,7 @@ def apply_layer(layers: nn.ModuleList, index: int, arch: Arch, plan: LayerPlan) 
 
 
 def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
-    """Convert a loaded model's layers in place.
-
-    Raises:
-        MoesaicError: the plan was made for another model.
-    """
+    """Convert a loaded model's layers in place; refuse a plan made for another model."""
     check_base(plan, model, arch)
     for i, layer in plan.layers.items():
         apply_layer(arch.layers(model), i, arch, layer)
@@ -203,11 +195,9 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
 
 @contextmanager
 def converted_copy(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module]:
-    """Yield a converted copy of a loaded decoder layer, which itself is not changed.
+    """Yield a converted copy of a loaded decoder layer, every token of which runs as at decoding.
 
-    Yields:
-        a layer to call instead, every token as at decoding; it shares the tensors that the plan
-        does not change.
+    It shares the tensors that the plan does not change; the layer itself is not changed.
     """
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
@@ -232,11 +222,8 @@ def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
-    """Return the plans for routed MTP layers: copies of the last decoder layer's plan.
-
-    Returns:
-        plans by prefix of the layer's names in memory; MTP layers without one are not changed.
-    """
+    """Return copies of the last decoder layer's plan for routed MTP layers, by prefix of their
+    names in memory."""
     last = max(plan.base.routed, default=-1)
     copied = plan.layers[last].mtp_plan() if last in plan.layers else None
     if copied is None:
@@ -246,11 +233,8 @@ def _mtp_plans(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
 
 
 def mtp_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
-    """Return the decoder layers among the tensors of MTP layers.
-
-    Returns:
-        numbers of routed experts, 0 for a dense layer, by prefix of the layer's names in memory.
-    """
+    """Return the numbers of routed experts, 0 for a dense layer, of the decoder layers among MTP
+    layers, by prefix of the layer's names in memory."""
     block = f".{arch.inside}"
     blocks: dict[str, int] = {}
     for name in naming.in_memory.values():
@@ -425,11 +409,7 @@ def applied_bytes(
 
 
 def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield a layer's converted tensors.
-
-    Raises:
-        MoesaicError: the plan names neurons, experts or dimensions that do not exist.
-    """
+    """Yield a layer's converted tensors; refuse a plan that names what does not exist."""
     try:
         yield from tensors
     except (IndexError, KeyError, ValueError, TypeError, RuntimeError) as error:

@@ -93,11 +93,7 @@ class Stored(NamedTuple):
 
     @contextmanager
     def opened(self) -> Iterator[BufferedReader]:
-        """Open the file for reading.
-
-        Raises:
-            MoesaicError: it is no longer the one whose header was read.
-        """
+        """Open the file; refuse another one that took its place since its header was read."""
         with self.path.open("rb") as file:
             if self.made and _made(os.fstat(file.fileno())) != self.made:
                 raise MoesaicError(
@@ -111,11 +107,7 @@ def _made(stat: os.stat_result) -> tuple[int, ...]:
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file, by name.
-
-    Raises:
-        MoesaicError: the file is damaged.
-    """
+    """Return the tensors of a safetensors file, by name; refuse a damaged file."""
     header, start = header_of(path)
     made = _made(path.stat())
     stored = {}
@@ -194,15 +186,9 @@ class Checkpoint:
         yield name, self._place(name)
 
     def encode(self, name: str, tensor: Tensor, origin: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored tensors of a result's tensor, in this checkpoint's storage format.
+        """Yield the stored tensors, by name, of a result's tensor in this checkpoint's format.
 
-        Args:
-            name: the tensor's name in the result.
-            tensor: its values.
-            origin: name in this checkpoint of the tensor it was made from, which may not exist.
-
-        Yields:
-            name and values of each stored tensor.
+        ``origin`` is the name here of the tensor that it was made from, which may not exist.
         """
         yield name, tensor
 
@@ -415,11 +401,7 @@ def _copied(stored: Stored, out: BinaryIO) -> int:
 
 
 def _pieces(stored: Stored, start: int = 0) -> Iterator[memoryview]:
-    """Yield a tensor's stored bytes from byte ``start`` on; each piece overwrites the one before.
-
-    Raises:
-        MoesaicError: the file ends early.
-    """
+    """Yield a tensor's stored bytes from byte ``start`` on; a piece overwrites the one before."""
     left = stored.nbytes - start
     room = memoryview(bytearray(min(PIECE, left)))
     with reading(stored.path, failure=TRUNCATED), stored.opened() as file:
@@ -528,11 +510,7 @@ def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse weights that no model can be run with.
-
-    Raises:
-        MoesaicError: a value is infinite or no number.
-    """
+    """Refuse weights with a value that is infinite or no number."""
     if tensor.dtype not in COMPUTABLE or tensor.is_meta:
         return
     if tensor.numel() == 1 and not torch.isnan(tensor).any():

@@ -112,11 +112,7 @@ class Format(ABC):
         """
 
     def check_settings(self) -> None:
-        """Refuse a config whose settings do not have their declared types.
-
-        Raises:
-            ValueError, TypeError: names one.
-        """
+        """Refuse settings of undeclared types by a ValueError or a TypeError that names one."""
         if self.columns < 0:
             raise ValueError(f"{self.columns} columns share a scale")
         self.leaving((), {})
@@ -187,15 +183,8 @@ class Format(ABC):
 
     @abstractmethod
     def _block(self, shape: Sequence[int], scales: Sequence[int] = ()) -> tuple[int, int]:
-        """Return the numbers of rows and columns that share a scale.
-
-        Args:
-            shape: of the codes.
-            scales: the scales' shape.
-
-        Raises:
-            ValueError: they do not fit.
-        """
+        """Return the numbers of rows and columns that share a scale, by the shapes of codes and
+        scales; ValueError if these do not fit."""
 
     def _block_like(self, shape: Sequence[int], like: Parts) -> tuple[int, int]:
         """Return the block of values of a shape, stored like others."""
@@ -612,14 +601,11 @@ class CompressedTensors(Format):
         return codes.clamp(-highest - 1, highest).to(torch.int8), scales, zeros.to(torch.int8)
 
     def _nearest(self, blocks: Tensor, kind: torch.dtype) -> Tensor:
-        """Return the scale of each block (G, H) with the least squared error of its integer codes.
+        """Return the scales (G, H) of blocks (G, rows, H, columns), stored as ``kind``, with the
+        least squared error of their integer codes.
 
         Any code is tried for a block's largest value: values that were quantised before are met
         exactly even if the value with the largest code was removed.
-
-        Args:
-            blocks: (G, rows, H, columns).
-            kind: of stored scales.
         """
         highest = 2 ** (self.bits - 1) - 1
         most = blocks.abs().amax((1, 3))

@@ -249,11 +249,7 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
 
 
 def _scale(config: Config, reader: GGUFReader, architecture: str, file: Path) -> None:
-    """Give a config its file's rotary scaling, which transformers does not read.
-
-    Raises:
-        MoesaicError: it cannot be known from the file.
-    """
+    """Give a config its file's rotary scaling, which transformers does not read, or refuse it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if architecture == "gemma4":  # whose config's own type is what the frequencies say
@@ -306,11 +302,7 @@ def _unscaled(file: Path) -> MoesaicError:
 
 
 def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
-    """Return the names in memory of a model's weights, after checking that a file has them all.
-
-    Raises:
-        MoesaicError: some are not there or of another shape, or more is there.
-    """
+    """Return the names in memory of a model's weights; refuse a file that holds others."""
     try:
         naming.check(model)
     except MoesaicError as error:
@@ -325,11 +317,7 @@ def _converted(file: Path, naming: Naming, model: Model) -> list[str]:
 
 
 def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
-    """Refuse a file that holds more than its model.
-
-    Raises:
-        MoesaicError: names some of the tensors.
-    """
+    """Refuse a file that holds more than its model."""
     left = sorted(name for name in names if not FREQUENCIES.search(name))
     if left:
         raise MoesaicError(
@@ -342,11 +330,7 @@ def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
 def _parts(
     file: Path, reader: GGUFReader, architecture: str, model: Model
 ) -> dict[str, StoredWeight]:
-    """Return a model's weights in a file, by their names in published checkpoints.
-
-    Raises:
-        MoesaicError: some are not there or of another shape, or more is there.
-    """
+    """Return a model's weights in a file by published names; refuse a file that holds others."""
     from transformers.core_model_loading import revert_weight_conversion
 
     there = {str(tensor.name): tensor for tensor in reader.tensors}
@@ -377,11 +361,7 @@ def _parts(
 
 
 def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
-    """Return a function to llama.cpp's possible names of a published weight; experts are stacked.
-
-    Raises:
-        MoesaicError: gguf-py does not know the architecture.
-    """
+    """Return a function to llama.cpp's possible names of a published weight, experts stacked."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next((n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -405,11 +385,7 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
 
 
 def _part(file: Path, name: str, tensor: ReaderTensor, shape: list[int]) -> StoredWeight:
-    """Return a weight, or an expert's part of a stacked one.
-
-    Raises:
-        MoesaicError: its shape is not the config's.
-    """
+    """Return a weight, or an expert's part of a stacked one; its shape must be the config's."""
     match, stored = _NUMBER.search(name), _shape(tensor)
     expert = int(match[1]) if match else None
     if expert is not None:

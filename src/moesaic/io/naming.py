@@ -164,12 +164,7 @@ class Naming:
         return self._assembled(name, lambda part: cast(self.checkpoint.tensor(part)))
 
     def ordered(self, disk: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-        """Read a tensor by its name on disk, its values in the order that they have in memory.
-
-        Args:
-            disk: name on disk.
-            cast: function that is applied to the stored tensor first.
-        """
+        """Read a tensor by its name on disk, ``cast`` applied, its values ordered as in memory."""
         tensor = cast(self.checkpoint.tensor(disk))
         converter = self._reorders.get(disk)
         return tensor if converter is None else _converted(converter, disk, tensor)
@@ -219,14 +214,8 @@ class Naming:
         return tensor[0] if isinstance(tensor, list) else tensor
 
     def check(self, model: Model) -> None:
-        """Refuse a checkpoint that does not hold all weights of a model; no values are read.
-
-        Args:
-            model: on any device; a skeleton is enough.
-
-        Raises:
-            MoesaicError: a weight is missing, or of another shape.
-        """
+        """Refuse a checkpoint in which a weight of a model, maybe a skeleton, is missing or of
+        another shape; no values are read."""
         shared: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)

@@ -81,15 +81,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def _check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse an output path that would overwrite an input.
-
-    Args:
-        out: the file or folder to make.
-        inputs: names of models, files and text that are read; names without a path pass.
-
-    Raises:
-        MoesaicError: one of them is ``out``, lies in it, or holds it as a file.
-    """
+    """Refuse an output that is or holds an input, or is a file of one; names of no path pass."""
     place = out.resolve()
     for name in filter(os.path.lexists, filter(None, map(str, inputs))):
         read = Path(name).resolve()
@@ -103,16 +95,13 @@ def _check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
 def check_out_file(
     out: Path, kind: re.Pattern[bytes], overwrite: bool = False, inputs: Iterable[str | Path] = ()
 ) -> None:
-    """Refuse a file that exists, cannot be made, or is read.
+    """Refuse a file that exists and may not be replaced, has no place, is a folder, or is read.
 
     Args:
         out: the file to make.
-        kind: pattern of the first bytes of such files; None if the caller checks an existing one.
+        kind: pattern of the first bytes of such files.
         overwrite: replace ``out`` if it is an older one of its kind, or empty.
         inputs: names of models, files and text that are read.
-
-    Raises:
-        MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
     """
     _check_place(out)
     if out.is_dir():
@@ -132,12 +121,8 @@ def check_out_file(
 
 
 def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse a folder that exists, cannot be made, is not our own, or holds an input.
-
-    Raises:
-        MoesaicError: it exists and may not be replaced, or has no place; or it is an input, or one
-            lies in it, or in a folder of its unfinished run.
-    """
+    """Refuse a folder that exists, cannot be made, is not our own, or holds an input, also in the
+    folder of its unfinished run."""
     _check_place(out)
     if out.name in NAMES and out.parent.resolve() == Path.cwd():
         raise MoesaicError(
@@ -303,13 +288,8 @@ def _sweep(out: Path) -> None:
 def whole_file(file: Path) -> Iterator[Path]:
     """Yield a temporary file that gets its name when it is complete, or is removed on failure.
 
-    A file that has the name by then is replaced.
-
-    Args:
-        file: path of the file; its folder is made if need be.
-
-    Yields:
-        the path to write to, beside ``file``: a new empty file.
+    It is new and empty, beside ``file``, whose folder is made if need be. A file that has the name
+    by then is replaced.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = _empty(_beside(file))
@@ -321,11 +301,7 @@ def whole_file(file: Path) -> Iterator[Path]:
 
 
 def put_file(work: Path, file: Path, overwrite: bool) -> None:
-    """Rename a complete file.
-
-    Raises:
-        MoesaicError: the name is taken, and ``overwrite`` is False.
-    """
+    """Rename a complete file; refuse a name that is taken, unless ``overwrite``."""
     if not overwrite:
         with suppress(OSError):  # the name is taken, or the file system has no links
             os.link(work, file)  # a rename would replace
@@ -432,11 +408,7 @@ def resumable(out: str | Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove the folder of an unfinished run or search.
-
-    Raises:
-        MoesaicError: it holds files of no run.
-    """
+    """Remove the folder of an unfinished run or search; refuse one that holds other files."""
     _check_scratch(folder)
     if folder.exists():
         remove(folder)

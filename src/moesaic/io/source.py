@@ -154,11 +154,7 @@ class Source:
         return config, text
 
     def _check_names(self, config: Config) -> None:
-        """Refuse a language model's folder whose tensors have a multimodal model's names.
-
-        Raises:
-            MoesaicError: transformers would find none of these.
-        """
+        """Refuse tensors named as parts of a larger model, where transformers would find none."""
         odd = [name for name in self._stored_names if language(name) != name]
         plain = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if not (odd and plain):
@@ -173,11 +169,7 @@ class Source:
             )
 
     def _check_parts(self, config: Config, text: Config) -> None:
-        """Refuse a multimodal model whose language model's tensors have names that are not known.
-
-        Raises:
-            MoesaicError: the embedding is not found.
-        """
+        """Refuse a multimodal model if names of its language model's tensors are not known."""
         model = shape_of(text)
         embedding = f"{path_of(model, model.get_input_embeddings())}.weight"
         naming = Naming(self.checkpoint, text.model_type, model.state_dict())

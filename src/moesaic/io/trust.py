@@ -138,11 +138,7 @@ def _parts(value: object) -> Iterable[object]:
 
 
 def mapping_of(path: Path) -> JSON:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        MoesaicError: it cannot be read, or holds something else.
-    """
+    """Return the JSON object that a file holds; refuse a file that holds none."""
     with reading(path), path.open("rb") as file:
         text = file.read(LARGEST + 1)
     content = parse_json(text, str(path))
@@ -261,11 +257,7 @@ NEEDS_CODE = "it needs Python code that comes with it, which Moesaic never runs.
 
 
 def pretrained(auto: Any, folder: Path, **options: Any) -> Any:
-    """Load a folder by one of transformers' auto classes, without running code from the folder.
-
-    Raises:
-        MoesaicError: the folder needs such code.
-    """
+    """Load a folder by one of transformers' auto classes; refuse one that needs its own code."""
     try:
         made = auto.from_pretrained(folder, trust_remote_code=False, **options)
     except ValueError as error:
@@ -286,11 +278,7 @@ def brings_code(folder: Path) -> bool:
 
 
 def check_config(config: Values, folder: Path) -> None:
-    """Refuse a config.json that names compiled code on the hub.
-
-    Raises:
-        MoesaicError: names the key.
-    """
+    """Refuse a config.json that names compiled code on the hub."""
     for key, value in config.items():
         if isinstance(value, dict):
             check_config(value, folder / key)
@@ -299,15 +287,7 @@ def check_config(config: Values, folder: Path) -> None:
 
 
 def check_adapter(names: set[str], where: object) -> None:
-    """Refuse an adapter, which changes the weights of another model.
-
-    Args:
-        names: of the files in the folder.
-        where: the folder or repository, for messages.
-
-    Raises:
-        MoesaicError: the files are an adapter's.
-    """
+    """Refuse the files of an adapter, which changes the weights of another model."""
     if "adapter_config.json" in names:
         raise MoesaicError(
             f"{where} holds an adapter (LoRA): merge it into its model first "
@@ -337,11 +317,7 @@ def _leads_out(file: Path, folder: Path) -> bool:
 
 
 def check_plain_file(file: Path, folder: Path) -> None:
-    """Refuse a file of a model's folder that is a link out of it, a pipe or a device.
-
-    Raises:
-        MoesaicError: it is a link out of the folder or to nothing, a pipe or a device.
-    """
+    """Refuse a file of a model's folder that is a link out of it, a pipe or a device."""
     if _leads_out(file, folder):
         raise MoesaicError(
             f"{file} is a link out of its folder, which is not followed. Put the file there."
@@ -352,11 +328,7 @@ def check_plain_file(file: Path, folder: Path) -> None:
 
 
 def check_fetched(file: Path) -> None:
-    """Refuse a file that git-lfs has not fetched.
-
-    Raises:
-        MoesaicError: it is a pointer to the file.
-    """
+    """Refuse a file that git-lfs has not fetched."""
     if file.is_file() and file.stat().st_size < 1024:
         with file.open("rb") as opened:
             if opened.read(len(POINTER)) == POINTER:
@@ -370,9 +342,6 @@ def check_links(folder: Path) -> None:
     """Refuse a model or a result if a file that may be opened is not in its folder.
 
     Weights are checked where they are opened (:class:`moesaic.io.checkpoint.Checkpoint`).
-
-    Raises:
-        MoesaicError: names a file that is a link out of it, no plain file, or was not fetched.
     """
     for name in (FOLDER, TEMPLATES):
         check_plain_file(folder / name, folder)
@@ -415,12 +384,8 @@ def copy_side_files(folder: Path, out: Path, pattern: str = "") -> None:
 
 
 def clean_tokenizer(folder: Path, out: Path) -> None:
-    """Remove references to code from a copied tokenizer, or warn if it needs that code.
-
-    Args:
-        folder: of the source.
-        out: where its side files were copied to.
-    """
+    """Remove references to code from a tokenizer that was copied from ``folder``, or warn if it
+    needs that code."""
     if not brings_code(folder):
         return
     from transformers import AutoTokenizer
