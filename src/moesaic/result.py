@@ -27,7 +27,7 @@ from moesaic.data.sources import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError, printable
 from moesaic.exports import export
-from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, Writer, cast, model_fingerprint
+from moesaic.io.checkpoint import IN_MEMORY, ShardWriter, cast, model_fingerprint
 from moesaic.io.models import dtype_by_name, shape_of, untouched
 from moesaic.io.names import (
     CARD,
@@ -54,13 +54,7 @@ from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.record import LayerRecord, Record, Step, strongest
-from moesaic.surgery import (
-    apply_plan,
-    check_base,
-    mtp_blocks,
-    mtp_fate,
-    write_applied,
-)
+from moesaic.surgery import applied, apply_plan, check_base, mtp_blocks, mtp_fate
 from moesaic.types import JSON, MadeModel, Model, Named, Tokenizer, Values, at_home
 
 ALONE = "The result is only the language model; other parts, such as one that sees, are left out."
@@ -612,7 +606,7 @@ def save_applied(
     plan: Plan,
     folder: Path,
     dtype: torch.dtype | None = None,
-    writer: Writer | None = None,
+    outline: bool = False,
 ) -> None:
     """Write a source with a plan applied, tensor by tensor from disk to disk.
 
@@ -621,7 +615,7 @@ def save_applied(
         plan: made for it.
         folder: an existing one.
         dtype: floating-point type; None for the source's own.
-        writer: takes the weights; by default one that writes them into ``folder``.
+        outline: write no weights, only headers.
 
     Raises:
         MoesaicError: the plan was made for another model, or makes no model that can be loaded.
@@ -639,7 +633,7 @@ def save_applied(
         leave_out(config)  # they are left out, or only in the config
     if alone := changed is None and source.beside:
         logging.getLogger(__name__).warning(ALONE)
-    write_applied(source, arch, plan, changed, writer or ShardWriter(folder), dtype)
+    ShardWriter(folder, outline=outline).write(applied(source, arch, plan, changed, dtype))
     if dtype is not None:
         config.dtype = dtype
     describe_format(config, source.checkpoint, kept=dtype is None)
@@ -649,7 +643,7 @@ def save_applied(
     copy_side_files(source.folder, folder)
     for file in folder.glob(PROCESSORS) if alone else ():
         file.unlink()
-    if writer is None:  # what a plan asks for may be no model
+    if not outline:  # what a plan asks for may be no model
         clean_tokenizer(source.folder, folder)
         result = Source("What the plan makes", folder)
         result.naming.check(shape_of(result.config))

@@ -25,7 +25,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.hub import convert_config
-from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, ShardWriter
+from moesaic.io.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from moesaic.io.models import shape_of, sizes_in, working_type
 from moesaic.io.names import check_name
 from moesaic.io.source import Source, headers_of_model, resolve, source_or_model
@@ -356,8 +356,7 @@ class RecipeSizes:
         source, job, outline, exact = self._outlined(steps)
         folder = self.folder / f"step-{len(self._known)}"
         folder.mkdir()
-        writer = ShardWriter(folder, outline=True)
-        save_applied(source, outline.plan, folder, job.dtype, writer)
+        save_applied(source, outline.plan, folder, job.dtype, outline=True)
         if outline.plan.layers:
             outline.plan.save(folder)  # tune asks which layers were condensed
         return Step(job, outline, Source(self.recipe.out, folder, headers_only=True), exact)

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from moesaic.arch.dense import Arch, LayerUse, RoutedModule
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError, quote
-from moesaic.io.checkpoint import Value, Writer, cast
+from moesaic.io.checkpoint import Value, cast
 from moesaic.io.models import dtype_by_name, shape_of
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.source import Source, warn_of_unplaced
@@ -280,43 +279,19 @@ def kept_names(model: Model, mtp: bool, beside: bool) -> Callable[[str], bool]:
     return lambda name: mtp if is_mtp(name, count) else beside or name in names
 
 
-@dataclass(frozen=True)
-class ChangedWriter:
-    """Writer that changes names or values before another one takes them."""
-
-    writer: Writer
-    change: Callable[[str, Value], tuple[str, Value] | None]
-    """Function that returns the name and value to write; None for a tensor that is left out."""
-
-    def add(self, name: str, value: Value) -> None:
-        changed = self.change(name, value)
-        if changed is not None:
-            self.writer.add(*changed)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-def language_alone(writer: Writer) -> Writer:
-    """Return a writer of only the language model from a multimodal checkpoint."""
-    return ChangedWriter(writer, lambda name, value: (language(name), value))
-
-
 def rewrite(
     naming: Naming,
     arch: Arch,
     plan: Plan,
-    writer: Writer,
     keep: Callable[[str], bool],
     dtype: Callable[[str], torch.dtype | None] = lambda _: None,
-) -> None:
-    """Convert a checkpoint tensor by tensor; at most one layer's FFN is in memory.
+) -> Iterator[tuple[str, Value]]:
+    """Yield a converted checkpoint's tensors; at most one layer's FFN is in memory.
 
     Args:
         naming: of the source.
         arch: its architecture.
         plan: the decision.
-        writer: takes the tensors.
         keep: True if a tensor outside of the plan's layers is kept, by its name in memory; MTP
             layers that are kept are converted by :func:`_mtp_plans`.
         dtype: floating-point type by name in memory; None for the checkpoint's own.
@@ -338,40 +313,30 @@ def rewrite(
         if owner is None or not name.startswith(starts[owner] or "\0"):
             to = dtype(name)
             if to is not None:
-                writer.add(disk, cast(checkpoint.tensor(disk), to))
-                continue
-            for stored in checkpoint.stored(disk):
-                writer.add(*stored)
+                yield disk, cast(checkpoint.tensor(disk), to)
+            else:
+                yield from checkpoint.stored(disk)
     for prefix, layer in plans.items():
         state = DiskState(naming, prefix, names[prefix], dtype)
         for name, tensor in _fitting(layer.convert(arch, state), prefix):
             full = state.stored_prefix + name
             tensor = naming.reordered(full, tensor)
             if dtype(full) is not None:
-                writer.add(full, tensor)
-                continue
-            origin = state.stored_prefix + layer.origin(name)
-            for written in checkpoint.encode(full, tensor, origin):
-                writer.add(*written)
-    writer.close()
+                yield full, tensor
+            else:
+                yield from checkpoint.encode(full, tensor, state.stored_prefix + layer.origin(name))
 
 
-def write_applied(
-    source: Source,
-    arch: Arch,
-    plan: Plan,
-    changed: JSON | None,
-    writer: Writer,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write the tensors of a source with a plan applied, those of MTP layers and other parts too.
+def applied(
+    source: Source, arch: Arch, plan: Plan, changed: JSON | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Value]]:
+    """Yield the tensors of a source with a plan applied, those of MTP layers and other parts too.
 
     Args:
         source: the original.
         arch: its architecture.
         plan: made for it.
         changed: the config's changed attributes; None if the result has a class of our own.
-        writer: takes the tensors.
         dtype: floating-point type; None for the source's own.
     """
     naming, model = source.naming, shape_of(source.config, dtype)
@@ -383,29 +348,16 @@ def write_applied(
         count = model.config.num_hidden_layers
         names = naming.in_memory.values()
         warn_of_unplaced(source.name, [n for n in names if not (keep(n) or is_mtp(n, count))])
-    rewrite(naming, arch, plan, language_alone(writer) if alone else writer, keep, **types)
-
-
-class _Counter:
-    """Writer that only counts the bytes of tensors."""
-
-    nbytes = 0
-
-    def add(self, name: str, value: Value) -> None:
-        self.nbytes += value.nbytes
-
-    def close(self) -> None:
-        pass
+    for name, value in rewrite(naming, arch, plan, keep, **types):
+        yield language(name) if alone else name, value
 
 
 def applied_bytes(
-    source: Source, arch: Arch, plan: Plan, changed: JSON | None, dtype: torch.dtype | None = None
+    source: Source, arch: Arch, plan: Plan, changed: JSON | None, dtype: torch.dtype | None
 ) -> int:
-    """Return the bytes of what :func:`write_applied` would write of a source of headers only."""
+    """Return the bytes of what :func:`applied` yields of a source of headers only."""
     assert source.headers_only
-    counter = _Counter()
-    write_applied(source, arch, plan, changed, counter, dtype)
-    return counter.nbytes
+    return sum(value.nbytes for _, value in applied(source, arch, plan, changed, dtype))
 
 
 def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled_ffn
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import Export, base_config, head_dim_of, multiple_of_8
-from moesaic.io.checkpoint import Checkpoint, Writer
+from moesaic.io.checkpoint import Checkpoint, ShardWriter
 from moesaic.io.models import shape_of
 from moesaic.io.source import Source
 from moesaic.plans.base import Header
@@ -352,7 +352,7 @@ def _write_carved(
     headers: Sequence[Header | None],
     target: PetalTarget,
     sizes: PetalSizes,
-    writer: Writer,
+    writer: ShardWriter,
 ) -> None:
     blocks = {arch.ffn_prefix(i): i for i in range(len(headers))}
     for name in checkpoint.names():

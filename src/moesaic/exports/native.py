@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports import run_script
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter, Value, Writer
+from moesaic.io.checkpoint import ShardWriter, Value
 from moesaic.io.models import path_of, shape_of
-from moesaic.io.naming import leave_out
+from moesaic.io.naming import language, leave_out
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
@@ -48,7 +48,7 @@ class Export:
     """Form that a model will have, decided before anything is written."""
 
     config: Config
-    write: Callable[[Writer], None]
+    write: Callable[[ShardWriter], None]
     costs: Values = field(default_factory=dict)
     """Neurons before and after padding, by name."""
     exact: bool = True
@@ -175,8 +175,7 @@ def decide(source: Source, target: str = "") -> Export:
 
 def write(source: Source, export: Export, folder: Path) -> None:
     """Write a decided export into an existing folder, unverified."""
-    writer = ShardWriter(folder)
-    export.write(writer)
+    export.write(ShardWriter(folder))
     write_config(export.config, folder)
     copy_side_files(source.folder, folder)
     clean_tokenizer(source.folder, folder)
@@ -262,9 +261,9 @@ def narrow_export(
     layers = {i: _widened(n, width) for i, n in enumerate(shape.widths) if n < width}
     costs = [sum(shape.widths), len(shape.widths) * width]
 
-    def write(writer: Writer) -> None:
+    def write(writer: ShardWriter) -> None:
         plan = Plan("export", shape, layers)
-        surgery.rewrite(source.naming, arch, plan, writer, keep=lambda _: True)
+        writer.write(surgery.rewrite(source.naming, arch, plan, keep=lambda _: True))
 
     return Export(config, write, {"active_neurons": costs, "stored_neurons": costs})
 
@@ -407,7 +406,7 @@ class _Reduced:
             "they are."
         )
 
-    def write(self, writer: Writer) -> None:
+    def write(self, writer: ShardWriter) -> None:
         """Write the model, padded and with new layer numbers."""
         model, naming = shape_of(self.source.config), self.source.naming
         starts = {
@@ -417,19 +416,18 @@ class _Reduced:
         }
         numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
-        def renumbered(name: str, value: Value) -> tuple[str, Value] | None:
-            if (layer := numbered.match(name)) is None:
-                return name, value
-            start, old, rest = layer[1], int(layer[2]), layer[3]
-            if old not in self.numbers:
-                return None
-            return f"{start}{self.numbers[old]}.{rest}", value
+        def renumbered() -> Iterator[tuple[str, Value]]:
+            keep = surgery.kept_names(model, mtp=False, beside=False)
+            plan = Plan("export", self.shape, self.plans)
+            for name, value in surgery.rewrite(naming, self.arch, plan, keep):
+                if (layer := numbered.match(name)) is not None:
+                    start, old, rest = layer[1], int(layer[2]), layer[3]
+                    if old not in self.numbers:
+                        continue
+                    name = f"{start}{self.numbers[old]}.{rest}"
+                yield language(name) if self.source.beside else name, value
 
-        writer = surgery.language_alone(writer) if self.source.beside else writer
-        to = surgery.ChangedWriter(writer, renumbered)
-        keep = surgery.kept_names(model, mtp=False, beside=False)
-        plan = Plan("export", self.shape, self.plans)
-        surgery.rewrite(naming, self.arch, plan, to, keep)
+        writer.write(renumbered())
 
 
 def shorten(config: Config, kept: Sequence[int]) -> None:

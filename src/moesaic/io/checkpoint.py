@@ -24,7 +24,7 @@ from functools import cached_property
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -322,14 +322,6 @@ def _mapped_values(value: Value) -> Tensor:
     return torch.from_numpy(bytes).view(kind).reshape(shape)
 
 
-class Writer(Protocol):
-    """Interface of writers, which are given a checkpoint's tensors one by one."""
-
-    def add(self, name: str, value: Value) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def _kind(value: Value) -> str:
     """Return the name of a type as safetensors has it."""
     return value.kind if isinstance(value, Stored) else NAMES[value.dtype]
@@ -481,6 +473,12 @@ class ShardWriter:
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
 
+    def write(self, tensors: Iterable[tuple[str, Value]]) -> None:
+        """Add tensors, and close."""
+        for name, value in tensors:
+            self.add(name, value)
+        self.close()
+
     def close(self) -> None:
         """Write what is pending and give the shards their final names."""
         self._flush()
@@ -504,9 +502,7 @@ def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         file.rename(writer._path(number))
         writer._shards.append([name for name, stored in written.items() if stored.path == file])
     writer._total = sum(stored.nbytes for stored in written.values())
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.close()
+    writer.write(tensors.items())
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -200,10 +200,7 @@ def _unfold(file: Path, work: Path) -> None:
         parts = _parts(file, reader, architecture, model)
         processor = TENSOR_PROCESSORS.get(architecture, Plain)(config=attributes)
         names, read = [*parts], Tensors(file, work, parts, processor).tensor
-    writer = ShardWriter(work)
-    for name in names:
-        writer.add(name, read(name).contiguous())
-    writer.close()
+    ShardWriter(work).write((name, read(name)) for name in names)
     config.architectures, config.dtype = [type(model).__name__], torch.float32
     config.save_pretrained(work)
     if model.can_generate():

@@ -572,10 +572,8 @@ def _of_config(name: str, path: Path, folder: Path) -> Source:
             f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
             "of the sizes in it must be wrong."
         )
-    writer = ShardWriter(folder, outline=True)
-    for tensor_name, tensor in first.items():
-        writer.add(tensor_name, tensor.detach().to("meta"))
-    writer.close()
+    outlines = ((tensor_name, tensor.detach().to("meta")) for tensor_name, tensor in first.items())
+    ShardWriter(folder, outline=True).write(outlines)
     return Source(name, folder, headers_only=True)
 
 
