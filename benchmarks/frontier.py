@@ -42,7 +42,7 @@ class InLlamaCpp(Engine):
     """A GGUF file that llama.cpp itself runs, to be measured or timed."""
 
     def run(self, batches: Sequence[Tokens], track: Any = None, label: str = "") -> Pass:
-        """As :meth:`moesaic.metrics.forward.Runner.run`."""
+        """As :meth:`moesaic.metrics.forward.InMemory.run`."""
         return Pass(
             (torch.stack([self.logits(ids) for ids in batch.input_ids]), batch) for batch in batches
         )

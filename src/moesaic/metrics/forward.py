@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -109,10 +109,7 @@ class Counts(dict[int, Routing]):
     """Counter of routing by decoder layer."""
 
     mask: Tensor | None = None
-
-    def look_at(self, mask: Tensor | None) -> None:
-        """Count these tokens of the batch that runs next: bool (B, L), False on padding."""
-        self.mask = mask
+    """Tokens to count of the batch that runs next: bool (B, L), False on padding. None: all."""
 
 
 @contextmanager
@@ -137,7 +134,6 @@ def count_routing(model: Model) -> Iterator[Counts]:
         layer.counts = [a + b for a, b in zip(layer.counts, new, strict=True)]
 
     with ExitStack() as hooks:
-        hooks.callback(counts.look_at, None)
         for i, module in modules.items():
             hooks.enter_context(module.router.register_forward_hook(partial(count, counts[i])))
         yield counts
@@ -161,19 +157,6 @@ class Pass:
     """Logits (B, L, V) of each batch, on the model's device, and the batch; to be iterated once."""
     routing: dict[int, Routing] = field(default_factory=dict)
     """Routing by decoder layer; complete when ``logits`` is exhausted."""
-
-
-class Runner(Protocol):
-    """Interface of a model that can be run over batches."""
-
-    @property
-    def shape(self) -> Model:
-        """Model, or a skeleton of it."""
-
-    def run(
-        self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
-    ) -> Pass:
-        """Run the model over batches; channels skipped at decoding are skipped for all tokens."""
 
 
 class InMemory:
@@ -203,7 +186,7 @@ class InMemory:
         def logits() -> Iterator[tuple[Tensor, Tokens]]:
             with count_routing(model) as routing, always_skipping(model):
                 for batch in track(batches, label, len(batches)):
-                    routing.look_at(batch.attention_mask)
+                    routing.mask = batch.attention_mask
                     yield run(model, batch, device)[0], batch  # which nothing here holds on to
                 counts.update(routing)
 
@@ -282,9 +265,16 @@ class Layerwise:
             for block in track(stream.blocks(kwargs), label, stream.count):
                 outputs = block.outputs(states)
                 for b, batch in enumerate(batches):
-                    routing.look_at(batch.attention_mask)
+                    routing.mask = batch.attention_mask
                     states.replace(b, next(outputs))
         return stream, states, dict(routing)
+
+
+Runner: TypeAlias = InMemory | Layerwise
+"""Model that can be run over batches; ``shape`` is the model, or a skeleton of it.
+
+Channels that it skips at decoding are then skipped for all tokens.
+"""
 
 
 # --- several processes ---------------------------------------------------------------------------
