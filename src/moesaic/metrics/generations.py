@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -128,17 +129,12 @@ def _continued(
         pad_token_id=filling,
         **{**GREEDY, **(sampling if temperature else {})},
     )
-    return [until(row[longest:].tolist(), stops) for row in out]
+    return [[*takewhile(lambda t: t not in stops, row[longest:].tolist())] for row in out]
 
 
 def _stops(tokenizer: Tokenizer, ends: int | list[int] | None) -> set[int]:
     """Return the tokens that end a text: the tokenizer's, and those that a config names."""
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-
-
-def until(tokens: list[int], stops: set[int]) -> list[int]:
-    """Return the tokens before the first that ends the text."""
-    return tokens[: next((i for i, t in enumerate(tokens) if t in stops), len(tokens))]
 
 
 @leaves_untouched
