@@ -23,7 +23,7 @@ from moesaic.io.models import dtype_by_name, shape_of
 from moesaic.io.naming import Naming, is_mtp, language
 from moesaic.io.source import Source, warn_of_unplaced
 from moesaic.io.trust import reading
-from moesaic.modules.running import Watch, always_skipping
+from moesaic.modules.running import always_skipping, watch
 from moesaic.plan import FORMAT, BaseShape, Plan
 from moesaic.plans.base import KINDS, DiskState, Header, LayerPlan, LiveState, Sizes
 from moesaic.types import JSON, Config, Model
@@ -163,7 +163,7 @@ def install(model: Model, arch: Arch, config: Config) -> None:
     for i, stack in headers_of(config).items():
         for header in stack:
             KINDS[header["kind"]].install(arch.layers(model), i, arch, header)
-    Watch.over(model, arch.layers_path)
+    watch(model, arch.layers_path)
 
 
 # --- live models ---------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def apply_plan(model: Model, arch: Arch, plan: Plan) -> None:
     check_base(plan, model, arch)
     for i, layer in plan.layers.items():
         apply_layer(arch.layers(model), i, arch, layer)
-    Watch.over(model, arch.layers_path)
+    watch(model, arch.layers_path)
 
 
 @contextmanager

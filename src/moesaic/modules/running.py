@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -116,43 +117,33 @@ def places(ids_BL: Tensor, mask: object = None, past: int = 0) -> Tensor:
     return torch.arange(past, past + length, device=ids_BL.device).expand_as(ids_BL)
 
 
-class Watch:
-    """Hook that sets the tokens of each layer with a passage before a model's layers run.
+def watch(model: nn.Module, layers_path: str) -> None:
+    """Let a model set its layers' tokens before they run, if one of them uses random numbers."""
+    owner, _, leaf = layers_path.rpartition(".")
+    body = model.get_submodule(owner)
+    draws = any("passage" in vars(layer) for layer in getattr(body, leaf))
+    hooks = body._forward_pre_hooks.values()
+    if draws and not any(getattr(hook, "func", None) is _see for hook in hooks):
+        body.register_forward_pre_hook(partial(_see, leaf), with_kwargs=True)
 
-    Args:
-        leaf: the name of the list of layers in the module that runs them.
-    """
 
-    def __init__(self, leaf: str) -> None:
-        self.leaf = leaf
-
-    @classmethod
-    def over(cls, model: nn.Module, layers_path: str) -> None:
-        """Watch a model, if one of its layers uses random numbers and no hook is there yet."""
-        owner, _, leaf = layers_path.rpartition(".")
-        body = model.get_submodule(owner)
-        draws = any("passage" in vars(layer) for layer in getattr(body, leaf))
-        hooks = body._forward_pre_hooks.values()
-        if draws and not any(isinstance(getattr(hook, "__self__", None), cls) for hook in hooks):
-            body.register_forward_pre_hook(cls(leaf).see, with_kwargs=True)
-
-    def see(self, body: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
-        """Run as the hook: ``body`` is called with token ids, or with embeddings of them."""
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None and isinstance(given := kwargs.get("inputs_embeds"), Tensor):
-            ids = given.new_zeros(given.shape[:2], dtype=torch.int64)
-        if not isinstance(ids, Tensor):
-            return
-        positions = kwargs.get("position_ids")
-        if isinstance(positions, Tensor):  # the first of several kinds (K, B, L) is that in text
-            positions_BL = (positions[0] if positions.dim() == 3 else positions).expand_as(ids)
-        else:
-            cache = next(iter(cache_of(kwargs).values()), None)
-            count = getattr(cache, "get_seq_length", lambda: 0)
-            positions_BL = places(ids, kwargs.get("attention_mask"), count())
-        for index, layer in enumerate(getattr(body, self.leaf)):
-            if (passage := vars(layer).get("passage")) is not None:
-                passage.see(ids, positions_BL, index)
+def _see(leaf: str, body: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
+    """Run as the hook: ``body`` is called with token ids, or with embeddings of them."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is None and isinstance(given := kwargs.get("inputs_embeds"), Tensor):
+        ids = given.new_zeros(given.shape[:2], dtype=torch.int64)
+    if not isinstance(ids, Tensor):
+        return
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor):  # the first of several kinds (K, B, L) is that in text
+        positions_BL = (positions[0] if positions.dim() == 3 else positions).expand_as(ids)
+    else:
+        cache = next(iter(cache_of(kwargs).values()), None)
+        count = getattr(cache, "get_seq_length", lambda: 0)
+        positions_BL = places(ids, kwargs.get("attention_mask"), count())
+    for index, layer in enumerate(getattr(body, leaf)):
+        if (passage := vars(layer).get("passage")) is not None:
+            passage.see(ids, positions_BL, index)
 
 
 class SpilledList:
