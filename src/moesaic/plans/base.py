@@ -31,27 +31,19 @@ Header = Values
 """JSON of a converted layer in ``config.json``: enough to build its modules without values."""
 
 
-class LiveState:
-    """Tensors of a live layer; names as stored and in memory are the same."""
+class LiveState(dict[str, Tensor]):
+    """Tensors of a live layer by name in memory; their stored names are the same."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self._tensors = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
+        super().__init__({name: tensor.detach() for name, tensor in layer.state_dict().items()})
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
         """Yield the stored name and the name in memory of tensors under some prefixes."""
-        return ((name, name) for name in self._tensors if name.startswith(prefixes))
+        return ((name, name) for name in self if name.startswith(prefixes))
 
     def read(self, stored: str) -> Tensor:
         """Return a tensor by its stored name."""
-        return self._tensors[stored]
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor by its name in memory."""
-        return self._tensors[name]
-
-    def __contains__(self, name: str) -> bool:
-        """Return True if a tensor has this name in memory."""
-        return name in self._tensors
+        return self[stored]
 
 
 class DiskState:
