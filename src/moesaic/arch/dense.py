@@ -271,13 +271,10 @@ class Arch:
         return nullcontext()
 
     def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call ``show`` with the sum of an FFN's parts (..., D), before any norm, whenever it
-        runs."""
-
-        def hook(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
-            show(out[0] if isinstance(out, tuple) else out)
-
-        return ffn.register_forward_hook(hook)
+        """Call ``show`` with the sum of an FFN's parts (..., D), before any norm, when it runs."""
+        return ffn.register_forward_hook(
+            lambda _, args, out: show(out[0] if isinstance(out, tuple) else out)
+        )
 
     def with_experts(self, count: int) -> JSON:
         """Return the config attributes with which every routed layer has this many experts."""

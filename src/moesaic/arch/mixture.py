@@ -226,13 +226,7 @@ class MoEArch(Arch):
 
     def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         norm = None if self.after is None else getattr(ffn, self.after, None)
-        if norm is None:
-            return super().watch(ffn, show)
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            show(args[0])
-
-        return norm.register_forward_pre_hook(hook)
+        return super().watch(ffn, show) if norm is None else super().enter(norm, show)
 
     @property
     def replaced_paths(self) -> tuple[str, ...]:
@@ -519,28 +513,22 @@ class MoEFFN:
             return m.act_fn(gate_TM) * up_TM
         return m._apply_gate(up_TM)
 
-    def split(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Split the arguments of the experts' module by expert.
+    def split(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Split the input of the experts' module: yield each expert that runs and its rows (N, D).
 
         Args:
-            x_RD: its rows: tokens; or every expert's tokens in turn, zero if it does not run.
+            x_RD: tokens; or every expert's tokens in turn, zero if it does not run.
             routed: the chosen experts and their weights (T, K), if the module takes them.
-
-        Yields:
-            each expert that runs: its index, its row indices (N,), these rows (N, D), and the
-            factor of its output (N, 1).
         """
         if routed:
             chosen_TK, weights_TK = routed
-            for i, rows, weights_N1 in each_with_its_tokens(chosen_TK, weights_TK, self.count):
-                yield i, rows, x_RD[rows], weights_N1
+            for i, rows, _ in each_with_its_tokens(chosen_TK, weights_TK, self.count):
+                yield i, x_RD[rows]
             return
-        tokens = len(x_RD) // self.count
-        for i in range(self.count):
-            runs_T = (x_RD[i * tokens : (i + 1) * tokens] != 0).any(1)
-            rows = i * tokens + runs_T.nonzero().flatten()
-            if len(rows):
-                yield i, rows, x_RD[rows], x_RD.new_ones(len(rows), 1)
+        for i, x_TD in enumerate(x_RD.unflatten(0, (self.count, -1))):
+            runs_T = (x_TD != 0).any(1)
+            if runs_T.any():
+                yield i, x_TD[runs_T]
 
     def project_down(self, i: int, h_TM: Tensor) -> Tensor:
         """Return the output of expert ``i``'s down projection for its input (T, D)."""

@@ -197,7 +197,7 @@ def tap(layer: nn.Module, arch: Arch, paths: Collection[str], notify: Notify) ->
 
             def routed(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 up, down = (f"{block}{name}" for name in view.matrices)
-                for i, _rows, x_NI, _weights in view.split(args[0].flatten(0, -2), *args[1:3]):
+                for i, x_NI in view.split(args[0].flatten(0, -2), *args[1:3]):
                     if up in experts:
                         notify(up, x_NI, i)
                     if down in experts:
