@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,7 @@ class CondensedFFN(nn.Module):
     them: sigmoid(g x) down(h) = down(sigmoid(g x) h).
 
     Args:
-        hidden_size: D.
         width: number of neurons; 0 for a block that adds nothing.
-        act: the base's activation function.
         names: names of gate, up and down.
         gated: number of neurons that the shared path's gate scales.
         more: True if the base's block returns a pair, whose second part is for the router's loss.
@@ -161,29 +160,18 @@ def skip(
     return left_TK, chosen_TK.masked_fill(~kept_TK, count)
 
 
-class Skipping(nn.Module):
-    """Mixin for a router's class: same weights, same names, and some experts skipped."""
+@remade
+def _skipping(base: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a router's class that skips: same weights, same names."""
 
-    beta: float
-    rule: str
-
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
-        out = super().forward(*args, **kwargs)
+    @wraps(base.forward)  # other code reads a router's arguments from its signature
+    def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
+        out = base.forward(self, *args, **kwargs)
         logits, weights, chosen, *shared = in_order(out)
         kept = skip(weights, chosen, self.beta, self.rule, logits.shape[-1])
         return in_order((logits, *kept, *shared), like=out)
 
-
-@remade
-def _skipping(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a router's class that skips."""
-
-    @wraps(base.forward)  # other code reads a router's arguments from its signature
-    def forward(self: Skipping, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
-        return Skipping.forward(self, *args, **kwargs)
-
-    name, parents = f"Skipping{base.__name__}", (Skipping, base)
-    return Dynamic(name, parents, {"forward": forward})  # type: ignore[return-value]
+    return Dynamic(f"Skipping{base.__name__}", (base,), {"forward": forward})  # type: ignore[return-value]
 
 
 def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -> None:
