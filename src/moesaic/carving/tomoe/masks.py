@@ -334,9 +334,5 @@ class MaskingModules(nn.Module):
     def penalty(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Return alpha R_P + beta R_U + gamma R_L, Eq. 10."""
         config = self.config
-        weights = {
-            "parameters": config.parameters,
-            "union": config.union,
-            "balance": config.balance,
-        }
-        return sum((weight * terms[w] for w, weight in weights.items()), torch.zeros(()))
+        budget = config.parameters * terms["parameters"] + config.union * terms["union"]
+        return budget + config.balance * terms["balance"]
