@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
-from moesaic.data.text import IGNORED, Text
+from moesaic.data.text import IGNORED
 from moesaic.losses import log_probabilities, next_token_loss
 from moesaic.observation.job import Job
 from moesaic.train.text import Example, Examples, training_text
@@ -155,17 +155,19 @@ class Distillation(Objective):
 # --- one call of the loop ------------------------------------------------------------------------
 
 
-def examples_of(job: Job[Arch], config: MethodConfig, text: Text, **how: bool) -> Examples:
-    """Return text to train on, in windows or rows as :func:`~moesaic.train.text.training_text`
-    does.
+def examples_of(job: Job[Arch], config: MethodConfig, **how: bool) -> Examples:
+    """Return the text that a run trains on: what the caller passed, else the option ``train``, else
+    the calibration text.
 
     Args:
         job: the model, whose tokenizer and vocabulary are used.
         config: has ``length``, ``steps`` and ``seed``.
-        text: a source, or the text itself.
-        how: ``answers`` and ``stream`` of that function.
+        how: ``answers`` and ``stream`` of :func:`~moesaic.train.text.training_text`.
     """
     options: Any = config
+    text = job.args.text
+    if text is None:
+        text = getattr(config, "train", job.args.calibration.source)
     return training_text(
         text,
         job.tokenizer_for(text),
@@ -190,21 +192,8 @@ def learn(
 ) -> list[dict[str, float]]:
     """Train some of a model's parameters in place, by a method's own schedule.
 
-    Args:
-        job: the model, and its device.
-        config: the method's config, including the schedule.
-        model: live.
-        trainable: the parameters that train, by name.
-        examples: training text.
-        folder: folder of checkpoints; None keeps none.
-        objective: loss to minimise; None for the next-token loss.
-        request: what identifies the run besides model and config.
-
-    Returns:
-        the figures of every step, as :func:`moesaic.train.loop.train` returns them.
-
-    Raises:
-        MoesaicError: nothing is left to train, or the folder holds another run.
+    Arguments, result and errors are those of :func:`moesaic.train.loop.train`; ``request`` is what
+    identifies the run besides model and config.
     """
     from moesaic.train.loop import train  # imports the trainer, which a dry run does not need
 

@@ -190,8 +190,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             name: Plan(config.name, job.base, dict(method.start(sizes)), asdict(method.config))
             for name, method in variants.items()
         }
-        text = args.calibration.source if args.text is None else args.text
-        texts = examples_of(job, config, text, stream=True)
+        texts = examples_of(job, config, stream=True)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
             folder = args.resume_from and args.resume_from / name

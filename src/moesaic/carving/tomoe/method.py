@@ -328,8 +328,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         config = self.config
         student = Student(live, job.arch, config)
         learning = student.learning
-        text = args.calibration.source if args.text is None else args.text
-        examples = examples_of(job, config, text)
+        examples = examples_of(job, config)
         losses = learn(
             job,
             config,

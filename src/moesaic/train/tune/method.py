@@ -204,8 +204,7 @@ class Tuning(Method[TuneConfig, Arch]):
                 f"tune writes only the language model, and transformers has no class for "
                 f"{job.arch.model_type} outside of the whole."
             )
-        text = config.train if args.text is None else args.text
-        examples = examples_of(job, config, text, answers=True)
+        examples = examples_of(job, config, answers=True)
         live = job.live()
         request: JSON = {}
         teacher = args.teacher
