@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import DistributedType
@@ -32,7 +32,6 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -228,15 +227,9 @@ class _Bar(TrainerCallback):
         self._passing: Iterator[Figures] | None = None
         self._figures = Figures()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: object,
-    ) -> None:
-        if not logs or "loss" not in logs or not state.is_world_process_zero:
+    def on_log(self, args: object, state: TrainerState, *_: object, **event: Any) -> None:
+        logs = event["logs"]
+        if "loss" not in logs or not state.is_world_process_zero:
             return
         self._figures = Figures({k: v for k, v in logs.items() if k not in _NOT_DRAWN})
         if self._passing is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import cast, overload
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,27 +49,14 @@ class TrainingTexts(Sequence[Example]):
     def __init__(self) -> None:
         self._texts: list[tuple[array[int], int]] = []
 
-    def add(self, ids: Sequence[int], prompt: int = 0) -> None:
-        """Add a text.
-
-        Args:
-            ids: its tokens.
-            prompt: number of tokens at the start that are not predicted.
-        """
+    def add(self, ids: Sequence[int], prompt: int) -> None:
+        """Add a text of which the first ``prompt`` tokens are not predicted."""
         self._texts.append((array("i", ids), prompt))
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # no slices
         ids, prompt = self._texts[index]
         return {"input_ids": [*ids], "labels": [IGNORED] * prompt + [*ids[prompt:]]}
 
