@@ -66,8 +66,8 @@ def trainable(
     if what == "all":
         return dict(model.named_parameters())
     if what in ("condensed", "attention"):
-        parts = tuple(f"{{ffn}}{name}." for name in arch.ffn.apart)
-        parts = ("{layer}" + arch.attention_path + ".",) if what == "attention" else parts
+        parts = [f"{arch.inside}{name}." for name in arch.ffn.apart]
+        parts = [f"{arch.attention_path}."] if what == "attention" else parts
         parameters = {} if plan is None else _condensed(model, arch, plan, parts)
         if not parameters:
             raise MoesaicError(
@@ -91,18 +91,11 @@ def trainable(
 def _condensed(
     model: Model, arch: Arch, plan: Plan, parts: Sequence[str]
 ) -> dict[str, nn.Parameter]:
-    """Return parameters, by name, of layers that routed before and no longer do.
-
-    Args:
-        model: a converted model.
-        arch: its architecture.
-        plan: the plan that made it.
-        parts: prefixes of their names, ``{layer}`` or ``{ffn}`` standing for the prefix of the
-            decoder layer or of its FFN.
-    """
+    """Return parameters, by name, of layers that routed before and no longer do; ``parts`` are
+    prefixes of their names within a layer."""
     routed = routed_modules(model, arch)
     starts = tuple(
-        part.format(layer=arch.layer_prefix(i), ffn=arch.ffn_prefix(i))
+        f"{arch.layer_prefix(i)}{part}"
         for step in (*plan.earlier, plan)
         for i in step.layers
         if step.base.experts_of(i) and i not in routed
