@@ -290,18 +290,12 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
         raise MoesaicError(
             f"--target {target!r} is none of {', '.join(t.model_type for t in TARGETS)}."
         )
-    options: list[PetalTarget] = []
-    reasons: list[str] = []
     sizes = smallest(headers, widths)
-    for candidate in candidates:
-        lacks = _lacks(candidate, config, sizes) or _repeats(headers, sizes)
-        if lacks:
-            reasons.append(f"{candidate.model_type} lacks {lacks}")
-        else:
-            options.append(candidate)
-    if not options:
+    lacks = [_lacks(t, config, sizes) or _repeats(headers, sizes) for t in candidates]
+    if all(lacks):
+        reasons = (f"{t.model_type} lacks {x}" for t, x in zip(candidates, lacks, strict=True))
         raise MoesaicError(f"No architecture holds this model exactly: {'; '.join(reasons)}.")
-    chosen, active = options[0], len(widths) * sizes.active_width
+    chosen, active = candidates[lacks.index(None)], len(widths) * sizes.active_width
     shared = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
     settings = {**copy.deepcopy(shared), **chosen.settings(config, sizes)}
     native = CONFIG_MAPPING[chosen.model_type](**settings)

@@ -200,43 +200,26 @@ def _watched(module: nn.Module) -> bool:
     )
 
 
-def _projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
-    """Return empty projections (on the meta device) of another width than a block's own."""
-    hidden_size = weight_of(ffn, names.down).shape[0]
-    projections: dict[str, nn.Module] = {}
-    with torch.device("meta"):
-        for name in names.projections:
-            old = getattr(ffn, name)
-            rows = width * (2 if names.fused else 1)
-            ins, outs = (width, hidden_size) if name == names.down else (hidden_size, rows)
-            options = {"bias": old.bias is not None, "dtype": old.weight.dtype}
-            projections[name] = nn.Linear(ins, outs, **options)
-    return projections
-
-
-def carved_like(
-    ffn: nn.Module,
-    names: FFNNames,
-    header: Values,
-    layer: nn.Module,
-    kind: type[CarvedFFN] = CarvedFFN,
-) -> CarvedFFN:
-    """Return an empty carved FFN (weights on the meta device) of the shape in a plan's header.
-
-    Args:
-        ffn: the base block.
-        names: its projections.
-        header: header of a :class:`moesaic.carving.carved_layer.CarvedLayer`.
-        layer: the decoder layer, observed for phase and tokens if the header needs them.
-        kind: its class.
-    """
+def put_carved(
+    layer: nn.Module, arch: Arch, header: Values, kind: type[CarvedFFN] = CarvedFFN
+) -> None:
+    """Replace a decoder layer's FFN by an empty carved one (weights on the meta device) of the
+    shape in the header of a :class:`CarvedLayer`."""
+    ffn, names = arch.ffn_of(layer), arch.ffn
     hidden_size, width = weight_of(ffn, names.down).shape
     if not kind.shares:
         width = header["backbone"] + sum(header["petals"])
     phase = Phase.of(layer) if header.get("prompts") == "dense" else None
+    rows = width * (2 if names.fused else 1)
+    projections: dict[str, nn.Module] = {}
     with torch.device("meta"):
-        return kind(
-            _projections_like(ffn, names, width),
+        for name in names.projections:
+            old = getattr(ffn, name)
+            ins, outs = (width, hidden_size) if name == names.down else (hidden_size, rows)
+            options = {"bias": old.bias is not None, "dtype": old.weight.dtype}
+            projections[name] = nn.Linear(ins, outs, **options)
+        carved = kind(
+            projections,
             act_of(ffn, names),
             names,
             hidden_size,
@@ -248,6 +231,7 @@ def carved_like(
             phase,
             RunningTokens.of(layer) if header["routing"] in DRAWING else None,
         )
+    put(layer, arch.ffn_path, carved)
 
 
 # --- plan ----------------------------------------------------------------------------------------
@@ -356,8 +340,7 @@ class CarvedLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        layer = layers[index]
-        put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer))
+        put_carved(layers[index], arch, header)
 
     # --- words -----------------------------------------------------------------------------------
 

@@ -17,16 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import (
-    Arch,
-    AttentionNames,
-    DenseFFN,
-    LayerUse,
-    RoutedModule,
-    put,
-    weight_of,
-)
-from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, carved_like
+from moesaic.arch.dense import Arch, AttentionNames, DenseFFN, LayerUse, RoutedModule, weight_of
+from moesaic.carving.carved_layer import CarvedFFN, CarvedLayer, put_carved
 from moesaic.errors import MoesaicError, quote
 from moesaic.modules.running import RunningTokens, gumbel
 from moesaic.plans.base import Description, Header, LayerPlan, Sizes, State, check_numbers
@@ -332,10 +324,7 @@ class OverlappingLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
         if header["petals"]:
-            kind = CarvedFFN if header["materialized"] else OverlappingFFN
-            put(
-                layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer, kind)
-            )
+            put_carved(layer, arch, header, CarvedFFN if header["materialized"] else OverlappingFFN)
         if _cuts_attention(header):
             _install_attention(layer, arch, header)
 

@@ -103,12 +103,8 @@ class Router(nn.Module):
         if self.routing == "random":
             return self.passage.uniform(*drawn)
         scores_TR = _logits(self.weight, x_TD)
-        return scores_TR + gumbel(self.passage.uniform(*drawn)) if self.tosses else scores_TR
-
-    @property
-    def tosses(self) -> bool:
-        """True if noise is added to the scores, a function of token and position."""
-        return self.routing == "tossed"
+        tossed = self.routing == "tossed"
+        return scores_TR + gumbel(self.passage.uniform(*drawn)) if tossed else scores_TR
 
     @property
     def learns(self) -> bool:
@@ -248,16 +244,7 @@ def make_router(
     gate: Values | None = None,
     passage: RunningTokens | None = None,
 ) -> nn.Module:
-    """Return a router by name, its weights not set.
-
-    Args:
-        hidden_size: D.
-        experts: petals R.
-        top_k: petals a token runs.
-        routing: its name.
-        gate: options of a router that weighs.
-        passage: the tokens that run, for a router that uses random numbers.
-    """
+    """Return a router by name, its weights not set; ``gate`` are the options of one that weighs."""
     if routing in WEIGHING:
         return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))
     return Router(hidden_size, experts, top_k, routing, passage)
