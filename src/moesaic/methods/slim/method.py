@@ -158,7 +158,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         sizes: dict[int, list[Size]] = {}
         for i, view in views.items():
             if config.uneven:
-                options = [self._uneven_size(view.count, view.width, multiple or 1)]
+                options = [self._uneven_size(view, multiple or 1)]
             else:
                 options = self._even_sizes(job, i, multiple, row, block)
             if config.by_layer:  # the result is not native, so engines set no multiple
@@ -187,13 +187,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             multiple: widths are a multiple of this; None to find one near the target.
             row: the least multiple.
             block: columns that share a scale on disk; 0 if none do, or ``multiple`` is given.
-
-        Raises:
-            MoesaicError: no number of experts meets the budget.
         """
         config, view = self.config, job.arch.view(job.layers[layer])
         sizes = []
-        for count in self._counts(job, layer, view.count, view.width):
+        for count in self._counts(job, layer, view):
             target = config.keep * view.count * view.width / count
             whole = in_blocks(view.width, target, block)
             try:
@@ -211,11 +208,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return sizes
 
     def _multiple(self, job: Job[Arch]) -> int | None:
-        """Return the number that widths must be a multiple of; None if any width will do.
-
-        Raises:
-            MoesaicError: the checkpoint's format cannot hold the requested multiple.
-        """
+        """Return the number that widths must be a multiple of; None if any width will do."""
         multiple, block = self.config.multiple, job.format.whole if job.format else 0
         if multiple is not None and block and multiple % block:
             raise MoesaicError(
@@ -226,11 +219,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return multiple or block or None
 
     def _check_uneven(self, views: Mapping[int, FFN]) -> None:
-        """Refuse models whose experts cannot differ in width.
-
-        Raises:
-            MoesaicError: the model is dense, or its experts' layout does not allow it.
-        """
+        """Refuse models whose experts cannot differ in width."""
         first = next(iter(views.values()))
         if not isinstance(first, MoEFFN):
             raise MoesaicError(
@@ -243,14 +232,13 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 f"{first.odd}. Leave it out."
             )
 
-    def _counts(self, job: Job[Arch], layer: int, count: int, width: int) -> list[int]:
+    def _counts(self, job: Job[Arch], layer: int, view: FFN) -> list[int]:
         """Return the numbers of experts that a layer may keep."""
-        config, arch = self.config, job.arch
-        if config.experts == "all" or not isinstance(arch, MoEArch):
+        config, count = self.config, view.count
+        if config.experts == "all" or not isinstance(view, MoEFFN):
             return [count]
-        top_k = arch.mixture(job.layers[layer]).top_k
-        least = arch.least_experts(top_k, job.shape.config)
-        groups = arch.group_count(job.shape.config)
+        least = view.arch.least_experts(view.top_k, job.shape.config)
+        groups = view.arch.group_count(job.shape.config)
         full = -(-config.keep * count // 1)  # the budget in whole experts
         least = max(least, int(full) + -int(full) % groups)
         if config.count is None:
@@ -259,22 +247,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if not least <= config.count <= count or config.count % groups:
             raise MoesaicError(
                 f"experts {config.count} is out of reach: layer {layer} has {count} experts of "
-                f"{width} neurons, and keep {config.keep:g} needs at least {least}"
+                f"{view.width} neurons, and keep {config.keep:g} needs at least {least}"
                 + (f", a multiple of {groups} router groups." if groups > 1 else ".")
             )
         return [config.count]
 
-    def _uneven_size(self, count: int, width: int, step: int) -> Size:
-        """Return the size of a layer whose experts differ in width; it uses the whole budget.
-
-        Args:
-            count: number of experts.
-            width: neurons of each before.
-            step: widths are a multiple of this.
-
-        Raises:
-            MoesaicError: not every expert would keep a neuron.
-        """
+    def _uneven_size(self, view: FFN, step: int) -> Size:
+        """Return the size of a layer whose experts differ in width by multiples of ``step``; it
+        uses the whole budget."""
+        count, width = view.count, view.width
         if step > width:
             width_for(width, width, step, "keep")  # raises
         least, most = count * step, width // step * step * count
@@ -291,12 +272,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return Size(count, -(-neurons // count), neurons, width, step)
 
     def _spread(self, middle: Size, step: int) -> list[Size]:
-        """Return about evenly spaced sizes of a layer, for widths that differ by layer.
-
-        Args:
-            middle: the layer's size if all layers were alike.
-            step: widths are a multiple of this.
-        """
+        """Return about evenly spaced sizes of a layer around that of equal layers, ``middle``."""
         count, width = middle.count, middle.before
         stride = step * max(1, round(width * 0.75 / WIDTHS / step))
         at = middle.neurons // count
@@ -380,10 +356,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             shared: scores and reach of the shared path's neurons (1, S), if it is narrowed.
             size: the number of experts to keep, and their width.
             groups: router groups; the same number of experts is removed from each.
-
-        Returns:
-            the plan, and ``calls`` and ``relative_loss``, the removed share of all squared scores,
-            if the score reads tokens.
         """
         config, reach_EM = self.config, stats["reach_EM"]
         kept, neurons_NW = choose(score_EM, size.count, size.width, reach_EM, groups)
