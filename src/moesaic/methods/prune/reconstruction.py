@@ -37,9 +37,9 @@ their sets are scored one by one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,8 +99,7 @@ def law_of(routing: RoutingFunction, logits_SX: Tensor) -> Law | None:
     return next((law for law in Law if law in laws), None)
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Routing of tokens with a set of experts present (row 0) and with one of the chosen removed.
 
     Shape suffixes: S tokens, R = K + 1 rows a token, K experts that it runs.
@@ -109,8 +108,7 @@ class _Rows:
     chosen_SRK: Tensor
     """Routed experts, int16."""
     square_SR: Tensor
-    """|f|^2 of the output, float64.
-    """
+    """|f|^2 of the output, float64."""
     inner_SR: Tensor
     """<f, y>, float64."""
     share_SR: Tensor
@@ -118,7 +116,7 @@ class _Rows:
 
     def put(self, tokens_N: Tensor, rows: _Rows) -> _Rows:
         """Return these rows, with those of some tokens replaced."""
-        pairs = ((getattr(self, f.name), getattr(rows, f.name)) for f in fields(self))
+        pairs = zip(self, rows, strict=True)
         return _Rows(*(mine.index_copy(0, tokens_N, theirs) for mine, theirs in pairs))
 
 
@@ -139,11 +137,7 @@ class _Rerouting:
         self.gram_N = stats["gram_SP"].to(self.device).flatten()
         self.pairs = stats["gram_SP"].shape[1]
         self.place_AA = packed_places(self.weighed).to(self.device)
-        self._start(stats)
         self._remembered: list[tuple[Tensor, _Rows]] = []
-
-    def _start(self, stats: Mapping[str, Tensor]) -> None:
-        """Compute what is the same for every set."""
         every = self.every
         self.inner_SA = torch.zeros(
             len(every), self.weighed, dtype=torch.float64, device=self.device
@@ -231,12 +225,9 @@ class _Rerouting:
         left_NK = share_N[:, None].expand(-1, k)
         if share_SE is not None:
             left_NK = left_NK - share_SE[tokens_N].gather(1, chosen_NK)
-        return _Rows(
-            torch.cat([rows.chosen_SRK, then_MK.view(tokens, k, k).short()], 1),
-            torch.cat([rows.square_SR, square_M.view(tokens, k)], 1),
-            torch.cat([rows.inner_SR, inner_M.view(tokens, k)], 1),
-            torch.cat([rows.share_SR, left_NK], 1),
-        )
+        then_NKK, square_NK = then_MK.view(tokens, k, k).short(), square_M.view(tokens, k)
+        more = (then_NKK, square_NK, inner_M.view(tokens, k), left_NK)
+        return _Rows(*(torch.cat(pair, 1) for pair in zip(rows, more, strict=True)))
 
     def _known_rows(self, kept_E: Tensor) -> _Rows:
         """Return a set's rows, if possible from a cached set that differs in one expert."""
@@ -264,7 +255,7 @@ class _Rerouting:
         moved = self._rows(touched_N, kept_E)
         rows = self._rescaled(rows, expert, comes)
         if size == k:
-            rows = _Rows(*(getattr(rows, f.name)[:, :1] for f in fields(rows)))
+            rows = _Rows(*(part[:, :1] for part in rows))
         return rows.put(touched_N, moved)
 
     def _touched(self, rows: _Rows, expert: int, comes: bool) -> Tensor:
@@ -283,8 +274,7 @@ class _Rerouting:
         moved_S1 = self.share_SE[:, expert, None]
         share_SR = rows.share_SR + (moved_S1 if comes else -moved_S1)
         factor_SR = rows.share_SR / share_SR
-        return replace(
-            rows,
+        return rows._replace(
             square_SR=rows.square_SR * factor_SR**2,
             inner_SR=rows.inner_SR * factor_SR,
             share_SR=share_SR,
