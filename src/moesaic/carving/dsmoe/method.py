@@ -29,8 +29,8 @@ Deviations, and choices where the paper gives none:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 
@@ -84,26 +84,6 @@ def imbalance(weights_TN: Tensor, probabilities_TN: Tensor) -> Tensor:
     return weights_TN.shape[-1] * (f_N * probabilities_TN.mean(0)).sum()
 
 
-@contextmanager
-def _watch_routers(
-    routers: Sequence[nn.Module],
-) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Record the input and the output of each router while the context lasts.
-
-    Yields:
-        input (T, D) and output (T, N) by router.
-    """
-    records: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    def note(router: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        records[router] = (args[0], out)
-
-    with ExitStack() as hooks:
-        for router in routers:
-            hooks.enter_context(router.register_forward_hook(note))
-        yield records
-
-
 class SparseObjective(Objective):
     """Next-token loss plus sparsity loss of the gates or load-balance loss (Eqs. 17-19).
 
@@ -124,7 +104,14 @@ class SparseObjective(Objective):
 
     def __call__(self, model: nn.Module, inputs: Tensors) -> tuple[Tensor, Tensors]:
         labels_BL = inputs.pop("labels")
-        with _watch_routers(self.routers) as records:
+        records: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # inputs (T, D) and outputs (T, N)
+
+        def note(router: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            records[router] = (args[0], out)
+
+        with ExitStack() as hooks:
+            for router in self.routers:
+                hooks.enter_context(router.register_forward_hook(note))
             logits_BLV = model(**inputs).logits
         language = next_token_loss(logits_BLV, labels_BL)
         valid_T = predicting(labels_BL).flatten()

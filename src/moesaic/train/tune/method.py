@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 
@@ -150,24 +150,21 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
         arch: its architecture.
         factors: factors by layer (M,), none of them 0.
     """
-    handles, scaled = [], []
 
     def multiply(g_M: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return ((args[0].float() * g_M.to(args[0].device)).to(args[0].dtype),)
 
-    for i, g_M in factors.items():
-        ffn = arch.ffn_of(arch.layers(model)[i])
-        down = getattr(ffn, arch.ffn.down)
-        scaled.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
-        down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
-        handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
-    try:
+    def fold(down: nn.Linear, dtype: torch.dtype, g_M: Tensor) -> None:
+        down.weight.data = (down.weight.data.float() * g_M.to(down.weight.device)).to(dtype)
+
+    with ExitStack() as meanwhile:
+        for i, g_M in factors.items():
+            ffn = arch.ffn_of(arch.layers(model)[i])
+            down = getattr(ffn, arch.ffn.down)
+            meanwhile.callback(fold, down, weight_of(ffn, arch.ffn.down).dtype, g_M)
+            down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
+            meanwhile.enter_context(down.register_forward_pre_hook(partial(multiply, g_M)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for down, dtype, g_M in scaled:
-            down.weight.data = (down.weight.data.float() * g_M.to(down.weight.device)).to(dtype)
 
 
 # --- the run -------------------------------------------------------------------------------------
