@@ -295,7 +295,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
     if all(lacks):
         reasons = (f"{t.model_type} lacks {x}" for t, x in zip(candidates, lacks, strict=True))
         raise MoesaicError(f"No architecture holds this model exactly: {'; '.join(reasons)}.")
-    chosen, active = candidates[lacks.index(None)], len(widths) * sizes.active_width
+    chosen = candidates[lacks.index(None)]
     shared = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
     settings = {**copy.deepcopy(shared), **chosen.settings(config, sizes)}
     native = CONFIG_MAPPING[chosen.model_type](**settings)
@@ -303,7 +303,7 @@ def as_experts(source: Source, arch: Arch, headers: Sequence[Header | None], tar
     return Export(
         native,
         lambda writer: _write_carved(source.checkpoint, arch, headers, chosen, sizes, writer),
-        _costs(headers, widths, active, sizes),
+        _costs(headers, widths, sizes),
         exact=sizes.top_k == 1,
     )
 
@@ -325,16 +325,14 @@ def _lacks(target: PetalTarget, config: Config, sizes: PetalSizes) -> str | None
     return target.lacks(config, sizes)
 
 
-def _costs(
-    headers: Sequence[Header | None], widths: Sequence[int], active: int, sizes: PetalSizes
-) -> JSON:
+def _costs(headers: Sequence[Header | None], widths: Sequence[int], sizes: PetalSizes) -> JSON:
     """Return the neurons stored and run in all layers, before and after padding."""
     before = sum(map(_backbone_of, headers, widths))
     run = before + sum(h["top_k"] * max(h["petals"]) for h in headers if h and h["petals"])
     stored = before + sum(sum(h["petals"]) for h in headers if h)
     each = sizes.shared + sizes.experts * sizes.width
     return {
-        "active_neurons": [run, active],
+        "active_neurons": [run, len(widths) * sizes.active_width],
         "stored_neurons": [stored, len(widths) * each],
         "experts": [max(len(h["petals"]) for h in headers if h), sizes.experts],
     }
