@@ -293,13 +293,6 @@ class CarvedLayer(LayerPlan):
         if self.routing in WEIGHING and len(set(self.petals)) > 1:
             raise ValueError("experts that are weighed are of one size")
 
-    @property
-    def active_width(self) -> float:
-        """Mean neurons that a token runs under uniform routing (MoRE, App. F.2)."""
-        if not self.petals:
-            return self.backbone
-        return self.backbone + self.top_k * sum(self.petals) / len(self.petals)
-
     def header(self) -> JSON:
         return {
             "kind": self.kind,
@@ -364,10 +357,11 @@ class CarvedLayer(LayerPlan):
         assert isinstance(ffn, CarvedFFN)
         missing = use.ffn * (width - use.width) // use.width
         experts, sizes = len(ffn.petals), {*ffn.petals}
+        running = ffn.top_k * sum(ffn.petals) / experts if experts else 0  # MoRE, App. F.2
         return replace(
             use,
             kind=cls.kind,
-            active_width=ffn.backbone + (ffn.top_k * sum(ffn.petals) / experts if experts else 0),
+            active_width=ffn.backbone + running,
             experts=experts,
             top_k=ffn.top_k,
             expert_width=sizes.pop() if len(sizes) == 1 else 0,

@@ -130,11 +130,6 @@ def threshold_for(layers: Mapping[int, Logits], active: float) -> float:
     return min((0.0, low, high), key=lambda t: abs(active_ratio_at(layers, t) - active))
 
 
-def experts(mlp_NM: Tensor, width: int) -> Tensor:
-    """Return each expert's neurons of highest logit, all of one width, in rising order (N, W)."""
-    return mlp_NM.topk(width, dim=-1).indices.sort(-1).values
-
-
 def similarity(experts_NW: Tensor, width: int) -> Tensor:
     """Return the share of neurons that two experts have in common (N, N), Fig. 9.
 
@@ -164,7 +159,7 @@ def decide(
     plans, analyses = {}, {}
     for i, layer in layers.items():
         width, qk, vo = layer.widths(threshold)
-        experts_NW = experts(layer.mlp_NM, width)
+        experts_NW = layer.mlp_NM.topk(width, dim=-1).indices.sort(-1).values
         attention: JSON = {}
         if layer.qk is not None:
             attention = _pruned(masking, i, _on(layer.qk, threshold), vo, names)
