@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled_ffn
+from moesaic.arch.dense import Arch, DenseFFN, assembled_ffn
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import Export, base_config, head_dim_of, multiple_of_8
 from moesaic.io.checkpoint import Checkpoint, ShardWriter
@@ -54,11 +54,6 @@ class PetalSizes:
     width: int
     """Neurons of one expert."""
     top_k: int = 1
-
-    @property
-    def active_width(self) -> int:
-        """Neurons that a token runs in a layer with experts."""
-        return self.shared + (self.top_k * self.width if self.experts else 0)
 
 
 @dataclass(frozen=True)
@@ -331,8 +326,9 @@ def _costs(headers: Sequence[Header | None], widths: Sequence[int], sizes: Petal
     run = before + sum(h["top_k"] * max(h["petals"]) for h in headers if h and h["petals"])
     stored = before + sum(sum(h["petals"]) for h in headers if h)
     each = sizes.shared + sizes.experts * sizes.width
+    active = sizes.shared + (sizes.top_k * sizes.width if sizes.experts else 0)
     return {
-        "active_neurons": [run, len(widths) * sizes.active_width],
+        "active_neurons": [run, len(widths) * active],
         "stored_neurons": [stored, len(widths) * each],
         "experts": [max(len(h["petals"]) for h in headers if h), sizes.experts],
     }
@@ -351,7 +347,11 @@ def _write_carved(
         if not any(name.startswith(prefix) for prefix in blocks):
             writer.add(name, checkpoint.tensor(name))
     for prefix, index in blocks.items():
-        ffn, router_RD = _read_ffn(checkpoint, prefix, arch.ffn)
+        state = checkpoint.under(prefix)
+        weights = {name: state[f"{name}.weight"] for name in arch.ffn.projections}
+        biases = {name: state.get(f"{name}.bias") for name in arch.ffn.projections}
+        ffn = assembled_ffn(arch.ffn, weights, biases, nn.Identity())
+        router_RD = state.get("router.weight")
         header, start = headers[index], arch.layer_prefix(index)
         layer = Layer(
             ffn,
@@ -363,13 +363,3 @@ def _write_carved(
         for name, tensor in target.tensors(start, layer, sizes):
             writer.add(name, tensor)
     writer.close()
-
-
-def _read_ffn(
-    checkpoint: Checkpoint, prefix: str, names: FFNNames
-) -> tuple[DenseFFN, Tensor | None]:
-    """Return a dense or carved FFN on disk as three matrices, and its router rows if any."""
-    state = checkpoint.under(prefix)
-    weights = {name: state[f"{name}.weight"] for name in names.projections}
-    biases = {name: state.get(f"{name}.bias") for name in names.projections}
-    return assembled_ffn(names, weights, biases, nn.Identity()), state.get("router.weight")
