@@ -77,11 +77,6 @@ class Criterion:
     """Statistics that it reads (:mod:`moesaic.observation.stats`). If it reads tokens, ``calls_E``,
     ``batch_T`` and ``bias_E`` are always there."""
 
-    @property
-    def gram(self) -> bool:
-        """True if it needs the inner products of all experts' outputs, by token."""
-        return "gram_SP" in self.needs
-
 
 # --- scores --------------------------------------------------------------------------------------
 

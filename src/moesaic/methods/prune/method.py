@@ -58,7 +58,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     @property
     def gram_bytes(self) -> int:
-        return self.config.gram_mb << 20 if self.config.criterion.gram else 0
+        return self.config.gram_mb << 20 if "gram_SP" in self.needs else 0
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[int]]:
         config, args = self.config, job.args
