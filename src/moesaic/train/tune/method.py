@@ -20,7 +20,7 @@ multiplied by g; in the end they are folded again. The function is the same all 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -65,10 +65,19 @@ def trainable(
     """
     if what == "all":
         return dict(model.named_parameters())
+    routing = routed_modules(model, arch)
     if what in ("condensed", "attention"):
         parts = [f"{arch.inside}{name}." for name in arch.ffn.apart]
         parts = [f"{arch.attention_path}."] if what == "attention" else parts
-        parameters = {} if plan is None else _condensed(model, arch, plan, parts)
+        starts = tuple(
+            f"{arch.layer_prefix(i)}{part}"
+            for step in ((*plan.earlier, plan) if plan else ())
+            for i in step.layers
+            if step.base.experts_of(i) and i not in routing
+            for part in parts
+        )
+        named = model.named_parameters()
+        parameters = {name: p for name, p in named if name.startswith(starts) and p.numel()}
         if not parameters:
             raise MoesaicError(
                 "This model has no condensed layers"
@@ -78,7 +87,7 @@ def trainable(
         return parameters
     routers = {
         id(parameter)
-        for routed in routed_modules(model, arch).values()
+        for routed in routing.values()
         if getattr(routed.router, "learns", True)
         for parameter in routed.router.parameters(recurse=False)
     }
@@ -86,23 +95,6 @@ def trainable(
     if not parameters:
         raise MoesaicError("This model has no routers that learn.")
     return parameters
-
-
-def _condensed(
-    model: Model, arch: Arch, plan: Plan, parts: Sequence[str]
-) -> dict[str, nn.Parameter]:
-    """Return parameters, by name, of layers that routed before and no longer do; ``parts`` are
-    prefixes of their names within a layer."""
-    routed = routed_modules(model, arch)
-    starts = tuple(
-        f"{arch.layer_prefix(i)}{part}"
-        for step in (*plan.earlier, plan)
-        for i in step.layers
-        if step.base.experts_of(i) and i not in routed
-        for part in parts
-    )
-    named = model.named_parameters()
-    return {name: p for name, p in named if name.startswith(starts or "\0") and p.numel()}
 
 
 # --- fixed weights of condensed layers -----------------------------------------------------------
